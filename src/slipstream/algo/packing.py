@@ -1,0 +1,44 @@
+"""How sequences are dealt to micro-batches and to optimizer steps: pure and deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Micro-batches of at most `max_tokens` tokens, by first-fit-decreasing.
+
+    Returns indices into `lengths`; each index exactly once, longest first within a micro-batch. A sequence
+    longer than `max_tokens` is alone in its own. At most 11/9 of the fewest micro-batches possible, plus one.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}: use 1 or more")
+    bins: list[list[int]] = []
+    room: list[int] = []
+    # Bins before `first_open` cannot take even the shortest sequence: skipping them keeps the search short.
+    first_open, shortest = 0, min(lengths, default=0)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        while first_open < len(bins) and room[first_open] < shortest:
+            first_open += 1
+        for place in range(first_open, len(bins)):
+            if length <= room[place]:
+                bins[place].append(index)
+                room[place] -= length
+                break
+        else:
+            bins.append([index])
+            room.append(max_tokens - length)
+    return bins
+
+
+def split(num_items: int, parts: int) -> list[range]:
+    """`num_items` in `parts` contiguous ranges whose sizes differ by at most one, the larger ones first.
+
+    Raises ValueError when a part would be empty.
+    """
+    if not 1 <= parts <= num_items:
+        raise ValueError(f"{num_items} items cannot be split into {parts} parts that all hold one")
+    size, larger = divmod(num_items, parts)
+    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+    return [range(starts[part], starts[part + 1]) for part in range(parts)]

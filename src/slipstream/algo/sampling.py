@@ -1,0 +1,124 @@
+"""Log-probabilities of tokens under the distribution that the engine really sampled from.
+
+Guarantees: the same rules in the same order as vLLM's sampler (temperature; min-p; then top-k and top-p over
+logits sorted in ascending order), computed in float32 at least, differentiable, with one tensor of the
+logits' size kept for the backward pass. Stateful processors (penalties, grammars) are left to the engine's
+refusal: nothing here can repeat them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """At least float32; float64 stays (the tests' references)."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def kept_tokens(scaled_NV: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Which tokens can be sampled, bool `[N, V]`, from logits already divided by the temperature.
+
+    min-p keeps probabilities of at least `min_p` times the largest; top-k keeps everything that ties with the
+    k-th largest; top-p drops the smallest tokens while their cumulated probability is at most `1 - top_p`.
+    """
+    scaled_NV = scaled_NV.detach()
+    kept_NV = torch.ones_like(scaled_NV, dtype=torch.bool)
+    if min_p > 0.0:
+        probs_NV = scaled_NV.softmax(-1)
+        kept_NV = probs_NV >= probs_NV.amax(-1, keepdim=True) * min_p
+        scaled_NV = scaled_NV.masked_fill(~kept_NV, -torch.inf)
+    if 0 < top_k < scaled_NV.shape[-1]:
+        kth_N1 = scaled_NV.topk(top_k, -1).values[:, -1:]
+        kept_NV = kept_NV & (scaled_NV >= kth_N1)
+        scaled_NV = scaled_NV.masked_fill(~kept_NV, -torch.inf)
+    if top_p < 1.0:
+        sorted_NV, order_NV = scaled_NV.sort(-1)
+        # The engine holds top_p in float32: 1 - 0.9 there is not 0.1.
+        bound = 1.0 - torch.tensor(top_p, dtype=torch.float32, device=scaled_NV.device)
+        dropped_NV = sorted_NV.softmax(-1).cumsum(-1) <= bound
+        dropped_NV[:, -1] = False
+        kept_NV = kept_NV & ~torch.zeros_like(kept_NV).scatter(-1, order_NV, dropped_NV)
+    return kept_NV
+
+
+def processed_logits(
+    logits_NV: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """Logits over the temperature, -inf outside the kept set, `[N, V]`. `top_k` 0 is no limit."""
+    return _restrict(logits_NV, None, temperature, top_k, top_p, min_p)
+
+
+def token_logprobs(logits_NV: Tensor, token_ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """`(logprobs_N, entropy_N)` of `softmax(logits)`, in nats, float32 whatever comes in; both differentiable.
+
+    Logits may be -inf, but not that of the token itself, or its logprob is -inf.
+    """
+    logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, token_ids_N)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs_N, entropy_N
+
+
+def processed_logprobs(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`(logprobs_N, entropy_N)` under the sampling parameters.
+
+    A token that rounding put just outside the kept set is added to it, so that every logprob is finite.
+    """
+    return token_logprobs(_restrict(logits_NV, token_ids_N, temperature, top_k, top_p, min_p), token_ids_N)
+
+
+def _restrict(
+    logits_NV: Tensor, token_ids_N: Tensor | None, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    if temperature <= 0.0:
+        raise ValueError(f"temperature {temperature} has no log-probabilities: use a value above 0")
+    if temperature != 1.0:
+        logits_NV = _wide(logits_NV) / temperature
+    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
+        return logits_NV
+    logits_NV = _wide(logits_NV)
+    kept_NV = kept_tokens(logits_NV, top_k, top_p, min_p)
+    if token_ids_N is not None:
+        kept_NV = kept_NV.scatter(-1, token_ids_N[:, None], True)
+    return logits_NV.masked_fill(~kept_NV, -torch.inf)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Keeps only the logits and two vectors for the backward pass, where plain autograd would keep the
+    log-softmax, the softmax and their product, each `[N, V]` in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide_NV = _wide(logits_NV)
+        lse_N = wide_NV.logsumexp(-1)
+        logprobs_N = wide_NV.gather(-1, token_ids_N[:, None])[:, 0] - lse_N
+        # entr(p) = -p ln p is 0 at p = 0, where p times a logit of -inf would not be a number.
+        entropy_N = torch.special.entr((wide_NV - lse_N[:, None]).exp_()).sum(-1)
+        ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        logits_NV, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
+        probs_NV = (_wide(logits_NV) - lse_N[:, None]).exp_()
+        grad_NV: Tensor | None = None
+        if grad_entropy_N is not None:
+            # dH/dx = -p (ln p + H)
+            grad_NV = torch.special.entr(probs_NV).addcmul_(probs_NV, entropy_N[:, None], value=-1.0)
+            grad_NV.mul_(grad_entropy_N[:, None])
+        if grad_logprobs_N is not None:
+            # dlogp/dx = onehot - p
+            pulled_NV = probs_NV.mul_(-grad_logprobs_N[:, None])
+            pulled_NV.scatter_add_(-1, token_ids_N[:, None], grad_logprobs_N[:, None])
+            grad_NV = pulled_NV if grad_NV is None else grad_NV.add_(pulled_NV)
+        return (None if grad_NV is None else grad_NV.to(logits_NV.dtype)), None

@@ -1,0 +1,44 @@
+"""The run's settings: the schema, reading it from a run file and the command line, writing it back.
+
+Guarantees: whoever holds a `RunConfig` from `load_config` holds settings that agree with each other, and
+every error names the key, its value, the reason and the remedy before any process starts. Nothing in this
+package imports torch. Values that need the model, the tasks or the machine are `launch.plan`'s.
+"""
+
+from slipstream.config.dump import Derived, dump_resolved
+from slipstream.config.keys import with_values
+from slipstream.config.load import Loaded, load_config
+from slipstream.config.schema import (
+    DataConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    GRPOConfig,
+    InferenceConfig,
+    ModelConfig,
+    RunConfig,
+    RunSection,
+    SamplingConfig,
+    SFTConfig,
+    TrainingConfig,
+    WeightsConfig,
+)
+
+__all__ = [
+    "DataConfig",
+    "Derived",
+    "EnvironmentConfig",
+    "EvaluationConfig",
+    "GRPOConfig",
+    "InferenceConfig",
+    "Loaded",
+    "ModelConfig",
+    "RunConfig",
+    "RunSection",
+    "SFTConfig",
+    "SamplingConfig",
+    "TrainingConfig",
+    "WeightsConfig",
+    "dump_resolved",
+    "load_config",
+    "with_values",
+]

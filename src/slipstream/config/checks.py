@@ -1,0 +1,164 @@
+"""What the schema cannot say of one field alone: settings that contradict each other, or have no effect.
+
+Guarantees: pure functions of a config. `inapplicable` names every key that this config gives no effect;
+setting such a key is an error, its default is not. What needs the model, the tasks or the machine is
+checked by `launch.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from slipstream.config.keys import keys_of
+from slipstream.config.schema import GRPOConfig, RunConfig
+
+ENGINE_SECTIONS = ("sampling", "inference", "weights")
+OPTIONS_WITH_OWN_KEY = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "inference.max_model_len",
+    "max_num_seqs": "inference.max_num_seqs",
+    "kv_cache_memory_bytes": "inference.kv_cache_gib",
+    "gpu_memory_utilization": "inference.gpu_memory_utilization",
+    "enforce_eager": "inference.enforce_eager",
+    "seed": "run.seed",
+}
+"""vLLM's engine arguments that this project sets itself."""
+
+
+def uses_engine(config: RunConfig) -> bool:
+    """Whether the run generates anything at all."""
+    return isinstance(config.algorithm, GRPOConfig) or config.evaluation is not None
+
+
+def inapplicable(config: RunConfig) -> dict[str, str]:
+    """Keys (`section.key`) and whole sections (`section`) without effect, each with the reason."""
+    found: dict[str, str] = {}
+    algorithm, environment = config.algorithm, config.environment
+    if isinstance(algorithm, GRPOConfig):
+        if config.data is not None:
+            found["data"] = "data applies to sft, not to grpo, whose tasks come from the environment"
+        if algorithm.kl_coef == 0:
+            found["algorithm.kl_estimator"] = "kl_estimator has no effect while algorithm.kl_coef is 0"
+        if algorithm.importance_sampling == "none":
+            found["algorithm.importance_cap"] = (
+                'importance_cap has no effect while algorithm.importance_sampling is "none"'
+            )
+        return found
+    found["run.max_steps_without_signal"] = "max_steps_without_signal applies to grpo, not to sft"
+    if config.data is not None and environment is not None:
+        if config.evaluation is None:
+            found["environment"] = "environment has no use when data is given and evaluation is off"
+        else:
+            found["environment.num_train_tasks"] = "num_train_tasks has no effect when data is given"
+    if not uses_engine(config):
+        for section in ENGINE_SECTIONS:
+            found[section] = f"{section} has no effect under sft while evaluation is off"
+        found["run.save_samples"] = "save_samples has no effect under sft while evaluation is off"
+        for name in ("reward_timeout_s", "max_reward_failures"):
+            found[f"environment.{name}"] = f"{name} has no effect under sft while evaluation is off"
+    return found
+
+
+def applies(path: str, reasons: Mapping[str, str]) -> bool:
+    """Whether a leaf is neither in `reasons` itself nor in a section or table that is."""
+    parts = path.split(".")
+    return not any(".".join(parts[:depth]) in reasons for depth in range(1, len(parts) + 1))
+
+
+def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for everything in the config that cannot be carried out together."""
+    yield from _sources(config)
+    yield from _batches(config)
+    yield from _engine(config)
+    if not config.model.path.strip():
+        yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
+    if config.weights.probe_stop <= config.weights.probe_warn:
+        yield (
+            "weights.probe_stop",
+            f"weights.probe_stop = {config.weights.probe_stop:g} is not above weights.probe_warn = "
+            f"{config.weights.probe_warn:g}, so no warning could come first: raise probe_stop or lower probe_warn",
+        )
+
+
+def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.environment is not None:
+        if not config.environment.name.strip():
+            remedy = "give reasoning_gym/<task> or path/to/file.py:Class"
+            yield "environment.name", f'environment.name = "" is empty: {remedy}'
+    elif config.algorithm.kind == "grpo":
+        yield (
+            "algorithm.kind",
+            "environment.name is missing, and grpo needs tasks and rewards: "
+            'set it in [environment], for example name = "reasoning_gym/spell_backward"',
+        )
+    elif config.data is None:
+        yield (
+            "algorithm.kind",
+            "neither environment nor data is given, so there is nothing to train on: "
+            "set environment.name or data.path",
+        )
+    elif config.evaluation is not None:
+        yield (
+            "evaluation",
+            "evaluation needs an environment, and there is none: remove [evaluation] or set environment.name",
+        )
+    if config.data is not None and not config.data.path.strip():
+        yield "data.path", 'data.path = "" is empty: give the path of a JSONL file'
+
+
+def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
+    training = config.training
+    if training.warmup_steps > 0 and training.warmup_steps >= training.steps:
+        yield (
+            "training.warmup_steps",
+            f"training.warmup_steps = {training.warmup_steps} is not below training.steps = {training.steps}, "
+            f"so the learning rate would never be reached: use at most {training.steps - 1}",
+        )
+    sentence = divisor_problem(training.updates_per_batch, training.prompts_per_batch)
+    if sentence:
+        yield "training.updates_per_batch", sentence
+
+
+def divisor_problem(updates: int, prompts: int) -> str:
+    """Why a batch of that many prompts cannot be split into that many updates of whole groups, or nothing."""
+    if prompts % updates == 0:
+        return ""
+    divisors = [number for number in range(1, prompts + 1) if prompts % number == 0]
+    near = sorted(sorted(divisors, key=lambda number: abs(number - updates))[:2])
+    return (
+        f"training.updates_per_batch = {updates} does not divide training.prompts_per_batch = {prompts}: "
+        f"use {' or '.join(str(number) for number in near)}"
+    )
+
+
+def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
+    sampling, inference = config.sampling, config.inference
+    if "" in sampling.stop:
+        yield "sampling.stop", "sampling.stop has an empty text, which would end every completion at once: remove it"
+    if config.algorithm.kind == "grpo" and sampling.top_k == 1:
+        yield (
+            "sampling.top_k",
+            "sampling.top_k = 1 draws the same completion for a whole group, which has no signal: "
+            "use 0 for no limit, or more than 1",
+        )
+    longest, room = sampling.max_tokens, inference.max_model_len
+    if isinstance(longest, int) and isinstance(room, int) and longest >= room:
+        yield (
+            "sampling.max_tokens",
+            f"sampling.max_tokens = {longest} leaves no room for a prompt in inference.max_model_len = {room}: "
+            "lower the first or raise the second",
+        )
+    for name in inference.options:
+        own = OPTIONS_WITH_OWN_KEY.get(name.replace("-", "_"))
+        if own is not None:
+            yield f"inference.options.{name}", f"inference.options.{name} has a key of its own: set {own} instead"
+
+
+def foreign_key(name: str, kind: str) -> str:
+    """The sentence for a key of another algorithm than `kind`, or nothing."""
+    for key in keys_of("algorithm"):
+        if key.name == name and key.kinds and kind not in key.kinds:
+            return f"{name} applies to {key.kinds[0]}, not to {kind}: remove it"
+    return ""

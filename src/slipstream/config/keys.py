@@ -1,0 +1,250 @@
+"""Which keys a run file may have, what each must be in words, and the nearest one to a misspelt key.
+
+Everything is read off the schema, so a new field is known here without another line. Knows nothing of
+files, flags or values that depend on each other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from slipstream.config.schema import RunConfig
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+COMMON_NAMES = {
+    "lr": "training.learning_rate",
+    "max_steps": "training.steps",
+    "num_steps": "training.steps",
+    "batch_size": "training.prompts_per_batch",
+    "grad_clip": "training.max_grad_norm",
+    "lr_scheduler_type": "training.schedule",
+    "num_generations": "algorithm.group_size",
+    "beta": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_completion_length": "sampling.max_tokens",
+    "output_dir": "run.folder",
+}
+"""What other trainers call the same thing."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the tree."""
+
+    section: str
+    name: str
+    requirement: str
+    """What the value must be, as in "use ..."."""
+    required: bool
+    is_flag: bool = False
+    """Takes true and false, so `--section.name` alone means true."""
+    is_text: bool = False
+    """Takes text only: a value from the command line is never read as a number."""
+    is_free: bool = False
+    """A table whose keys are not ours."""
+    choices: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    """The algorithms that have this key; empty: not a matter of the algorithm."""
+
+    @property
+    def path(self) -> str:
+        """`section.name`."""
+        return f"{self.section}.{self.name}"
+
+
+def all_keys() -> Mapping[str, Key]:
+    """Every key by its path `section.name`, in the schema's order."""
+    return _keys()
+
+
+def sections() -> tuple[str, ...]:
+    """The names of all sections."""
+    return tuple(RunConfig.model_fields)
+
+
+def optional_sections() -> tuple[str, ...]:
+    """Sections that `name = false` turns off."""
+    return tuple(
+        name
+        for name, field in RunConfig.model_fields.items()
+        if not field.is_required() and field.get_default() is not None and "None" in str(field.annotation)
+    )
+
+
+def keys_of(section: str, kind: str | None = None) -> list[Key]:
+    """The keys of a section; of the algorithm section only those of `kind`, if given."""
+    return [
+        key
+        for key in all_keys().values()
+        if key.section == section and (kind is None or not key.kinds or kind in key.kinds)
+    ]
+
+
+def suggestion(path: str) -> str:
+    """How to go on from the unknown `path`: the nearest valid key, or all that there are in its section."""
+    section, _, name = path.rpartition(".")
+    known = all_keys()
+    if section and section not in sections():
+        near = _nearest(section, sections())
+        if near is not None:
+            candidate = f"{near}.{name}"
+            return f"did you mean {candidate}?" if candidate in known else f"did you mean the section [{near}]?"
+    if name in COMMON_NAMES:
+        return f"did you mean {COMMON_NAMES[name]}?"
+    elsewhere = [key.path for key in known.values() if key.name == name]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}?"
+    if section in sections():
+        own = [key.name for key in keys_of(section)]
+        near = _nearest(name, own)
+        if near is not None:
+            return f"did you mean {section}.{near}?"
+        return f"[{section}] has {', '.join(own)}"
+    near = _nearest(path, sections())
+    if near is not None:
+        return f"did you mean the section [{near}]?"
+    names = [key.name for key in known.values()]
+    near = _nearest(name, names)
+    if near is not None:
+        return f"did you mean {next(key.path for key in known.values() if key.name == near)}?"
+    return f"the sections are {', '.join(sections())}"
+
+
+def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Every leaf's path and value; keys inside free tables count as leaves, absent sections have none."""
+    for section in sections():
+        model = getattr(config, section)
+        if model is None:
+            continue
+        for name in type(model).model_fields:
+            value = getattr(model, name)
+            if all_keys()[f"{section}.{name}"].is_free:
+                yield from flatten((section, name), value)
+            else:
+                yield f"{section}.{name}", value
+
+
+def flatten(path: Sequence[str], value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves below `value` as (dotted path as TOML writes it, value); an empty table is a leaf."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from flatten((*path, name), inner)
+    else:
+        yield dotted(path), value
+
+
+def dotted(path: Sequence[str]) -> str:
+    """`path` as a TOML key: `section.key`, with quotes where a name needs them."""
+    return ".".join(name if BARE_KEY.fullmatch(name) else json.dumps(name) for name in path)
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """`config` with some `section.key` replaced, validated again; raises pydantic's error on a bad value."""
+    data = {name: model.model_dump() for name in sections() if (model := getattr(config, name)) is not None}
+    for name in optional_sections():
+        data.setdefault(name, None)
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        data[section][key] = value
+    return RunConfig.model_validate(data)
+
+
+def _nearest(name: str, candidates: Sequence[str]) -> str | None:
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), candidates, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+@cache
+def _keys() -> dict[str, Key]:
+    schema = RunConfig.model_json_schema()
+    keys: dict[str, Key] = {}
+    for section, reference in schema["properties"].items():
+        models = [schema["$defs"][name] for name in _references(reference)]
+        kinds = [model["properties"]["kind"]["const"] if section == "algorithm" else "" for model in models]
+        for kind, model in zip(kinds, models, strict=True):
+            for name, spec in model["properties"].items():
+                path = f"{section}.{name}"
+                before = keys[path].kinds if path in keys else ()
+                keys[path] = _key(section, name, spec, name in model.get("required", ()), (*before, kind))
+    every_kind = tuple(keys_kinds(schema))
+    kind_words = join_choices(tuple(f'"{kind}"' for kind in every_kind))
+    keys["algorithm.kind"] = Key(
+        "algorithm", "kind", kind_words, required=True, is_text=True, choices=every_kind
+    )
+    return keys
+
+
+def keys_kinds(schema: Mapping[str, Any]) -> list[str]:
+    """The algorithms in a JSON schema of `RunConfig`, in its order."""
+    return [
+        schema["$defs"][name]["properties"]["kind"]["const"]
+        for name in _references(schema["properties"]["algorithm"])
+    ]
+
+
+def _references(spec: Mapping[str, Any]) -> list[str]:
+    if "$ref" in spec:
+        return [spec["$ref"].rsplit("/", 1)[-1]]
+    return [name for part in spec.get("anyOf", spec.get("oneOf", ())) for name in _references(part)]
+
+
+def _key(section: str, name: str, spec: Mapping[str, Any], required: bool, kinds: tuple[str, ...]) -> Key:
+    parts = [part for part in spec.get("anyOf", (spec,)) if part.get("type") != "null"]
+    types = {part.get("type") for part in parts}
+    choices = tuple(choice for part in parts for choice in part.get("enum", [part.get("const")]) if choice)
+    return Key(
+        section,
+        name,
+        requirement=join_choices(tuple(word for part in parts for word in _words(part))),
+        required=required,
+        is_flag="boolean" in types,
+        is_text=types == {"string"},
+        is_free=types == {"object"},
+        choices=choices,
+        kinds=tuple(kind for kind in kinds if kind),
+    )
+
+
+def _words(spec: Mapping[str, Any]) -> list[str]:
+    """What one alternative of a JSON schema allows, in words."""
+    if "const" in spec:
+        return [f'"{spec["const"]}"']
+    if "enum" in spec:
+        return [f'"{choice}"' for choice in spec["enum"]]
+    kind = spec["type"]
+    plain = {
+        "boolean": ["true", "false"],
+        "object": ["a table of keys and values"],
+        "array": ["a list of texts"],
+        "string": ["a path" if spec.get("format") == "path" else "a text"],
+    }
+    if kind in plain:
+        return plain[kind]
+    bounds = [
+        f"{words} {_plain(spec[name])}"
+        for name, words in (
+            ("exclusiveMinimum", "greater than"),
+            ("minimum", "of at least"),
+            ("exclusiveMaximum", "less than"),
+            ("maximum", "at most"),
+        )
+        if name in spec
+    ]
+    return [" ".join(["a whole number" if kind == "integer" else "a number", " and ".join(bounds)]).rstrip()]
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else str(number)
+
+
+def join_choices(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,0 +1,243 @@
+"""From a run file and a command line to one checked `RunConfig`, and where each of its values came from.
+
+Guarantees: every wrong key and value is told at once, in one ConfigError with a line for each, before
+anything is started. Paths in the result are absolute, so that it means the same from any folder.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from slipstream.config.checks import applies, contradictions, foreign_key, inapplicable
+from slipstream.config.keys import all_keys, dotted, flatten, leaves, optional_sections, sections, suggestion
+from slipstream.config.messages import located, rewrite, show
+from slipstream.config.overrides import Override, parse_overrides, place
+from slipstream.config.runfile import RunFile, read_run_file
+from slipstream.config.schema import RunConfig
+from slipstream.errors import ConfigError
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked config and, for each leaf `section.key`, where it was set.
+
+    An origin is `run.toml:12`, `command line` or `default`. A section that is turned off is a leaf too.
+    """
+
+    config: RunConfig
+    origins: dict[str, str]
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: str | None = None) -> Loaded:
+    """Read the run file at `path` and the settings that follow it on the command line.
+
+    `algorithm` is the kind that the command itself implies (`slipstream sft`). Raises ConfigError.
+    """
+    file = read_run_file(path)
+    settings = parse_overrides(overrides)
+    sources = _Sources(file, settings)
+    tree = copy.deepcopy(file.tables)
+    for setting in settings:
+        place(tree, setting)
+    problems = _force_algorithm(tree, algorithm, sources)
+    problems += _take_out_unknown(tree, sources)
+    for section in optional_sections():
+        if tree.get(section) is False:
+            tree[section] = None
+    _resolve_paths(tree, file.path.parent, sources)
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(problems + rewrite(error, sources.place))) from None
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config = _drop_unusable_evaluation(config, sources)
+    origins = sources.origins(config)
+    problems = [located(sentence, sources.place(key)) for key, sentence in contradictions(config)]
+    problems += _refused(config, origins, sources)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Loaded(config, origins)
+
+
+class _Sources:
+    """Where each value came from."""
+
+    def __init__(self, file: RunFile, overrides: Sequence[Override]) -> None:
+        self.file = file
+        self.flags: dict[str, str] = {dotted(setting.path): setting.flag for setting in overrides}
+        self.forced: set[str] = set()
+
+    def place(self, path: str) -> str:
+        """For an error: the flag or the line that set `path`; empty for a default."""
+        flag = self._flag(path)
+        if flag is not None:
+            return flag
+        return self.file.where(path) if self._in_file(path) else ""
+
+    def is_set(self, path: str) -> bool:
+        """Whether a person wrote `path`, or anything below it."""
+        return self._flag(path) is not None or self._in_file(path)
+
+    def origin(self, path: str) -> str:
+        """For a reader: `run.toml:12`, `command line` or `default`."""
+        if self._flag(path) is not None or path in self.forced:
+            return COMMAND_LINE
+        return self.file.where(path) if self._in_file(path) else DEFAULT
+
+    def origins(self, config: RunConfig) -> dict[str, str]:
+        """The origin of every leaf, and of every section that is turned off."""
+        found = {path: self.origin(path) for path, _ in leaves(config)}
+        for section in optional_sections():
+            if getattr(config, section) is None:
+                found[section] = self.origin(section)
+        return found
+
+    def _flag(self, path: str) -> str | None:
+        # A flag that sets a whole table also sets what is in it.
+        for known, flag in self.flags.items():
+            if known == path or ("." in known and path.startswith(f"{known}.")):
+                return flag
+        return None
+
+    def _in_file(self, path: str) -> bool:
+        return any(known == path or known.startswith(f"{path}.") for known in self.file.lines)
+
+
+def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Sources) -> list[str]:
+    if kind is None:
+        return []
+    section = tree.setdefault("algorithm", {})
+    if not isinstance(section, dict):
+        return []
+    found = section.setdefault("kind", kind)
+    if found == kind:
+        if not sources.is_set("algorithm.kind"):
+            sources.forced.add("algorithm.kind")
+        return []
+    # Anything but a known kind is the schema's to refuse.
+    if found not in all_keys()["algorithm.kind"].choices:
+        return []
+    sentence = (
+        f"algorithm.kind = {show(found)} is not what `slipstream {kind}` does: "
+        f'run `slipstream train` with this run file, or set kind = "{kind}"'
+    )
+    raise ConfigError(located(sentence, sources.place("algorithm.kind")))
+
+
+def _take_out_unknown(tree: dict[str, Any], sources: _Sources) -> list[str]:
+    """Remove what the schema does not know from the tree; one sentence for each."""
+    problems: list[str] = []
+
+    def refuse(path: str, reason: str) -> None:
+        place = next((sources.place(leaf) for leaf in (path, path.split(".")[0]) if sources.place(leaf)), "")
+        problems.append(located(f"{path} {reason}", place))
+
+    for section in list(tree):
+        content = tree[section]
+        if section not in sections():
+            refuse(dotted((section,)), f"is not a known section: {suggestion(section)}")
+            del tree[section]
+        elif section in optional_sections() and content is False:
+            continue
+        elif not isinstance(content, dict):
+            remedy = f"write [{section}] and its keys below it"
+            if section in optional_sections():
+                remedy += f", or {section} = false to turn it off"
+            refuse(section, f"= {show(content)} is not a table: {remedy}")
+            del tree[section]
+        else:
+            _take_out_unknown_keys(section, content, refuse)
+    # A section that is gone would be reported as missing too.
+    return problems
+
+
+def _take_out_unknown_keys(
+    section: str, content: dict[str, Any], refuse: Callable[[str, str], None]
+) -> None:
+    kind = content.get("kind") if section == "algorithm" else None
+    for name in list(content):
+        key = all_keys().get(f"{section}.{name}")
+        if key is None:
+            refuse(dotted((section, name)), f"is not a known key: {suggestion(f'{section}.{name}')}")
+            del content[name]
+        elif key.kinds and isinstance(kind, str) and (sentence := foreign_key(name, kind)):
+            if kind in all_keys()["algorithm.kind"].choices:
+                refuse(f"{section}.{name}", sentence.removeprefix(f"{name} "))
+            del content[name]
+
+
+def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> None:
+    """Make the tree's relative paths absolute.
+
+    A path in the run file is looked for beside the file first and then, like one from the command line, in
+    the current folder. A model path that is in neither place and has no leading dot is a hub id.
+    """
+
+    def resolve(path: str, text: str, *, always: bool) -> str:
+        bases = [Path.cwd()] if sources.origin(path) == COMMAND_LINE else [folder.absolute(), Path.cwd()]
+        candidates = [base / Path(text).expanduser() for base in bases]
+        existing = [candidate for candidate in candidates if candidate.exists()]
+        if not existing and not always:
+            return text
+        return str(_normal((existing or candidates[-1:])[0]))
+
+    def text_at(section: str, name: str) -> str:
+        table = tree.get(section)
+        value = table.get(name) if isinstance(table, dict) else None
+        return value if isinstance(value, str) and value.strip() else ""
+
+    if text := text_at("model", "path"):
+        is_local = text.startswith(("./", "../", "/", "~")) or text in (".", "..")
+        tree["model"]["path"] = resolve("model.path", text, always=is_local)
+    if text := text_at("data", "path"):
+        tree["data"]["path"] = resolve("data.path", text, always=True)
+    if text := text_at("environment", "name"):
+        file, colon, name = text.partition(".py:")
+        if colon or text.endswith(".py"):
+            file = resolve("environment.name", file + ".py" if colon else file, always=True)
+            tree["environment"]["name"] = f"{file}:{name}" if colon else file
+    if text := text_at("run", "folder"):
+        tree["run"]["folder"] = str(_normal(Path.cwd() / Path(text).expanduser()))
+
+
+def _normal(path: Path) -> Path:
+    """`path` without `.` and `..`; links stay as they are written."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and len(parts) > 1:
+            parts.pop()
+        else:
+            parts.append(part)
+    return Path(*parts)
+
+
+def _drop_unusable_evaluation(config: RunConfig, sources: _Sources) -> RunConfig:
+    """Without an environment there is nothing to evaluate on, which only matters to who asked for it."""
+    if config.environment is not None or config.evaluation is None or sources.is_set("evaluation"):
+        return config
+    if config.data is None or any(path.startswith("evaluation") for path in sources.flags):
+        return config
+    return config.model_copy(update={"evaluation": None})
+
+
+def _refused(config: RunConfig, origins: Mapping[str, str], sources: _Sources) -> list[str]:
+    """One sentence for each key without effect that a person set; a whole section makes one."""
+    problems: list[str] = []
+    for path, reason in inapplicable(config).items():
+        if any(origin != DEFAULT and not applies(leaf, {path: reason}) for leaf, origin in origins.items()):
+            leaf = next(leaf for leaf in origins if not applies(leaf, {path: ""}) and origins[leaf] != DEFAULT)
+            problems.append(located(f"{path} is set, but {reason}: remove it", sources.place(leaf)))
+    return problems
+
+
+__all__ = ["Loaded", "flatten", "load_config"]

@@ -1,0 +1,63 @@
+"""The exception tree: every failure a person can meet, each with the exit code of the process it ends.
+
+A message is one sentence with the value, the reason and the remedy. Anything that is not a
+`SlipstreamError` and reaches the command line is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Base of every error whose message is meant for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(SlipstreamError):
+    """The run file, an override or the command line is wrong: nothing has been started."""
+
+    exit_code = 2
+
+
+class DataError(SlipstreamError):
+    """A task, a row or a prompt cannot be used."""
+
+    exit_code = 3
+
+
+class EnvironmentFault(SlipstreamError):
+    """The environment's own code failed or cannot tell right from wrong."""
+
+    exit_code = 4
+
+
+class EngineError(SlipstreamError):
+    """The inference engine did not start, died, or refused a request."""
+
+    exit_code = 5
+
+
+class DeadlineError(EngineError):
+    """Something was waited for past its deadline; the message names who was waited for."""
+
+
+class WeightsError(SlipstreamError):
+    """What the engine holds is not what was published."""
+
+    exit_code = 6
+
+
+class TrainingError(SlipstreamError):
+    """The optimizer step would train on nothing, or on something that is not a number."""
+
+    exit_code = 7
+
+
+class MismatchError(TrainingError):
+    """Engine and trainer give the same tokens different log-probabilities."""
+
+
+class Interrupted(SlipstreamError):
+    """Ctrl-C or SIGTERM: a checkpoint was written and the children were stopped."""
+
+    exit_code = 130

@@ -1,0 +1,187 @@
+"""The two ways to host vLLM's engine in our server, behind one small face.
+
+`InProcessHost` (CPU, one worker): engine core, worker and server share one process, and a thread of ours makes
+the steps. vLLM as shipped starts three processes, each importing everything again; on two cores that is most of
+the start-up time, and every token crosses two process boundaries. Calls to the worker run between two steps.
+
+`AsyncHost` (GPU, or several workers): vLLM's own `AsyncLLM`, whose engine core has a process to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+
+class Host(Protocol):
+    """What the server needs of an engine."""
+
+    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
+        """The finished request output; cancelling the call aborts the request inside the engine."""
+        ...
+
+    async def rpc(self, method: str, *args: str) -> list[str]:
+        """Call a worker method in every worker, between two steps."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False when vLLM refused."""
+        ...
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine can never answer again."""
+        ...
+
+    def shutdown(self) -> None:
+        """Free what the engine holds."""
+        ...
+
+
+class InProcessHost:
+    """Steps an `LLMEngine` in a thread; all calls into the engine happen in that thread."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments, distributed_executor_backend="uni"))
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: dict[str, Future[Any]] = {}
+        self._death: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_dead(self) -> bool:
+        """True once a step has raised."""
+        return self._death is not None
+
+    def _run(self) -> None:
+        try:
+            while True:
+                busy = self._engine.has_unfinished_requests()
+                with contextlib.suppress(queue.Empty):
+                    # Block only while there is nothing to step; otherwise take what has come in meanwhile.
+                    while True:
+                        command = self._commands.get(block=not busy)
+                        if command is None:
+                            return
+                        command()
+                        busy = True
+                for output in self._engine.step():
+                    if output.finished:
+                        self._finish(output)
+        except BaseException as error:  # noqa: BLE001 (whatever ends the loop ends the engine; the server exits)
+            self._death = error
+            for future in list(self._waiting.values()):
+                future.set_exception(RuntimeError(f"the engine died: {error!r}"))
+            raise
+
+    def _finish(self, output: Any) -> None:
+        future = self._waiting.pop(output.request_id, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(output)
+
+    def _submit(self, call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 (the caller gets it)
+                future.set_exception(error)
+
+        if self._death is not None:
+            raise RuntimeError(f"the engine died: {self._death!r}")
+        self._commands.put(command)
+        return future
+
+    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
+        """See `Host`."""
+        done: Future[Any] = Future()
+
+        def add() -> None:
+            try:
+                self._engine.add_request(request_id, prompt, params)
+            except Exception as error:  # noqa: BLE001 (a refused request concerns its caller only)
+                done.set_exception(error)
+            else:
+                self._waiting[request_id] = done
+
+        def abort() -> None:
+            if self._waiting.pop(request_id, None) is not None:
+                self._engine.abort_request([request_id])
+
+        if self._death is not None:
+            raise RuntimeError(f"the engine died: {self._death!r}")
+        self._commands.put(add)
+        try:
+            return await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            self._commands.put(abort)
+            raise
+
+    async def rpc(self, method: str, *args: str) -> list[str]:
+        """See `Host`."""
+        return await asyncio.wrap_future(self._submit(lambda: self._engine.collective_rpc(method, args=args)))
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `Host`."""
+        return bool(await asyncio.wrap_future(self._submit(self._engine.reset_prefix_cache)))
+
+    def shutdown(self) -> None:
+        """Stop stepping; the process ends right after."""
+        self._commands.put(None)
+        self._thread.join(5)
+
+
+class AsyncHost:
+    """vLLM's `AsyncLLM`."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    @property
+    def is_dead(self) -> bool:
+        """True once the engine core has failed."""
+        return bool(self._engine.errored)
+
+    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
+        """See `Host`."""
+        final: Any = None
+        async for output in self._engine.generate(prompt, params, request_id):
+            final = output
+        return final
+
+    async def rpc(self, method: str, *args: str) -> list[str]:
+        """See `Host`."""
+        return await self._engine.collective_rpc(method, args=args)
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `Host`; versions before 0.27 answer nothing."""
+        return (await self._engine.reset_prefix_cache()) is not False
+
+    def shutdown(self) -> None:
+        """Stop the engine core's process."""
+        self._engine.shutdown()
+
+
+def create_host(arguments: dict[str, Any]) -> Host:
+    """The host that fits this machine and these arguments."""
+    from vllm.platforms import current_platform
+
+    num_workers = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("data_parallel_size", 1))
+    if current_platform.is_cpu() and num_workers == 1:
+        return InProcessHost(arguments)
+    return AsyncHost(arguments)

@@ -1,0 +1,42 @@
+"""No process of ours outlives the one that started it, however that one ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+_POLL_S = 0.5
+_following: set[int] = set()
+
+
+def follow_parent() -> None:
+    """Kill this process within half a second of its parent's death."""
+    pid, parent = os.getpid(), os.getppid()
+    if pid in _following:
+        return
+    _following.add(pid)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="follow-parent", daemon=True).start()
+
+
+def follow_stdin() -> None:
+    """Kill this process's whole group when its standard input closes.
+
+    The supervisor holds the other end of that pipe and never writes to it; the kernel closes it however the
+    supervisor ends. (A parent-death signal would follow the *thread* that started us, which may end early.)
+    """
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="follow-stdin", daemon=True).start()

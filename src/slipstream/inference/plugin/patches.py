@@ -1,0 +1,134 @@
+"""Every change that Slipstream makes to vLLM, in one file; each says what it is for and reports itself.
+
+Patches are applied only inside a process that Slipstream started (`SLIPSTREAM_ENGINE` is set), so that
+installing the package changes nothing for anybody else's vLLM. A patch looks for the thing it changes and
+says so when it is not there, instead of guessing by version number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_applied: list[str] = []
+_packed_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_pack: Callable[..., None] | None = None
+
+
+def applied() -> tuple[str, ...]:
+    """Names of the patches in force in this process."""
+    return tuple(_applied)
+
+
+def apply_all() -> tuple[str, ...]:
+    """Apply every patch that this vLLM needs; safe to call again."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _live_cpu_weights()
+        _seeded_cpu_prefill()
+    return applied()
+
+
+def _seeded_cpu_prefill() -> None:
+    """On a CPU, let a seeded request's prompt be split over several steps.
+
+    For vLLM 0.32: the token drawn after a part of a prompt is thrown away and the request's generator wound back
+    with `get_offset`, which CPU generators do not have; the engine dies. We put the generator's state back instead.
+    """
+    name = "seeded_cpu_prefill"
+    if name in _applied:
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner: Any = GPUModelRunner
+    sample, bookkeeping = getattr(runner, "_sample", None), getattr(runner, "_bookkeeping_sync", None)
+    if sample is None or bookkeeping is None:
+        return
+
+    def discarded(self: Any) -> dict[int, torch.Generator]:
+        mask, generators = self.discard_request_mask.np, self.input_batch.generators
+        return {i: g for i, g in generators.items() if i < self.input_batch.num_reqs and mask[i]}
+
+    def sample_and_wind_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = {g: g.get_state() for g in discarded(self).values()}
+        output = sample(self, *args, **kwargs)
+        for generator, state in states.items():
+            generator.set_state(state)
+        return output
+
+    def bookkeeping_without_winding_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = discarded(self)
+        for i in hidden:
+            del self.input_batch.generators[i]
+        try:
+            return bookkeeping(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators.update(hidden)
+
+    runner._sample = sample_and_wind_back
+    runner._bookkeeping_sync = bookkeeping_without_winding_back
+    _applied.append(name)
+
+
+def _live_cpu_weights() -> None:
+    """On a CPU, keep each linear layer's own weight beside the packed copy that its kernel reads.
+
+    For vLLM 0.26 to 0.32: `dispatch_cpu_unquantized_gemm` packs a layer's weight for oneDNN or SGL and then
+    throws the weight away, so later updates reach nothing. We keep it; `repack` makes the packed copy anew.
+    """
+    global _pack
+    name = "live_cpu_weights"
+    if name in _applied:
+        return
+    from vllm.model_executor.layers import utils, vocab_parallel_embedding
+
+    attribute = "dispatch_cpu_unquantized_gemm"
+    original: Callable[..., None] | None = getattr(utils, attribute, None)
+    if original is None:
+        raise RuntimeError(
+            f"this vLLM has no {attribute} to patch, so its weights cannot be updated on a CPU: use bridge restart"
+        )
+    _pack = original
+
+    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+        original(layer, remove_weight=False)
+        _packed_layers.add(layer)
+
+    setattr(utils, attribute, keep_weight)
+    if hasattr(vocab_parallel_embedding, attribute):
+        setattr(vocab_parallel_embedding, attribute, keep_weight)
+    _applied.append(name)
+
+
+def _packed(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    return [(name, layer) for name, layer in model.named_modules() if layer in _packed_layers]
+
+
+def repack(model: torch.nn.Module) -> int:
+    """Make every packed copy anew from its layer's weight; returns how many there are."""
+    layers = _packed(model)
+    for _, layer in layers:
+        assert _pack is not None
+        _pack(layer, remove_weight=False)
+    return len(layers)
+
+
+def stale_packed_layers(model: torch.nn.Module, max_products: int = 1 << 32) -> list[str]:
+    """Names of layers whose kernel does not compute with the weight that the layer shows.
+
+    The kernel is asked for its product with the identity matrix, which is the weight itself, exactly: one
+    times a value plus zeros has nothing to round. Layers that need more than `max_products` multiplications are left to the probe.
+    """
+    stale: list[str] = []
+    for name, layer in _packed(model):
+        weight: torch.Tensor = layer.weight
+        if weight.ndim != 2 or weight.shape[1] * weight.numel() > max_products:
+            continue
+        identity = torch.eye(weight.shape[1], dtype=weight.dtype)
+        if not torch.equal(layer.cpu_linear(identity, weight, None), weight.t()):
+            stale.append(name)
+    return stale

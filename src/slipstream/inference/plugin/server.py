@@ -1,0 +1,277 @@
+"""The engine's process: vLLM behind a small HTTP server on a private Unix socket.
+
+Guarantees:
+- Tokens in, tokens out; every sampled token comes with its processed log-probability and weight version.
+- An answer is given only while the engine is in service: from the moment an update begins until its
+  fingerprints are verified, and after any failed update, requests are refused with 503.
+- A request ends at its deadline or when its client goes away, inside the engine too.
+- The process dies with its supervisor.
+
+Bodies are MessagePack records of `slipstream.records`; `/health` is JSON, for people and probes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+import slipstream
+from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
+from slipstream.inference.plugin.hosts import Host, create_host
+from slipstream.inference.settings import EngineSettings
+from slipstream.records import (
+    ApplyReport,
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    ParameterSpec,
+    Ticket,
+    Version,
+    VersionSpan,
+    encode,
+)
+from slipstream.weights.fingerprint import digest
+
+_MAX_BODY_BYTES = 1 << 30
+
+
+class OutOfService(Exception):
+    """The engine may not answer now; the text says why."""
+
+
+class EngineServer:
+    """Owns the engine, its weight version and whether it may answer."""
+
+    def __init__(self, settings: EngineSettings, host: Host) -> None:
+        self.settings = settings
+        self.host = host
+        self.version: Version | None = None
+        self.reason = "starting"
+        self.num_running = 0
+        self.patches: tuple[str, ...] = ()
+
+    async def start(self) -> None:
+        """Verify what was loaded; only then go into service."""
+        described = [msgspec.json.decode(text) for text in await self.host.rpc("slipstream_describe")]
+        self.patches = tuple(described[0]["patches"])
+        if self.settings.version is not None:
+            report = await self._verify(self.settings.version, self.settings.parameters)
+            if report.mismatched:
+                raise RuntimeError(f"loaded weights differ from version {report.version.name}: {report.mismatched}")
+            self.version = self.settings.version
+        self.reason = ""
+
+    async def _verify(self, version: Version, parameters: tuple[ParameterSpec, ...]) -> ApplyReport:
+        started = time.perf_counter()
+        text = msgspec.json.encode(parameters).decode()
+        answers = [
+            msgspec.json.decode(answer)
+            for answer in await self.host.rpc("slipstream_fingerprint", text)
+        ]
+        verdicts: dict[str, list[str]] = {"match": [], "differs": [], "unverified": []}
+        for spec in parameters:
+            shares = [tensor_map.Share(int(a["shares"][spec.name][0], 16), a["shares"][spec.name][1]) for a in answers]
+            verdicts[tensor_map.compare(spec, shares)].append(spec.name)
+        stale = [f"{name} (packed copy)" for answer in answers for name in answer["stale"]]
+        return ApplyReport(
+            version=version,
+            mismatched=tuple(verdicts["differs"] + stale),
+            unverified=tuple(verdicts["unverified"]),
+            verify_s=time.perf_counter() - started,
+        )
+
+    async def apply(self, ticket: Ticket) -> ApplyReport:
+        """Load a version in place, verify it, drop the prefix cache. On any failure the engine stays out of service."""
+        if self.num_running:
+            raise OutOfService(f"{self.num_running} requests are running: an update by {ticket.bridge} needs none")
+        self.reason = f"applying version {ticket.version.name}"
+        try:
+            text = msgspec.json.encode(ticket).decode()
+            loads = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_load", text)]
+            if not await self.host.reset_prefix_cache():
+                raise RuntimeError("vLLM refused to reset the prefix cache")
+            report = await self._verify(ticket.version, ticket.parameters)
+        except Exception as error:
+            self.reason = f"applying version {ticket.version.name} failed: {error}"
+            raise
+        report = msgspec.structs.replace(
+            report,
+            transfer_s=max(load["seconds"] for load in loads),
+            num_bytes=sum(load["num_bytes"] for load in loads),
+        )
+        if report.mismatched:
+            self.reason = f"version {ticket.version.name} did not verify: {', '.join(report.mismatched[:3])}"
+        else:
+            self.version, self.reason = ticket.version, ""
+        return report
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion; finish reason `abort` when its deadline passed."""
+        if self.reason:
+            raise OutOfService(self.reason)
+        self.num_running += 1
+        try:
+            return await asyncio.wait_for(self._generate(request), request.timeout_s)
+        except TimeoutError:
+            return Completion(request.id, [], None, "abort")
+        finally:
+            self.num_running -= 1
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        version = self.version.name if self.version else ""
+        prompt = {"prompt_token_ids": request.prompt_ids}
+        output = await self.host.generate(prompt, self._sampling_params(request), request.id)
+        out = output.outputs[0]
+        token_ids = list(out.token_ids)
+        logprobs = [
+            entry[token].logprob for entry, token in zip(out.logprobs or [], token_ids, strict=True)
+        ]
+        reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
+        return Completion(request.id, token_ids, logprobs, reason, [VersionSpan(0, version)])
+
+    def _sampling_params(self, request: GenerateRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        s = request.sampling
+        return SamplingParams(
+            max_tokens=s.max_tokens,
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            min_p=s.min_p,
+            seed=request.seed,
+            stop=list(s.stop) or None,
+            stop_token_ids=list(s.stop_token_ids) or None,
+            logprobs=0,
+            detokenize=bool(s.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def health(self) -> EngineHealth:
+        """What this engine says of itself."""
+        import vllm
+
+        status = "ready" if not self.reason else "starting" if self.reason == "starting" else "out_of_service"
+        return EngineHealth(
+            status=status,
+            version=self.version,
+            vllm_version=vllm.__version__,
+            plugin_version=slipstream.__version__,
+            patches=self.patches,
+            reason=self.reason,
+            num_running=self.num_running,
+        )
+
+
+def routes(server: EngineServer) -> list[web.RouteDef]:
+    """The HTTP face of the engine."""
+
+    async def health(_: web.Request) -> web.Response:
+        state = server.health()
+        return web.Response(
+            body=msgspec.json.encode(state),
+            status=200 if state.status == "ready" else 503,
+            content_type="application/json",
+        )
+
+    async def generate(request: web.Request) -> web.Response:
+        requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
+        completions = await asyncio.gather(*(server.generate(r) for r in requests))
+        return web.Response(body=msgspec.msgpack.encode(completions))
+
+    async def apply(request: web.Request) -> web.Response:
+        ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
+        return web.Response(body=encode(await server.apply(ticket)))
+
+    async def verify(request: web.Request) -> web.Response:
+        ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
+        return web.Response(body=encode(await server._verify(ticket.version, ticket.parameters)))
+
+    return [
+        web.get("/health", health),
+        web.post("/generate", generate),
+        web.post("/apply", apply),
+        web.post("/verify", verify),
+    ]
+
+
+@web.middleware
+async def _errors_as_text(request: web.Request, handler: Any) -> web.StreamResponse:
+    """A refused or failed call answers with one sentence; the server lives on, unless its engine is dead."""
+    try:
+        return await handler(request)
+    except OutOfService as error:
+        return web.Response(status=503, text=str(error))
+    except msgspec.ValidationError as error:
+        return web.Response(status=400, text=f"not a valid request: {error}")
+    except Exception as error:
+        return web.Response(status=500, text=f"{type(error).__name__}: {error}")
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """vLLM's engine arguments for our settings; `settings.options` has the last word."""
+    return {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "seed": settings.seed,
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "trust_remote_code": settings.trust_remote_code,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "worker_extension_cls": "slipstream.inference.plugin.worker.WorkerExtension",
+        **settings.options,
+    }
+
+
+async def serve(settings: EngineSettings) -> None:
+    """Answer on the socket until SIGTERM or until the engine dies."""
+    server = EngineServer(settings, create_host(engine_arguments(settings)))
+    await server.start()
+    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_text])
+    app.add_routes(routes(server))
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.UnixSite(runner, settings.socket).start()
+    os.chmod(settings.socket, 0o600)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    while not stop.is_set() and not server.host.is_dead:
+        try:
+            await asyncio.wait_for(stop.wait(), 0.2)
+        except TimeoutError:
+            continue
+    died = server.host.is_dead
+    await runner.cleanup()
+    server.host.shutdown()
+    if died:
+        raise SystemExit("the engine core died")
+
+
+def main() -> None:
+    """Entry point of the child: settings are a JSON file named on the command line."""
+    lifeline.follow_stdin()
+    os.environ[ENGINE_VARIABLE] = "1"
+    with open(sys.argv[1], "rb") as file:
+        settings = msgspec.json.decode(file.read(), type=EngineSettings)
+    import uvloop
+
+    uvloop.run(serve(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Where each Hugging Face parameter lies inside the engine's fused and sharded tensors.
+
+vLLM's own loader knows, so we watch it: `record` hands it empty tensors of the right shapes while a dispatch
+mode notes every copy into a parameter of the engine *instead of* making it. The result holds for any model
+that vLLM can load, needs no table of names, costs no memory traffic and leaves the weights alone.
+A loader that computes before it copies (a cast, a transposition made whole) leaves a gap: the parameter is
+then listed as unverified, never passed as right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.records import ParameterSpec
+from slipstream.weights.fingerprint import as_hex, fingerprint
+
+_WRITES = {"copy_", "fill_", "zero_", "index_copy_", "index_put_", "masked_fill_", "scatter_", "set_"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of one Hugging Face parameter and the engine memory that holds it."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    target: Tensor
+    """A view of the engine's tensor, of shape `sizes`."""
+
+    @property
+    def numel(self) -> int:
+        """Elements in the slice."""
+        return self.target.numel()
+
+
+@dataclass
+class TensorMap:
+    """For each Hugging Face name, its pieces in this worker."""
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    opaque: set[str] = field(default_factory=set)
+    """Names whose values the loader transforms before it copies them."""
+
+    def share(self, name: str) -> tuple[int, int]:
+        """This worker's share of the fingerprint of `name`, and how many of its elements it covers."""
+        total = count = 0
+        for piece in self.pieces.get(name, []):
+            total += fingerprint(piece.target, piece.offset, piece.strides, piece.sizes)
+            count += piece.numel
+        return total & ((1 << 64) - 1), count
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        tensors = [*model.parameters(), *model.buffers()]
+        self.targets = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+        self.sources: dict[int, tuple[str, Tensor]] = {}
+        self.map = TensorMap()
+        self.current = ""
+
+    def feed(self, parameters: tuple[ParameterSpec, ...]) -> Iterator[tuple[str, Tensor]]:
+        for spec in parameters:
+            source = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            if source.numel():
+                self.sources[source.untyped_storage().data_ptr()] = (spec.name, source)
+            self.current = spec.name
+            yield spec.name, source
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        is_write = func.overloadpacket.__name__ in _WRITES and isinstance(target, Tensor)
+        if not is_write or target.untyped_storage().data_ptr() not in self.targets:
+            return func(*args, **(kwargs or {}))
+        source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else None
+        found = self.sources.get(source.untyped_storage().data_ptr()) if source is not None else None
+        if source is None or found is None or func.overloadpacket.__name__ != "copy_":
+            if func.overloadpacket.__name__ not in {"fill_", "zero_"} or self._is_scalar():
+                self.map.opaque.add(self.current)
+            return target
+        name, whole = found
+        if source.dtype != whole.dtype or source.shape != target.shape:
+            self.map.opaque.add(name)
+            return target
+        # The view is made outside the mode's reach by detach: it keeps the engine's storage.
+        piece = Piece(source.storage_offset(), tuple(source.shape), tuple(source.stride()), target.detach())
+        self.map.pieces.setdefault(name, []).append(piece)
+        return target
+
+    def _is_scalar(self) -> bool:
+        return any(name == self.current and whole.numel() == 1 for name, whole in self.sources.values())
+
+
+def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
+    """Watch `model.load_weights` place `parameters` (shapes and dtypes; values are not read)."""
+    recorder = _Recorder(model)
+    with torch.no_grad(), recorder:
+        model.load_weights(recorder.feed(parameters))
+    return recorder.map
+
+
+@dataclass(frozen=True)
+class Share:
+    """One worker's part in the fingerprint of one parameter."""
+
+    fingerprint: int
+    count: int
+
+
+def compare(spec: ParameterSpec, shares: list[Share]) -> str:
+    """`match`, `differs` or `unverified` for one parameter, from the shares of all workers.
+
+    Shards add up to the whole; a replicated parameter is whole in every worker and must match in each.
+    """
+    numel = 1
+    for size in spec.shape:
+        numel *= size
+    if all(share.count == numel for share in shares):
+        return "match" if all(as_hex(share.fingerprint) == spec.fingerprint for share in shares) else "differs"
+    if sum(share.count for share in shares) != numel:
+        return "unverified"
+    return "match" if as_hex(sum(share.fingerprint for share in shares)) == spec.fingerprint else "differs"

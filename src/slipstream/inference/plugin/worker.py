@@ -1,0 +1,86 @@
+"""The weight receiver: methods that vLLM mixes into its worker (`worker_extension_cls`).
+
+They run in the engine's own loop, between two steps. Arguments and results are JSON text, because they cross
+vLLM's process boundary and nothing there may be unpickled. Whether an update left the engine whole is for the
+server to judge from what these methods report.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slipstream.inference.plugin import patches, tensor_map
+from slipstream.records import ParameterSpec, Ticket
+
+
+def read_safetensors(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of every safetensors file in `folder`, one at a time."""
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; `model_runner` is vLLM's."""
+
+    model_runner: Any
+    _slipstream_map: tensor_map.TensorMap | None = None
+    _slipstream_layout: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+
+    def _slipstream_model(self) -> Any:
+        return self.model_runner.get_model() if hasattr(self.model_runner, "get_model") else self.model_runner.model
+
+    def _slipstream_locate(self, parameters: tuple[ParameterSpec, ...]) -> tensor_map.TensorMap:
+        layout = tuple((p.name, p.shape, p.dtype) for p in parameters)
+        if self._slipstream_map is None or layout != self._slipstream_layout:
+            self._slipstream_map = tensor_map.record(self._slipstream_model(), parameters)
+            self._slipstream_layout = layout
+        return self._slipstream_map
+
+    def slipstream_describe(self) -> str:
+        """JSON: patches in force and whether the live weights are verifiable here."""
+        return json.dumps({"patches": patches.applied(), "device": str(next(self._slipstream_model().parameters()).device)})
+
+    @torch.no_grad()
+    def slipstream_load(self, ticket_json: str) -> str:
+        """Load the ticket's files into the live weights. JSON: seconds and bytes."""
+        ticket = msgspec.json.decode(ticket_json, type=Ticket)
+        started = time.perf_counter()
+        model, num_bytes = self._slipstream_model(), 0
+        # Recorded before the first load: afterwards a layer's parameters are the same objects, but cheaper to know now.
+        self._slipstream_locate(ticket.parameters)
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal num_bytes
+            for name, tensor in read_safetensors(ticket.location):
+                num_bytes += tensor.nbytes
+                yield name, tensor
+
+        model.load_weights(counted())
+        patches.repack(model)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return json.dumps({"seconds": time.perf_counter() - started, "num_bytes": num_bytes})
+
+    @torch.no_grad()
+    def slipstream_fingerprint(self, parameters_json: str) -> str:
+        """JSON: for each parameter name this worker's share of its fingerprint, and layers with stale packed copies."""
+        parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
+        started = time.perf_counter()
+        located = self._slipstream_locate(parameters)
+        shares: dict[str, tuple[str, int]] = {}
+        for spec in parameters:
+            value, count = (0, 0) if spec.name in located.opaque else located.share(spec.name)
+            shares[spec.name] = (f"{value:x}", count)
+        stale = patches.stale_packed_layers(self._slipstream_model())
+        return json.dumps({"shares": shares, "stale": stale, "seconds": time.perf_counter() - started})

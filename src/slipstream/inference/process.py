@@ -1,0 +1,140 @@
+"""The supervised engine process: started with a deadline, watched, and stopped with everything it started.
+
+Guarantees: `start` returns only when the engine answered that it is ready (and verified, when a version was
+given), or raises with the child's last lines; `stop` leaves no process of the engine's group behind; the
+child dies by itself when this process dies, however that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference.client import EngineClient
+from slipstream.inference.settings import EngineSettings
+
+_POLL_S = 0.1
+_LAST_LINES = 15
+
+
+class EngineProcess:
+    """One vLLM server of ours. `log_path` keeps its output; `settings.socket` is filled in here."""
+
+    def __init__(self, settings: EngineSettings, log_path: Path, *, start_timeout_s: float) -> None:
+        self.settings = settings
+        self.log_path = log_path
+        self.start_timeout_s = start_timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        # A folder of its own, mode 0700: a run folder's path may be too long for a Unix socket (108 bytes).
+        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        self.client = EngineClient(str(self._folder / "engine.sock"), is_alive=self.is_alive, describe=self.describe)
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def describe(self) -> str:
+        """One sentence on the process's end, with the last lines of its log."""
+        code = self.process.poll() if self.process else None
+        state = "never started" if self.process is None else "is running" if code is None else f"ended with code {code}"
+        return f"engine process {state}; last lines of {self.log_path}:\n{self.last_lines()}"
+
+    def last_lines(self) -> str:
+        """The end of the child's output."""
+        if not self.log_path.exists():
+            return ""
+        with self.log_path.open(errors="replace") as file:
+            return "".join(deque(file, maxlen=_LAST_LINES)).rstrip()
+
+    def launch(self) -> None:
+        """Start the process without waiting for it, so that other work can overlap its start-up."""
+        settings = msgspec.structs.replace(self.settings, socket=str(self._folder / "engine.sock"))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(settings.socket)
+        path = self._folder / "settings.json"
+        path.write_bytes(msgspec.json.encode(settings))
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream.inference.plugin.server", str(path)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+            )
+        self._launched_at = time.monotonic()
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment |= {
+            "SLIPSTREAM_ENGINE": "1",
+            "VLLM_PLUGINS": "slipstream",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            # Idle OpenMP threads must not spin: the trainer needs the same cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "KMP_BLOCKTIME": "0",
+        }
+        if self.settings.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self.settings.threads)
+        environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+        return environment
+
+    async def wait_ready(self) -> None:
+        """Wait until the engine is in service; raises `EngineError` with the child's last lines otherwise."""
+        deadline = self._launched_at + self.start_timeout_s
+        while time.monotonic() < deadline:
+            if not self.is_alive():
+                raise EngineError(f"the engine did not start: {self.describe()}")
+            health = await self.client.health()
+            if health is not None and health.status == "ready":
+                return
+            await asyncio.sleep(_POLL_S)
+        await self.stop()
+        raise DeadlineError(
+            f"the engine was not ready after {self.start_timeout_s:.0f} s (inference.start_timeout_s): {self.describe()}"
+        )
+
+    async def start(self) -> None:
+        """Launch and wait."""
+        self.launch()
+        await self.wait_ready()
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End the process and everything it started: asked first, killed at the deadline."""
+        await self.client.close()
+        await asyncio.to_thread(self.kill, timeout_s)
+
+    def kill(self, timeout_s: float = 0.0) -> None:
+        """The same from any thread, without an event loop."""
+        process = self.process
+        if process is None:
+            return
+        if process.poll() is None and timeout_s > 0:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+        # The group outlives its leader when the leader died alone: always end the group too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+        if process.stdin is not None:
+            process.stdin.close()
+
+    def remove_files(self) -> None:
+        """Remove the socket's folder; the process can not be started again afterwards."""
+        shutil.rmtree(self._folder, ignore_errors=True)

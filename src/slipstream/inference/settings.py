@@ -1,0 +1,32 @@
+"""How an engine process is to be started: one record, passed to the child as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.records import ParameterSpec, Version
+
+
+class EngineSettings(msgspec.Struct, frozen=True):
+    """Everything that the engine's process needs to know."""
+
+    model: str
+    """Folder or hub id that vLLM loads."""
+    socket: str
+    """Path of the Unix socket to answer on; its folder is private to the user."""
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    seed: int = 0
+    enforce_eager: bool = True
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.45
+    trust_remote_code: bool = False
+    threads: int | None = None
+    version: Version | None = None
+    """The version that `model` holds, verified against `parameters` before the engine says it is ready."""
+    parameters: tuple[ParameterSpec, ...] = ()
+    options: dict[str, Any] = {}
+    """More of vLLM's engine arguments."""

@@ -1,0 +1,244 @@
+"""What crosses a process boundary: tasks, rollouts, batches and weight tickets.
+
+Guarantees: every record is a plain `msgspec` struct (no pickle), decodes only with the schema it was
+written with, and carries tokens exactly as they were sampled. Nothing here imports anything heavy.
+
+A rollout holds one or more *sequences*. A sequence is one unbroken run of tokens: prompt, sampled tokens
+and, in later turns, the environment's tokens between them; `mask` says which were sampled and are
+trained on. When a later prompt does not begin with the tokens so far (a template that drops earlier
+thinking, say), the conversation continues in a new sequence: tokens are never re-made from text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+Role = Literal["system", "user", "assistant", "tool"]
+Outcome = Literal[
+    "done",  # ended by itself; trained on
+    "truncated",  # met the token limit; trained on unless the run says otherwise
+    "reward_error",  # the reward raised; never trained on
+    "reward_timeout",  # the reward was killed at its deadline; never trained on
+    "engine_error",  # the engine failed or refused the request; never trained on
+    "environment_error",  # the environment raised; never trained on
+    "cancelled",
+]
+TRAINABLE_OUTCOMES: frozenset[str] = frozenset({"done", "truncated"})
+
+
+class Version(msgspec.Struct, frozen=True, order=True):
+    """One state of the policy's weights.
+
+    `lineage` counts resumes: after a crash the same step may be made again and differ. `digest` is the
+    digest of all parameter fingerprints, empty while unknown.
+    """
+
+    lineage: int
+    step: int
+    digest: str = ""
+
+    @property
+    def name(self) -> str:
+        """Short form used in file names and spans, for example `0.12`."""
+        return f"{self.lineage}.{self.step}"
+
+
+class Media(msgspec.Struct, frozen=True):
+    """A reference to an image, video or audio clip; the bytes stay where `uri` says, `sha256` proves them."""
+
+    kind: Literal["image", "video", "audio"]
+    uri: str
+    sha256: str
+    start: int = 0
+    """Index of the first placeholder token in the sequence."""
+    num_tokens: int = 0
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One chat message."""
+
+    role: Role
+    content: str
+    media: tuple[Media, ...] = ()
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_call_id: str = ""
+
+    def as_chat(self) -> dict[str, Any]:
+        """The dictionary that chat templates expect."""
+        chat: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            chat["tool_calls"] = list(self.tool_calls)
+        if self.tool_call_id:
+            chat["tool_call_id"] = self.tool_call_id
+        return chat
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One problem: what the policy is asked and what the reward needs to judge the answer."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    answer: str | None = None
+    """The gold answer, if the environment knows one: the SFT target and the `env test` control."""
+    info: dict[str, Any] = {}
+    """Anything else that the reward reads; must be made of JSON types."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """From token index `start` on, the sampled tokens were made by the weights called `version`."""
+
+    start: int
+    version: str
+
+
+class Sequence(msgspec.Struct):
+    """One unbroken run of tokens. All lists have one entry per token."""
+
+    token_ids: list[int]
+    mask: list[bool]
+    """True where the token was sampled by the policy and is to be trained on."""
+    logprobs: list[float] | None = None
+    """Behaviour log-probability of each sampled token, as processed by the sampler; 0.0 elsewhere."""
+    versions: list[VersionSpan] = []
+    advantages: list[float] | None = None
+    """Per-token advantages, when whoever made the rollout has them; otherwise the trainer makes them."""
+    media: list[Media] = []
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trainable(self) -> int:
+        """Number of tokens that carry loss."""
+        return sum(self.mask)
+
+
+class Rollout(msgspec.Struct):
+    """One attempt at one task, ended by exactly one outcome."""
+
+    id: str
+    task_id: str
+    group_id: str
+    sequences: list[Sequence]
+    reward: float
+    outcome: Outcome
+    metrics: dict[str, float] = {}
+    """Reward components and anything else the environment measured."""
+    completion: str = ""
+    """The text that was graded, for samples and reports."""
+    error: str = ""
+    num_turns: int = 1
+    seconds: float = 0.0
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens over all sequences."""
+        return sum(sequence.num_trainable for sequence in self.sequences)
+
+
+class Batch(msgspec.Struct):
+    """What makes the update `version.step -> version.step + 1` (or several, see `updates_per_batch`)."""
+
+    step: int
+    version: Version
+    rollouts: list[Rollout]
+    dropped: dict[str, int] = {}
+    """Rollouts that were started for this batch and are not in it, by reason."""
+    metrics: dict[str, float] = {}
+    schema: int = SCHEMA_VERSION
+
+
+class ParameterSpec(msgspec.Struct, frozen=True):
+    """One Hugging Face parameter: its shape, dtype (torch's name, `bfloat16`) and fingerprint (hex)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    fingerprint: str
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """The announcement that a version's weights can be applied."""
+
+    version: Version
+    bridge: str
+    location: str
+    """Where the bridge left the weights: a folder, an adapter, a group name."""
+    parameters: tuple[ParameterSpec, ...]
+    num_bytes: int = 0
+
+
+class ApplyReport(msgspec.Struct, frozen=True):
+    """What a receiver did with a ticket. `mismatched` names parameters that differ from the ticket."""
+
+    version: Version
+    mismatched: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
+    transfer_s: float = 0.0
+    verify_s: float = 0.0
+    num_bytes: int = 0
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How tokens are drawn; behaviour log-probabilities are those of the distribution after all of this."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """Tokens in. `seed` makes the draw reproducible; `timeout_s` cancels the request inside the engine."""
+
+    id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int | None = None
+    timeout_s: float = 600.0
+
+
+class Completion(msgspec.Struct):
+    """Tokens out, with the processed log-probability of each sampled token and the versions that made them."""
+
+    id: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: Literal["stop", "length", "abort"]
+    versions: list[VersionSpan] = []
+    text: str = ""
+    """The decoded completion, without the stop token."""
+
+
+class EngineHealth(msgspec.Struct, frozen=True):
+    """What a running engine says of itself."""
+
+    status: Literal["starting", "ready", "out_of_service"]
+    version: Version | None = None
+    vllm_version: str = ""
+    plugin_version: str = ""
+    patches: tuple[str, ...] = ()
+    reason: str = ""
+    num_running: int = 0
+    info: dict[str, Any] = {}
+
+
+RecordT = TypeVar("RecordT")
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """MessagePack bytes of a record."""
+    return msgspec.msgpack.encode(record)
+
+
+def decode(data: bytes, kind: type[RecordT]) -> RecordT:
+    """The record of type `kind` in `data`; raises `msgspec.ValidationError` when it is something else."""
+    return msgspec.msgpack.decode(data, type=kind)

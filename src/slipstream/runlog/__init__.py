@@ -1,0 +1,55 @@
+"""The run folder: everything the outside may know of a run, written by one process and read by any other.
+
+| file | holds |
+|---|---|
+| `events.jsonl` | what happened: `time`, `kind`, `lineage` and the event's own fields |
+| `metrics.jsonl` | one flat object for a step: `step`, `lineage`, `time` and `group/name` numbers |
+| `samples.jsonl` | rollouts kept for reading |
+| `resolved.toml` | every setting of the run, without secrets |
+| `exit.json` | how the run ended; absent while it runs and after `kill -9` |
+| `run.lock` | held by the writer for as long as it lives; contains its pid and host |
+
+Guarantees: one writer at a time; folder and files are private to the user; a line is handed to the system
+whole before the call returns, so `kill -9` loses at most the line being written, which readers ignore and a
+resume cuts away; `exit.json` and `resolved.toml` appear whole or not at all; text under keys that look like
+secrets is replaced. A number that is not finite is written as null and named in a warning event.
+
+Left to others: what is measured, when, and what a resumed run starts from. Nothing here imports torch.
+"""
+
+from slipstream.runlog.reader import (
+    ACCURACY,
+    REWARD,
+    ExitReport,
+    ExitStatus,
+    RunStatus,
+    RunSummary,
+    is_running,
+    list_runs,
+    read_events,
+    read_exit,
+    read_metrics,
+    read_samples,
+    summarize,
+)
+from slipstream.runlog.redaction import REDACTED
+from slipstream.runlog.writer import RunLog, versions
+
+__all__ = [
+    "ACCURACY",
+    "REDACTED",
+    "REWARD",
+    "ExitReport",
+    "ExitStatus",
+    "RunLog",
+    "RunStatus",
+    "RunSummary",
+    "is_running",
+    "list_runs",
+    "read_events",
+    "read_exit",
+    "read_metrics",
+    "read_samples",
+    "summarize",
+    "versions",
+]

@@ -1,0 +1,156 @@
+"""Reads run folders, of living runs too: never waits for the writer and never changes a file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.errors import DataError
+from slipstream.runlog.files import is_locked, read_lines, read_toml
+
+REWARD = "reward/mean"
+ACCURACY = "eval/accuracy"
+
+ExitStatus = Literal["finished", "failed", "interrupted"]
+RunStatus = Literal["running", "finished", "failed", "interrupted", "killed", "damaged"]
+
+
+class ExitReport(msgspec.Struct, frozen=True):
+    """`exit.json`: how the last process of a run ended."""
+
+    status: ExitStatus
+    exit_code: int
+    error: str
+    """Class of the error, empty when the run finished."""
+    message: str
+    step: int
+    """Last step whose metrics were written."""
+    seconds: float
+    """Since this process opened the folder."""
+    time: float
+    lineage: int
+    versions: dict[str, str]
+    traceback: str = ""
+    """Only for errors that are bugs, not for those whose message is meant for the user."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One line of a list of runs. `killed`: no exit was written and no process holds the folder."""
+
+    name: str
+    folder: Path
+    status: RunStatus
+    step: int
+    total_steps: int | None
+    reward: float | None
+    accuracy: float | None
+    started: float
+    """Unix time."""
+    duration_s: float
+    """Time that processes spent on the run, without the pauses before resumes."""
+    message: str = ""
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """The rows of the surviving history by step; rows of one step and lineage are merged.
+
+    A row is left out when a later lineage began at its step or before: that lineage made the step again.
+    """
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in _surviving(read_lines(Path(folder) / "metrics.jsonl")):
+        rows.setdefault((row["step"], row["lineage"]), {}).update(row)
+    return [rows[key] for key in sorted(rows)]
+
+
+def read_samples(folder: str | Path) -> list[dict[str, Any]]:
+    """The samples of the surviving history, see `read_metrics`; those without a `step` are all kept."""
+    return _surviving(read_lines(Path(folder) / "samples.jsonl"))
+
+
+def read_events(folder: str | Path) -> list[dict[str, Any]]:
+    """All events of all lineages, in the order in which they were written."""
+    return read_lines(Path(folder) / "events.jsonl")
+
+
+def read_exit(folder: str | Path) -> ExitReport | None:
+    """How the run ended, or None while it runs or when it was killed."""
+    path = Path(folder) / "exit.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ExitReport)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is damaged ({error}): remove it") from error
+
+
+def is_running(folder: str | Path) -> bool:
+    """Whether a living process writes to the folder."""
+    return is_locked(Path(folder))
+
+
+def list_runs(root: str | Path) -> list[RunSummary]:
+    """The runs whose folders lie in `root`, newest first; one that cannot be read is listed as damaged."""
+    folders = [path.parent for path in Path(root).glob("*/events.jsonl")]
+    return sorted(map(summarize, folders), key=lambda run: (-run.started, run.name))
+
+
+def summarize(folder: str | Path) -> RunSummary:
+    """Where one run stands. Damaged files make a summary that says so, never an error."""
+    folder = Path(folder)
+    name = folder.resolve().name
+    # Asked first: a run that ends in between has its exit by the time that is read.
+    running = is_running(folder)
+    try:
+        events, rows, report = read_events(folder), read_metrics(folder), read_exit(folder)
+        settings = read_toml(folder / "resolved.toml")
+        started, duration_s = _working_time([*events, *rows], until=time.time() if running else None)
+    except (DataError, KeyError, TypeError) as error:
+        started = (folder / "events.jsonl").stat().st_mtime
+        return RunSummary(name, folder, "damaged", 0, None, None, None, started, 0.0, str(error))
+    return RunSummary(
+        name=name,
+        folder=folder,
+        status=report.status if report else "running" if running else "killed",
+        step=max((row["step"] for row in rows), default=0),
+        total_steps=settings.get("training", {}).get("steps"),
+        reward=_last(rows, REWARD),
+        accuracy=_last(rows, ACCURACY),
+        started=started,
+        duration_s=duration_s,
+        message=report.message if report else "",
+    )
+
+
+def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[float, float]:
+    """When the first lineage began, and the time from first to last line summed over lineages."""
+    spans: dict[int, tuple[float, float]] = {}
+    for line in lines:
+        first, last = spans.get(line["lineage"], (line["time"], line["time"]))
+        spans[line["lineage"]] = (min(first, line["time"]), max(last, line["time"]))
+    if until is not None and spans:
+        first, last = spans[max(spans)]
+        spans[max(spans)] = (first, max(last, until))
+    started = min((first for first, _ in spans.values()), default=0.0)
+    return started, round(sum(last - first for first, last in spans.values()), 3)
+
+
+def _surviving(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first_steps: dict[int, int] = {}
+    for row in rows:
+        if "step" in row:
+            first_steps[row["lineage"]] = min(row["step"], first_steps.get(row["lineage"], row["step"]))
+
+    def survives(row: dict[str, Any]) -> bool:
+        later = (first for lineage, first in first_steps.items() if lineage > row["lineage"])
+        return "step" not in row or all(row["step"] < first for first in later)
+
+    return [row for row in rows if survives(row)]
+
+
+def _last(rows: list[dict[str, Any]], name: str) -> float | None:
+    return next((row[name] for row in reversed(rows) if row.get(name) is not None), None)

@@ -1,0 +1,90 @@
+"""Keeps secrets out of the run folder: known by the name of their key, then removed wherever they appear.
+
+Only text is treated: a number under such a key (`max_tokens`, `stop_token_ids`) is no secret.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from slipstream.errors import ConfigError
+
+REDACTED = "<redacted>"
+
+# Shorter secrets are replaced where they are a whole value, but not inside other text.
+_MIN_SCRUBBED = 6
+_SECRET_WORDS = frozenset(
+    ("token", "key", "apikey", "password", "passwd", "passphrase", "secret", "secrets", "credential")
+    + ("credentials", "authorization")
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a word of the key's name is token, key, password, secret or the like (`max_tokens`: none is)."""
+    words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+    return not _SECRET_WORDS.isdisjoint(words)
+
+
+def redact(value: object) -> object:
+    """A copy in which all text under secret keys is replaced."""
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, object], value).items()
+        return {key: map_text(item, _hide) if is_secret(key) else redact(item) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in cast(list[object], value)]
+    return value
+
+
+def secrets_of(value: object) -> set[str]:
+    """All text under secret keys."""
+    found: set[str] = set()
+    if isinstance(value, Mapping):
+        for key, item in cast(Mapping[str, object], value).items():
+            if is_secret(key):
+                map_text(item, lambda text: found.add(text) or text)
+            else:
+                found |= secrets_of(item)
+    elif isinstance(value, list | tuple):
+        found = found.union(*map(secrets_of, cast(list[object], value)))
+    return found - {"", REDACTED}
+
+
+def scrub(text: str, secrets: set[str]) -> str:
+    """The text without the secrets in it."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        if text == secret or len(secret) >= _MIN_SCRUBBED:
+            text = text.replace(secret, REDACTED)
+    return text
+
+
+def redact_toml(toml: str) -> tuple[str, set[str]]:
+    """The document, comments and all, without its secrets, and these. Raises `ConfigError` if one would stay."""
+    secrets = secrets_of(tomllib.loads(toml))
+    for secret in sorted(secrets, key=len, reverse=True):
+        for form in (json.dumps(secret), json.dumps(secret, ensure_ascii=False), f"'{secret}'"):
+            toml = toml.replace(form, f'"{REDACTED}"')
+    toml = scrub(toml, secrets)
+    if secrets_of(tomllib.loads(toml)):
+        raise ConfigError(
+            "a secret in the settings cannot be kept out of resolved.toml: write it as a plain one-line string"
+        )
+    return toml, secrets
+
+
+def map_text(value: object, change: Callable[[str], str]) -> object:
+    """A copy in which `change` was applied to every string, at any depth, that is not a key."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_text(item, change) for key, item in cast(Mapping[str, object], value).items()}
+    if isinstance(value, list | tuple):
+        return [map_text(item, change) for item in cast(list[object], value)]
+    return value
+
+
+def _hide(text: str) -> str:
+    return REDACTED if text else text

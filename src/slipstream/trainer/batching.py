@@ -1,0 +1,203 @@
+"""From sequences to micro-batches of tensors.
+
+Guarantees: every trainable token of every sequence appears exactly once; a sequence is never cut; tokens after
+the last trainable one, which influence no loss, cost nothing. How many micro-batches there are changes
+nothing but rounding: the divisors belong to the objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream import records
+from slipstream.algo.packing import pack, split
+from slipstream.errors import TrainingError
+from slipstream.trainer.attention import SegmentLayout, segment_layout
+
+
+@dataclass
+class StepBatch:
+    """The sequences of one optimizer step and what the objective needs to know of each."""
+
+    sequences: list[records.Sequence]
+    advantages: list[float] | None = None
+    """One for each sequence; a sequence that carries its own per-token advantages uses those."""
+    old_logprobs: list[Tensor] | None = None
+    """Of each sequence's trainable tokens, by the weights that the first update started from. None: those weights
+    are the current ones, and the ratio is 1 by construction."""
+    reference_logprobs: list[Tensor] | None = None
+    """Of each sequence's trainable tokens, by the frozen reference model."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Trainable tokens."""
+        return sum(sequence.num_trainable for sequence in self.sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences with at least one trainable token."""
+        return sum(any(sequence.mask) for sequence in self.sequences)
+
+
+@dataclass
+class MicroBatch:
+    """One row `[1, T]` of segments. N counts trainable tokens, S segments."""
+
+    token_ids_T: Tensor
+    position_ids_T: Tensor
+    layout: SegmentLayout
+    predict_index_N: Tensor
+    """Position in the row whose logits predict the target."""
+    target_ids_N: Tensor
+    sequence_index_N: Tensor
+    """Segment of each target, 0 to S - 1."""
+    sequences: list[int]
+    """Where each segment came from: its index in the step batch."""
+    counts: list[int]
+    """Trainable tokens of each segment."""
+    behaviour_logprobs_N: Tensor | None = None
+    advantages_N: Tensor | None = None
+    old_logprobs_N: Tensor | None = None
+    reference_logprobs_N: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.sequences)
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """A sequence's trainable tokens; its row holds only what comes before the last of them."""
+
+    positions: list[int]
+    length: int
+
+
+def _targets(sequence: records.Sequence) -> _Targets:
+    positions = [position for position, trained in enumerate(sequence.mask) if trained]
+    if positions and positions[0] == 0:
+        raise TrainingError("a sequence's first token is marked trainable, but nothing comes before it: mask it out")
+    return _Targets(positions, positions[-1] if positions else 0)
+
+
+def micro_batches(
+    batch: StepBatch, max_tokens: int, *, packing: bool = True, device: torch.device | str = "cpu"
+) -> Iterable[MicroBatch]:
+    """Micro-batches of at most `max_tokens` tokens each; without `packing`, one sequence each.
+
+    Made one at a time. Sequences without a trainable token are left out.
+    """
+    targets = [_targets(sequence) for sequence in batch.sequences]
+    used = [index for index, target in enumerate(targets) if target.positions]
+    lengths = [targets[index].length for index in used]
+    rows = pack(lengths, max_tokens) if packing else [[place] for place in range(len(used))]
+    for row in rows:
+        indices = [used[place] for place in row]
+        yield _micro_batch(batch, indices, [targets[index] for index in indices], device)
+
+
+def _micro_batch(
+    batch: StepBatch, indices: list[int], targets: list[_Targets], device: torch.device | str
+) -> MicroBatch:
+    token_ids: list[int] = []
+    position_ids: list[int] = []
+    predict_index: list[int] = []
+    target_ids: list[int] = []
+    for index, target in zip(indices, targets, strict=True):
+        start, ids = len(token_ids), batch.sequences[index].token_ids
+        token_ids += ids[: target.length]
+        position_ids += range(target.length)
+        predict_index += [start + position - 1 for position in target.positions]
+        target_ids += [ids[position] for position in target.positions]
+    counts = [len(target.positions) for target in targets]
+    segments = torch.arange(len(indices)).repeat_interleave(torch.tensor(counts))
+    return MicroBatch(
+        token_ids_T=torch.tensor(token_ids).to(device),
+        position_ids_T=torch.tensor(position_ids).to(device),
+        layout=segment_layout([target.length for target in targets], device),
+        predict_index_N=torch.tensor(predict_index).to(device),
+        target_ids_N=torch.tensor(target_ids).to(device),
+        sequence_index_N=segments.to(device),
+        sequences=indices,
+        counts=counts,
+        behaviour_logprobs_N=_behaviour(batch, indices, targets, device),
+        advantages_N=_advantages(batch, indices, targets, device),
+        old_logprobs_N=_joined(batch.old_logprobs, indices, device),
+        reference_logprobs_N=_joined(batch.reference_logprobs, indices, device),
+    )
+
+
+def _joined(values: list[Tensor] | None, indices: list[int], device: torch.device | str) -> Tensor | None:
+    return None if values is None else torch.cat([values[index] for index in indices]).to(device)
+
+
+def _behaviour(
+    batch: StepBatch, indices: list[int], targets: list[_Targets], device: torch.device | str
+) -> Tensor | None:
+    """The engine's log-probabilities; None as soon as one sequence has none."""
+    values: list[float] = []
+    for index, target in zip(indices, targets, strict=True):
+        logprobs = batch.sequences[index].logprobs
+        if logprobs is None:
+            return None
+        values += [logprobs[position] for position in target.positions]
+    return torch.tensor(values, dtype=torch.float32).to(device)
+
+
+def _advantages(
+    batch: StepBatch, indices: list[int], targets: list[_Targets], device: torch.device | str
+) -> Tensor | None:
+    values: list[float] = []
+    for index, target in zip(indices, targets, strict=True):
+        own = batch.sequences[index].advantages
+        if own is not None:
+            values += [own[position] for position in target.positions]
+        elif batch.advantages is not None:
+            values += [batch.advantages[index]] * len(target.positions)
+        else:
+            return None
+    return torch.tensor(values, dtype=torch.float32).to(device)
+
+
+def make_step_batches(
+    batch: records.Batch,
+    advantages: Sequence[float] | None = None,
+    *,
+    updates_per_batch: int = 1,
+    epochs: int = 1,
+    train_on_truncated: bool = True,
+) -> list[StepBatch]:
+    """The optimizer steps that one batch makes: whole groups are dealt to `updates_per_batch` steps, `epochs` times.
+
+    `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are left
+    out, and with `train_on_truncated=False` truncated ones too. A repeated epoch repeats the same objects, so
+    that old log-probabilities filled in once hold for all. Raises TrainingError when there are too few groups.
+    """
+    if advantages is not None and len(advantages) != len(batch.rollouts):
+        raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
+    groups: dict[str, list[int]] = {}
+    for index, rollout in enumerate(batch.rollouts):
+        trained = rollout.outcome in records.TRAINABLE_OUTCOMES
+        if trained and (train_on_truncated or rollout.outcome != "truncated"):
+            groups.setdefault(rollout.group_id, []).append(index)
+    if len(groups) < updates_per_batch:
+        raise TrainingError(
+            f"batch {batch.step} has {len(groups)} groups to train on, fewer than updates_per_batch "
+            f"{updates_per_batch}: use larger batches or fewer updates"
+        )
+    members = list(groups.values())
+    steps: list[StepBatch] = []
+    for part in split(len(members), updates_per_batch):
+        step = StepBatch([], None if advantages is None else [])
+        for index in (index for group in part for index in members[group]):
+            sequences = batch.rollouts[index].sequences
+            step.sequences += sequences
+            if advantages is not None and step.advantages is not None:
+                step.advantages += [advantages[index]] * len(sequences)
+        steps.append(step)
+    return steps * epochs

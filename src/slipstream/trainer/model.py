@@ -1,0 +1,173 @@
+"""A Hugging Face causal language model that answers with logits at chosen positions of a packed row.
+
+Guarantees: model-specific treatment of logits (scaling, soft-capping) stays the model's own; only positions
+that predict a trainable token reach the head; dropout is off, so equal weights give equal log-probabilities;
+a model in which packed sequences could see one another is refused when it is loaded, by a test, not by a list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError
+from slipstream.trainer import attention
+from slipstream.trainer.batching import MicroBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class PolicyModel:
+    """One set of weights. `folder` is where they came from: the source of tokenizer and configuration files."""
+
+    def __init__(self, network: nn.Module, folder: Path, *, packing: bool = True) -> None:
+        self.network = network.eval()
+        self.folder = folder
+        self.packing = packing
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        *,
+        packing: bool = True,
+    ) -> PolicyModel:
+        """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that cannot be
+        trained here. Without `packing` the attention is transformers' own and a row holds one sequence.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        folder = resolve_folder(path)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path {str(path)!r} holds no usable configuration: {error}") from error
+        _check_config(config, str(path), packing)
+        implementation = attention.register() if packing else "sdpa"
+        try:
+            network = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=DTYPES[dtype],
+                attn_implementation=implementation,
+                trust_remote_code=trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {error}") from error
+        if "logits_to_keep" not in inspect.signature(network.forward).parameters:
+            raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
+        model = cls(network.to(device), folder, packing=packing)
+        if packing:
+            _check_isolation(model)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.network.parameters()).device
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return self.network.config
+
+    def logits(self, row: MicroBatch) -> Tensor:
+        """Logits `[N, V]` at `row.predict_index_N`, in the model's dtype."""
+        segments = {"segments": row.layout} if self.packing else {}
+        output = self.network(
+            input_ids=row.token_ids_T[None],
+            position_ids=row.position_ids_T[None],
+            logits_to_keep=row.predict_index_N,
+            use_cache=False,
+            **segments,
+        )
+        return output.logits[0]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Live tensors under the names that `save_pretrained` writes, each once: a tied head is left out."""
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        network: Any = self.network
+        weights = remove_tied_weights_from_state_dict(dict(network.state_dict()), network)
+        yield from revert_weight_conversion(network, weights).items()
+
+
+def resolve_folder(path: str | os.PathLike[str]) -> Path:
+    """The local folder of a model: `path` itself, or the snapshot of the hub id it names."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") != 1:
+        raise ConfigError(f"model.path {str(path)!r} is not a folder: give a model folder or a hub id, owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        raise ConfigError(f"model.path {str(path)!r} is no folder and the hub did not give it: {error}") from error
+
+
+def _check_config(config: Any, path: str, packing: bool) -> None:
+    """What the configuration alone tells."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(names)}
+    architectures = list(getattr(config, "architectures", None) or [])
+    custom = bool(getattr(config, "auto_map", None))
+    if getattr(config, "is_encoder_decoder", False) or not (custom or known & set(architectures)):
+        raise ConfigError(
+            f"model.path {path!r} holds {', '.join(architectures) or 'no named architecture'}, not a causal language model"
+        )
+    if any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")):
+        raise ConfigError(f"model.path {path!r} reads images or audio: only text models can be trained")
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if packing and kinds:
+        raise ConfigError(
+            f"model.path {path!r} has layers of kind {', '.join(sorted(kinds))}, in which packed sequences would see "
+            "one another: set training.packing = false"
+        )
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+@torch.no_grad()
+def _check_isolation(model: PolicyModel) -> None:
+    """Changes the first of two packed sequences and looks whether the second one's logits move."""
+    vocabulary = int(model.config.vocab_size)
+    length = 8
+    tokens_L = torch.arange(length, device=model.device) % vocabulary
+    layout = attention.segment_layout([length, length], model.device)
+    positions_T = torch.arange(length, device=model.device).repeat(2)
+    second_N = torch.arange(length, 2 * length, device=model.device)
+
+    def second(first_L: Tensor) -> Tensor:
+        row = MicroBatch(
+            torch.cat([first_L, tokens_L]), positions_T, layout, second_N, second_N, second_N, [0, 1], [0, length]
+        )
+        return model.logits(row).float()
+
+    name = type(model.network).__name__
+    before, after = second(tokens_L), second((tokens_L + vocabulary // 2) % vocabulary)
+    if not layout.windows_seen:
+        raise ConfigError(f"{name} does not use its attention interface: set training.packing = false")
+    # Same shapes give the same bits but for kernels that regroup work by content (experts): hence a tolerance.
+    tolerance = (1e-4 if before.dtype == model.network.dtype else 3e-2) * before.std()
+    if (before - after).abs().max() > tolerance:
+        raise ConfigError(f"packed sequences see one another in {name}: set training.packing = false")
+    window = getattr(model.config, "sliding_window", None)
+    sliding = "sliding_attention" in (getattr(model.config, "layer_types", None) or [])
+    if window and sliding and layout.windows_seen == {0}:
+        raise ConfigError(f"{name} does not tell its attention about the sliding window: set training.packing = false")
