@@ -215,7 +215,9 @@ class Completion(msgspec.Struct):
     finish_reason: Literal["stop", "length", "abort"]
     versions: list[VersionSpan] = []
     text: str = ""
-    """The decoded completion, without the stop token."""
+    """The decoded completion up to its stop string, when stop strings were asked for; empty otherwise."""
+    error: str = ""
+    """Why it was aborted: a passed deadline, or the engine's refusal."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):

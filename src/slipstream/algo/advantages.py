@@ -22,7 +22,8 @@ def _centred(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor, Te
     """Rewards less their group's mean, the group's index of each, and the groups' sizes; in float64."""
     if rewards_S.shape != group_ids_S.shape or rewards_S.ndim != 1:
         raise ValueError(
-            f"rewards {tuple(rewards_S.shape)} and group ids {tuple(group_ids_S.shape)} must be two equally long vectors"
+            f"rewards {tuple(rewards_S.shape)} and group ids {tuple(group_ids_S.shape)} must be "
+            "two equally long vectors"
         )
     _, groups_S, sizes_G = torch.unique(group_ids_S, return_inverse=True, return_counts=True)
     sizes_G = sizes_G.to(torch.float64)

@@ -45,9 +45,7 @@ def truncated_importance_weights(old_logprobs_N: Tensor, behaviour_logprobs_N: T
     return torch.exp(old_logprobs_N.detach() - behaviour_logprobs_N.detach()).clamp(max=cap)
 
 
-def kl_estimate(
-    logprobs_N: Tensor, reference_logprobs_N: Tensor, kind: Literal["k1", "k2", "k3"]
-) -> Tensor:
+def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
     """One-sample estimates of KL(policy, reference) from tokens drawn from the policy.
 
     With `d = reference - logprobs`: k1 is `-d`, k2 is `d**2 / 2`, k3 is `exp(d) - d - 1` (Schulman,
@@ -61,9 +59,7 @@ def kl_estimate(
     return torch.expm1(difference_N) - difference_N
 
 
-def token_weights(
-    sequence_index_N: Tensor, num_sequences: int, normalize: Literal["token", "sequence"]
-) -> Tensor:
+def token_weights(sequence_index_N: Tensor, num_sequences: int, normalize: Literal["token", "sequence"]) -> Tensor:
     """Weights whose sum over an optimizer step is the step's divisor, float32.
 
     `"token"`: 1 for every token, so the divisor is the number of tokens. `"sequence"`: 1 / (tokens of the

@@ -31,12 +31,15 @@ def kept_tokens(scaled_NV: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: fl
         probs_NV = scaled_NV.softmax(-1)
         kept_NV = probs_NV >= probs_NV.amax(-1, keepdim=True) * min_p
         scaled_NV = scaled_NV.masked_fill(~kept_NV, -torch.inf)
+    kth_N1: Tensor | None = None
     if 0 < top_k < scaled_NV.shape[-1]:
         kth_N1 = scaled_NV.topk(top_k, -1).values[:, -1:]
         kept_NV = kept_NV & (scaled_NV >= kth_N1)
-        scaled_NV = scaled_NV.masked_fill(~kept_NV, -torch.inf)
     if top_p < 1.0:
+        # Sorted before top-k is applied, as the engine does: among equal logits the order decides who stays.
         sorted_NV, order_NV = scaled_NV.sort(-1)
+        if kth_N1 is not None:
+            sorted_NV = sorted_NV.masked_fill(sorted_NV < kth_N1, -torch.inf)
         # The engine holds top_p in float32: 1 - 0.9 there is not 0.1.
         bound = 1.0 - torch.tensor(top_p, dtype=torch.float32, device=scaled_NV.device)
         dropped_NV = sorted_NV.softmax(-1).cumsum(-1) <= bound
@@ -53,7 +56,8 @@ def processed_logits(
 
 
 def token_logprobs(logits_NV: Tensor, token_ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """`(logprobs_N, entropy_N)` of `softmax(logits)`, in nats, float32 whatever comes in; both differentiable.
+    """`(logprobs_N, entropy_N)` of `softmax(logits)`, in nats, float32 whatever comes in; both
+    differentiable.
 
     Logits may be -inf, but not that of the token itself, or its logprob is -inf.
     """
@@ -114,8 +118,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_NV: Tensor | None = None
         if grad_entropy_N is not None:
             # dH/dx = -p (ln p + H)
-            grad_NV = torch.special.entr(probs_NV).addcmul_(probs_NV, entropy_N[:, None], value=-1.0)
-            grad_NV.mul_(grad_entropy_N[:, None])
+            pulled_NV = torch.special.entr(probs_NV).addcmul_(probs_NV, entropy_N[:, None], value=-1.0)
+            grad_NV = pulled_NV.mul_(grad_entropy_N[:, None])
         if grad_logprobs_N is not None:
             # dlogp/dx = onehot - p
             pulled_NV = probs_NV.mul_(-grad_logprobs_N[:, None])

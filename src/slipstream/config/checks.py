@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from slipstream.config.keys import keys_of
 from slipstream.config.schema import GRPOConfig, RunConfig
 
-ENGINE_SECTIONS = ("sampling", "inference", "weights")
 OPTIONS_WITH_OWN_KEY = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -33,38 +32,36 @@ def uses_engine(config: RunConfig) -> bool:
 
 
 def inapplicable(config: RunConfig) -> dict[str, str]:
-    """Keys (`section.key`) and whole sections (`section`) without effect, each with the reason."""
+    """Keys (`section.key`) and whole sections (`section`) without effect, each with what to say of them."""
     found: dict[str, str] = {}
     algorithm, environment = config.algorithm, config.environment
     if isinstance(algorithm, GRPOConfig):
         if config.data is not None:
-            found["data"] = "data applies to sft, not to grpo, whose tasks come from the environment"
+            found["data"] = "applies to sft, not to grpo, whose tasks come from the environment"
         if algorithm.kl_coef == 0:
-            found["algorithm.kl_estimator"] = "kl_estimator has no effect while algorithm.kl_coef is 0"
+            found["algorithm.kl_estimator"] = "has no effect while algorithm.kl_coef is 0"
         if algorithm.importance_sampling == "none":
-            found["algorithm.importance_cap"] = (
-                'importance_cap has no effect while algorithm.importance_sampling is "none"'
-            )
+            found["algorithm.importance_cap"] = 'has no effect while algorithm.importance_sampling is "none"'
         return found
-    found["run.max_steps_without_signal"] = "max_steps_without_signal applies to grpo, not to sft"
+    found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
     if config.data is not None and environment is not None:
         if config.evaluation is None:
-            found["environment"] = "environment has no use when data is given and evaluation is off"
+            found["environment"] = "has no use when data is given and evaluation is off"
         else:
-            found["environment.num_train_tasks"] = "num_train_tasks has no effect when data is given"
+            found["environment.num_train_tasks"] = "has no effect when data is given"
     if not uses_engine(config):
-        for section in ENGINE_SECTIONS:
-            found[section] = f"{section} has no effect under sft while evaluation is off"
-        found["run.save_samples"] = "save_samples has no effect under sft while evaluation is off"
-        for name in ("reward_timeout_s", "max_reward_failures"):
-            found[f"environment.{name}"] = f"{name} has no effect under sft while evaluation is off"
+        without_engine = ("sampling", "inference", "weights", "run.save_samples")
+        without_rewards = ("environment.reward_timeout_s", "environment.max_reward_failures")
+        for path in (*without_engine, *without_rewards):
+            found[path] = "has no effect under sft while evaluation is off"
     return found
 
 
-def applies(path: str, reasons: Mapping[str, str]) -> bool:
-    """Whether a leaf is neither in `reasons` itself nor in a section or table that is."""
+def reason_against(path: str, reasons: Mapping[str, str]) -> str:
+    """Why the leaf `path` has no effect, itself or with the section or table that it is in; else nothing."""
     parts = path.split(".")
-    return not any(".".join(parts[:depth]) in reasons for depth in range(1, len(parts) + 1))
+    above = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return next((reasons[name] for name in above if name in reasons), "")
 
 
 def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -78,7 +75,8 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield (
             "weights.probe_stop",
             f"weights.probe_stop = {config.weights.probe_stop:g} is not above weights.probe_warn = "
-            f"{config.weights.probe_warn:g}, so no warning could come first: raise probe_stop or lower probe_warn",
+            f"{config.weights.probe_warn:g}, so no warning "
+            "could come first: raise probe_stop or lower probe_warn",
         )
 
 
@@ -96,8 +94,7 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
     elif config.data is None:
         yield (
             "algorithm.kind",
-            "neither environment nor data is given, so there is nothing to train on: "
-            "set environment.name or data.path",
+            "neither environment nor data is given, so there is nothing to train on: set environment.name or data.path",
         )
     elif config.evaluation is not None:
         yield (
@@ -113,8 +110,9 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
     if training.warmup_steps > 0 and training.warmup_steps >= training.steps:
         yield (
             "training.warmup_steps",
-            f"training.warmup_steps = {training.warmup_steps} is not below training.steps = {training.steps}, "
-            f"so the learning rate would never be reached: use at most {training.steps - 1}",
+            f"training.warmup_steps = {training.warmup_steps} is not below "
+            f"training.steps = {training.steps}, so the learning rate would never be reached: "
+            f"use at most {training.steps - 1}",
         )
     sentence = divisor_problem(training.updates_per_batch, training.prompts_per_batch)
     if sentence:
@@ -126,7 +124,8 @@ def divisor_problem(updates: int, prompts: int) -> str:
     if prompts % updates == 0:
         return ""
     divisors = [number for number in range(1, prompts + 1) if prompts % number == 0]
-    near = sorted(sorted(divisors, key=lambda number: abs(number - updates))[:2])
+    below = [number for number in divisors if number < updates][-1:]
+    near = below + [number for number in divisors if number > updates][:1]
     return (
         f"training.updates_per_batch = {updates} does not divide training.prompts_per_batch = {prompts}: "
         f"use {' or '.join(str(number) for number in near)}"
@@ -136,7 +135,10 @@ def divisor_problem(updates: int, prompts: int) -> str:
 def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
     sampling, inference = config.sampling, config.inference
     if "" in sampling.stop:
-        yield "sampling.stop", "sampling.stop has an empty text, which would end every completion at once: remove it"
+        yield (
+            "sampling.stop",
+            "sampling.stop has an empty text, which would end every completion at once: remove it",
+        )
     if config.algorithm.kind == "grpo" and sampling.top_k == 1:
         yield (
             "sampling.top_k",
@@ -147,18 +149,21 @@ def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
     if isinstance(longest, int) and isinstance(room, int) and longest >= room:
         yield (
             "sampling.max_tokens",
-            f"sampling.max_tokens = {longest} leaves no room for a prompt in inference.max_model_len = {room}: "
-            "lower the first or raise the second",
+            f"sampling.max_tokens = {longest} leaves no room for a prompt in "
+            f"inference.max_model_len = {room}: lower the first or raise the second",
         )
     for name in inference.options:
         own = OPTIONS_WITH_OWN_KEY.get(name.replace("-", "_"))
         if own is not None:
-            yield f"inference.options.{name}", f"inference.options.{name} has a key of its own: set {own} instead"
+            yield (
+                f"inference.options.{name}",
+                f"inference.options.{name} has a key of its own: set {own} instead",
+            )
 
 
 def foreign_key(name: str, kind: str) -> str:
-    """The sentence for a key of another algorithm than `kind`, or nothing."""
+    """What to say of a key of another algorithm than `kind`; nothing of a key of its own."""
     for key in keys_of("algorithm"):
         if key.name == name and key.kinds and kind not in key.kinds:
-            return f"{name} applies to {key.kinds[0]}, not to {kind}: remove it"
+            return f"applies to {key.kinds[0]}, not to {kind}: remove it"
     return ""

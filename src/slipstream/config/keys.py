@@ -7,7 +7,6 @@ files, flags or values that depend on each other.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +142,23 @@ def flatten(path: Sequence[str], value: Any) -> Iterator[tuple[str, Any]]:
 
 def dotted(path: Sequence[str]) -> str:
     """`path` as a TOML key: `section.key`, with quotes where a name needs them."""
-    return ".".join(name if BARE_KEY.fullmatch(name) else json.dumps(name) for name in path)
+    return ".".join(name if BARE_KEY.fullmatch(name) else quoted(name) for name in path)
+
+
+def quoted(text: str) -> str:
+    """`text` as a TOML string, on one line."""
+    short = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    escaped = (
+        short.get(character) or (f"\\u{ord(character):04X}" if is_control(character) else character)
+        for character in text
+    )
+    return f'"{"".join(escaped)}"'
+
+
+def is_control(character: str) -> bool:
+    """Whether a TOML file should not have the character as it is."""
+    # U+2028 and its like are legal, but some readers of lines would break there.
+    return ord(character) < 0x20 or 0x7F <= ord(character) <= 0x9F or character in "\u2028\u2029"
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -174,19 +189,16 @@ def _keys() -> dict[str, Key]:
                 path = f"{section}.{name}"
                 before = keys[path].kinds if path in keys else ()
                 keys[path] = _key(section, name, spec, name in model.get("required", ()), (*before, kind))
-    every_kind = tuple(keys_kinds(schema))
+    every_kind = tuple(_kinds(schema))
     kind_words = join_choices(tuple(f'"{kind}"' for kind in every_kind))
-    keys["algorithm.kind"] = Key(
-        "algorithm", "kind", kind_words, required=True, is_text=True, choices=every_kind
-    )
+    keys["algorithm.kind"] = Key("algorithm", "kind", kind_words, required=True, is_text=True, choices=every_kind)
     return keys
 
 
-def keys_kinds(schema: Mapping[str, Any]) -> list[str]:
-    """The algorithms in a JSON schema of `RunConfig`, in its order."""
+def _kinds(schema: Mapping[str, Any]) -> list[str]:
+    # In the order of the schema.
     return [
-        schema["$defs"][name]["properties"]["kind"]["const"]
-        for name in _references(schema["properties"]["algorithm"])
+        schema["$defs"][name]["properties"]["kind"]["const"] for name in _references(schema["properties"]["algorithm"])
     ]
 
 
@@ -238,7 +250,10 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
         )
         if name in spec
     ]
-    return [" ".join(["a whole number" if kind == "integer" else "a number", " and ".join(bounds)]).rstrip()]
+    noun = "whole number" if kind == "integer" else "number"
+    if bounds == ["greater than 0"]:
+        return [f"a positive {noun}"]
+    return [f"a {noun} {' and '.join(bounds)}".rstrip()]
 
 
 def _plain(number: float) -> str:

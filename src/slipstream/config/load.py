@@ -7,6 +7,7 @@ anything is started. Paths in the result are absolute, so that it means the same
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slipstream.config.checks import applies, contradictions, foreign_key, inapplicable
-from slipstream.config.keys import all_keys, dotted, flatten, leaves, optional_sections, sections, suggestion
+from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
+from slipstream.config.keys import all_keys, dotted, leaves, optional_sections, sections, suggestion
 from slipstream.config.messages import located, rewrite, show
 from slipstream.config.overrides import Override, parse_overrides, place
 from slipstream.config.runfile import RunFile, read_run_file
@@ -43,12 +44,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: s
     `algorithm` is the kind that the command itself implies (`slipstream sft`). Raises ConfigError.
     """
     file = read_run_file(path)
-    settings = parse_overrides(overrides)
+    settings, problems = parse_overrides(overrides)
     sources = _Sources(file, settings)
     tree = copy.deepcopy(file.tables)
     for setting in settings:
         place(tree, setting)
-    problems = _force_algorithm(tree, algorithm, sources)
+    problems += _force_algorithm(tree, algorithm, sources)
     problems += _take_out_unknown(tree, sources)
     for section in optional_sections():
         if tree.get(section) is False:
@@ -57,7 +58,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: s
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(problems + rewrite(error, sources.place))) from None
+        problems += _not_told_yet(rewrite(error, sources.place), problems)
+        raise ConfigError("\n".join(problems)) from None
     if problems:
         raise ConfigError("\n".join(problems))
     config = _drop_unusable_evaluation(config, sources)
@@ -86,7 +88,8 @@ class _Sources:
 
     def is_set(self, path: str) -> bool:
         """Whether a person wrote `path`, or anything below it."""
-        return self._flag(path) is not None or self._in_file(path)
+        below = any(known.startswith(f"{path}.") for known in self.flags)
+        return below or self._flag(path) is not None or self._in_file(path)
 
     def origin(self, path: str) -> str:
         """For a reader: `run.toml:12`, `command line` or `default`."""
@@ -114,6 +117,7 @@ class _Sources:
 
 
 def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Sources) -> list[str]:
+    """Fill in the command's own kind; a sentence when the settings say another."""
     if kind is None:
         return []
     section = tree.setdefault("algorithm", {})
@@ -131,7 +135,7 @@ def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Sources) 
         f"algorithm.kind = {show(found)} is not what `slipstream {kind}` does: "
         f'run `slipstream train` with this run file, or set kind = "{kind}"'
     )
-    raise ConfigError(located(sentence, sources.place("algorithm.kind")))
+    return [located(sentence, sources.place("algorithm.kind"))]
 
 
 def _take_out_unknown(tree: dict[str, Any], sources: _Sources) -> list[str]:
@@ -157,13 +161,22 @@ def _take_out_unknown(tree: dict[str, Any], sources: _Sources) -> list[str]:
             del tree[section]
         else:
             _take_out_unknown_keys(section, content, refuse)
-    # A section that is gone would be reported as missing too.
     return problems
 
 
-def _take_out_unknown_keys(
-    section: str, content: dict[str, Any], refuse: Callable[[str, str], None]
-) -> None:
+def _not_told_yet(sentences: Mapping[str, str], problems: Sequence[str]) -> list[str]:
+    """Leave out that a key is missing when a misspelt form of it, or of its section, is told already."""
+    told = "\n".join(problems)
+
+    def is_told(path: str) -> bool:
+        section = path.split(".")[0]
+        hints = (f"mean {path}?", f"mean the section [{section}]?", f"{section} = ")
+        return any(hint in told for hint in hints)
+
+    return [text for path, text in sentences.items() if " is missing: " not in text or not is_told(path)]
+
+
+def _take_out_unknown_keys(section: str, content: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
     kind = content.get("kind") if section == "algorithm" else None
     for name in list(content):
         key = all_keys().get(f"{section}.{name}")
@@ -172,7 +185,7 @@ def _take_out_unknown_keys(
             del content[name]
         elif key.kinds and isinstance(kind, str) and (sentence := foreign_key(name, kind)):
             if kind in all_keys()["algorithm.kind"].choices:
-                refuse(f"{section}.{name}", sentence.removeprefix(f"{name} "))
+                refuse(f"{section}.{name}", sentence)
             del content[name]
 
 
@@ -185,16 +198,16 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
 
     def resolve(path: str, text: str, *, always: bool) -> str:
         bases = [Path.cwd()] if sources.origin(path) == COMMAND_LINE else [folder.absolute(), Path.cwd()]
-        candidates = [base / Path(text).expanduser() for base in bases]
-        existing = [candidate for candidate in candidates if candidate.exists()]
+        candidates = [os.path.join(base, os.path.expanduser(text)) for base in bases]
+        existing = [candidate for candidate in candidates if os.path.exists(candidate)]
         if not existing and not always:
             return text
-        return str(_normal((existing or candidates[-1:])[0]))
+        return os.path.realpath((existing or candidates[-1:])[0])
 
     def text_at(section: str, name: str) -> str:
         table = tree.get(section)
         value = table.get(name) if isinstance(table, dict) else None
-        return value if isinstance(value, str) and value.strip() else ""
+        return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
 
     if text := text_at("model", "path"):
         is_local = text.startswith(("./", "../", "/", "~")) or text in (".", "..")
@@ -207,37 +220,21 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
             file = resolve("environment.name", file + ".py" if colon else file, always=True)
             tree["environment"]["name"] = f"{file}:{name}" if colon else file
     if text := text_at("run", "folder"):
-        tree["run"]["folder"] = str(_normal(Path.cwd() / Path(text).expanduser()))
-
-
-def _normal(path: Path) -> Path:
-    """`path` without `.` and `..`; links stay as they are written."""
-    parts: list[str] = []
-    for part in path.parts:
-        if part == ".." and len(parts) > 1:
-            parts.pop()
-        else:
-            parts.append(part)
-    return Path(*parts)
+        tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
 
 
 def _drop_unusable_evaluation(config: RunConfig, sources: _Sources) -> RunConfig:
     """Without an environment there is nothing to evaluate on, which only matters to who asked for it."""
-    if config.environment is not None or config.evaluation is None or sources.is_set("evaluation"):
-        return config
-    if config.data is None or any(path.startswith("evaluation") for path in sources.flags):
+    if config.environment is not None or config.algorithm.kind != "sft" or sources.is_set("evaluation"):
         return config
     return config.model_copy(update={"evaluation": None})
 
 
 def _refused(config: RunConfig, origins: Mapping[str, str], sources: _Sources) -> list[str]:
-    """One sentence for each key without effect that a person set; a whole section makes one."""
-    problems: list[str] = []
-    for path, reason in inapplicable(config).items():
-        if any(origin != DEFAULT and not applies(leaf, {path: reason}) for leaf, origin in origins.items()):
-            leaf = next(leaf for leaf in origins if not applies(leaf, {path: ""}) and origins[leaf] != DEFAULT)
-            problems.append(located(f"{path} is set, but {reason}: remove it", sources.place(leaf)))
-    return problems
-
-
-__all__ = ["Loaded", "flatten", "load_config"]
+    """One sentence for each key without effect that a person set."""
+    reasons = inapplicable(config)
+    return [
+        located(f"{path} {reason}: remove it", sources.place(path))
+        for path, origin in origins.items()
+        if origin != DEFAULT and (reason := reason_against(path, reasons))
+    ]

@@ -18,8 +18,8 @@ Where = Callable[[str], str]
 """From a key's path to where it was set: `run.toml:12`, `--training.steps`, or nothing for a default."""
 
 
-def rewrite(error: ValidationError, where: Where) -> list[str]:
-    """One sentence for each key that `error` complains about."""
+def rewrite(error: ValidationError, where: Where) -> dict[str, str]:
+    """One sentence for each key that `error` complains about, by the key's path."""
     sentences: dict[str, str] = {}
     for item in error.errors(include_url=False):
         section = str(item["loc"][0])
@@ -39,14 +39,12 @@ def rewrite(error: ValidationError, where: Where) -> list[str]:
         # Of a type with alternatives the first complaint says most: the last one is about "auto".
         if key is not None and key.path not in sentences:
             sentences[key.path] = _sentence(key, item, where)
-    return list(sentences.values())
+    return sentences
 
 
 def missing(key: Key) -> str:
     """The sentence for a key that has to be set and is not."""
-    return (
-        f"{key.path} is missing: set it to {key.requirement}, in [{key.section}] or with --{key.path} VALUE"
-    )
+    return f"{key.path} is missing: set it to {key.requirement}, in [{key.section}] or with --{key.path} VALUE"
 
 
 def show(value: Any) -> str:

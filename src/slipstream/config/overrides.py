@@ -26,8 +26,8 @@ class Override:
     """The flag as it was typed, without its value."""
 
 
-def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """The settings in `arguments`, in order; raises ConfigError with one line for each that cannot be read."""
+def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """The settings in `arguments`, in order, and a sentence for each argument that cannot be read."""
     overrides: list[Override] = []
     problems: list[str] = []
     rest = list(arguments)
@@ -44,9 +44,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
             overrides.append(_override(flag, value))
         except ConfigError as error:
             problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return overrides
+    return overrides, problems
 
 
 def parse_value(text: str) -> Any:

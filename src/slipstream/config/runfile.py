@@ -47,7 +47,7 @@ def read_run_file(path: Path | str) -> RunFile:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         hint = ": write texts in quotes" if "Invalid value" in str(error) else ""
-        raise ConfigError(f"run file {path} is not valid TOML, {_lowered(str(error))}{hint}") from None
+        raise ConfigError(f"run file {path} is not valid TOML: {error}{hint}") from None
     return RunFile(path, tables, _lines(text))
 
 
@@ -87,7 +87,3 @@ def _header(parsed: dict[str, Any]) -> tuple[str, ...]:
         name, table = next(iter(table.items()))
         path.append(name)
     return tuple(path)
-
-
-def _lowered(text: str) -> str:
-    return text[:1].lower() + text[1:]

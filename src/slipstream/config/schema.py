@@ -10,13 +10,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys and infinite numbers are refused, values never change afterwards."""
+    """Base of every section: unknown keys and infinite numbers are refused, values never change later."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -50,7 +58,8 @@ class EnvironmentConfig(Section):
     num_train_tasks: PositiveInt = 10_000
     """Size of the training set; it repeats in a fresh shuffle when used up."""
     reward_timeout_s: PositiveFloat = 10.0
-    """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not trained on."""
+    """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
+    trained on."""
     max_reward_failures: Fraction = 0.1
     """The run stops when more than this part of a batch's rewards fail."""
 
@@ -94,7 +103,7 @@ class GRPOConfig(Section):
     importance_cap: PositiveFloat = 2.0
     """Largest importance weight of a token."""
     train_on_truncated: bool = True
-    """Whether completions cut at `sampling.max_tokens` carry loss; if not they count only for the baseline."""
+    """Whether completions cut at `sampling.max_tokens` carry loss; if not they are in the baseline only."""
 
 
 AlgorithmConfig = Annotated[SFTConfig | GRPOConfig, Field(discriminator="kind")]
@@ -119,6 +128,8 @@ class TrainingConfig(Section):
 
     steps: PositiveInt
     """Number of batches to train on."""
+    max_seconds: PositiveFloat | None = None
+    """End the run well after this time, counted from the first step, even if steps are left."""
     prompts_per_batch: PositiveInt = 32
     """Prompts (SFT: conversations) in a batch."""
     updates_per_batch: PositiveInt = 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable
 from typing import TypeVar
 
 import aiohttp
@@ -27,6 +28,9 @@ class EngineClient:
         self._is_alive = is_alive
         self._describe = describe
         self._session: aiohttp.ClientSession | None = None
+        self._outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._decoder = msgspec.msgpack.Decoder(Completion)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
@@ -36,6 +40,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """Drop the connections; a later call opens them again."""
+        for task in list(self._tasks):
+            task.cancel()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -46,13 +52,8 @@ class EngineClient:
                 async with self._open().post(f"http://engine{path}", data=body) as response:
                     answer = await response.read()
                     status = response.status
-        except TimeoutError:
-            raise DeadlineError(f"the engine did not answer {path} within {timeout_s:.0f} s: {self._describe()}") from None
-        except aiohttp.ClientError as error:
-            # The connection breaks a moment before the child can be reaped.
-            await asyncio.sleep(0.2)
-            what = "lost its connection" if self._is_alive() else "died"
-            raise EngineError(f"the engine {what} during {path} ({error}): {self._describe()}") from error
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise await self._explain(path, error, timeout_s) from error
         if status != 200:
             raise EngineError(f"the engine refused {path} with status {status}: {answer.decode(errors='replace')}")
         return msgspec.msgpack.decode(answer, type=kind)
@@ -66,10 +67,65 @@ class EngineClient:
         except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError):
             return None
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Completions in the order of the requests; those past their deadline end with `abort`."""
-        timeout_s = max(request.timeout_s for request in requests) + _GRACE_S
-        return await self._post("/generate", msgspec.msgpack.encode(requests), list[Completion], timeout_s)
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion. Requests made in the same turn of the event loop travel together; each is answered as
+        soon as it is finished. Cancelling the call cancels the request inside the engine.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        if not self._outbox:
+            loop.call_soon(self._send_outbox)
+        self._outbox.append((request, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._keep(loop.create_task(self._cancel(request.id)))
+            raise
+
+    async def _cancel(self, request_id: str) -> None:
+        # An engine that is gone has nothing left to cancel.
+        with contextlib.suppress(EngineError):
+            await self._post("/cancel", msgspec.msgpack.encode([request_id]), bool, _HEALTH_TIMEOUT_S)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send_outbox(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        self._keep(asyncio.get_running_loop().create_task(self._stream(outbox)))
+
+    async def _stream(self, outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]]) -> None:
+        waiting = {request.id: future for request, future in outbox}
+        timeout_s = max(request.timeout_s for request, _ in outbox) + _GRACE_S
+        body = msgspec.msgpack.encode([request for request, _ in outbox])
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._open().post("http://engine/generate", data=body) as response:
+                    if response.status != 200:
+                        text = (await response.read()).decode(errors="replace")
+                        raise EngineError(f"the engine refused to generate with status {response.status}: {text}")
+                    while waiting:
+                        size = int.from_bytes(await response.content.readexactly(4), "big")
+                        completion = self._decoder.decode(await response.content.readexactly(size))
+                        future = waiting.pop(completion.id)
+                        if not future.done():
+                            future.set_result(completion)
+        except (TimeoutError, aiohttp.ClientError, asyncio.IncompleteReadError, EngineError) as error:
+            failure = await self._explain("/generate", error, timeout_s)
+            for future in waiting.values():
+                if not future.done():
+                    future.set_exception(failure)
+
+    async def _explain(self, path: str, error: Exception, timeout_s: float) -> EngineError:
+        if isinstance(error, EngineError):
+            return error
+        if isinstance(error, TimeoutError):
+            return DeadlineError(f"the engine did not answer {path} within {timeout_s:.0f} s: {self._describe()}")
+        # The connection breaks a moment before the child can be reaped.
+        await asyncio.sleep(0.2)
+        what = "lost its connection" if self._is_alive() else "died"
+        return EngineError(f"the engine {what} during {path} ({error}): {self._describe()}")
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Have the engine load a published version in place and verify it."""

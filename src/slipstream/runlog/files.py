@@ -36,9 +36,7 @@ class FolderLock:
             if time.monotonic() > deadline:
                 self.release()
                 holder = path.read_text(errors="replace").strip() or "another process"
-                raise ConfigError(
-                    f"{folder} is in use by {holder}: wait until it ends, stop it, or use another folder"
-                )
+                raise ConfigError(f"{folder} is in use by {holder}: wait until it ends, stop it, or use another folder")
             time.sleep(0.02)
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

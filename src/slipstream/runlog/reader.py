@@ -56,20 +56,33 @@ class RunSummary:
     message: str = ""
 
 
-def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of the surviving history by step; rows of one step and lineage are merged.
+class _Training(msgspec.Struct):
+    steps: int | None = None
 
-    A row is left out when a later lineage began at its step or before: that lineage made the step again.
+
+class _Settings(msgspec.Struct):
+    """The part of `resolved.toml` that a summary needs."""
+
+    training: _Training = msgspec.field(default_factory=_Training)
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """One row for each step of the surviving history, in order.
+
+    What an earlier lineage made after the step that a later one resumed from is left out: it was made again.
+    Rows of one step are merged: values are the last written, `lineage` and `time` those of the first row.
     """
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in _surviving(read_lines(Path(folder) / "metrics.jsonl")):
-        rows.setdefault((row["step"], row["lineage"]), {}).update(row)
-    return [rows[key] for key in sorted(rows)]
+    resumed = {lineage: step + 1 for lineage, step in _resumed_from(folder).items()}
+    rows: dict[int, dict[str, Any]] = {}
+    for row in _surviving(read_lines(Path(folder) / "metrics.jsonl"), resumed):
+        first = rows.setdefault(row["step"], row)
+        rows[row["step"]] = {**first, **row, "lineage": first["lineage"], "time": first["time"]}
+    return [rows[step] for step in sorted(rows)]
 
 
 def read_samples(folder: str | Path) -> list[dict[str, Any]]:
-    """The samples of the surviving history, see `read_metrics`; those without a `step` are all kept."""
-    return _surviving(read_lines(Path(folder) / "samples.jsonl"))
+    """The samples of the surviving history; their `step` is that of their batch, which counts from 0."""
+    return _surviving(read_lines(Path(folder) / "samples.jsonl"), _resumed_from(folder))
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
@@ -102,22 +115,26 @@ def list_runs(root: str | Path) -> list[RunSummary]:
 def summarize(folder: str | Path) -> RunSummary:
     """Where one run stands. Damaged files make a summary that says so, never an error."""
     folder = Path(folder)
-    name = folder.resolve().name
+    try:
+        return _summarize(folder)
+    except (DataError, msgspec.ValidationError, KeyError, TypeError) as error:
+        changed = (folder / "events.jsonl").stat().st_mtime
+        message = f"{type(error).__name__}: {error}"
+        return RunSummary(folder.resolve().name, folder, "damaged", 0, None, None, None, changed, 0.0, message)
+
+
+def _summarize(folder: Path) -> RunSummary:
     # Asked first: a run that ends in between has its exit by the time that is read.
     running = is_running(folder)
-    try:
-        events, rows, report = read_events(folder), read_metrics(folder), read_exit(folder)
-        settings = read_toml(folder / "resolved.toml")
-        started, duration_s = _working_time([*events, *rows], until=time.time() if running else None)
-    except (DataError, KeyError, TypeError) as error:
-        started = (folder / "events.jsonl").stat().st_mtime
-        return RunSummary(name, folder, "damaged", 0, None, None, None, started, 0.0, str(error))
+    report, events, rows = read_exit(folder), read_events(folder), read_metrics(folder)
+    settings = msgspec.convert(read_toml(folder / "resolved.toml"), _Settings)
+    started, duration_s = _working_time([*events, *rows], until=time.time() if running else None)
     return RunSummary(
-        name=name,
+        name=folder.resolve().name,
         folder=folder,
         status=report.status if report else "running" if running else "killed",
         step=max((row["step"] for row in rows), default=0),
-        total_steps=settings.get("training", {}).get("steps"),
+        total_steps=settings.training.steps,
         reward=_last(rows, REWARD),
         accuracy=_last(rows, ACCURACY),
         started=started,
@@ -139,15 +156,23 @@ def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[flo
     return started, round(sum(last - first for first, last in spans.values()), 3)
 
 
-def _surviving(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _resumed_from(folder: str | Path) -> dict[int, int]:
+    """The checkpoint's step that each resumed lineage says it started from."""
+    events = [event for event in read_events(folder) if event["kind"] == "resume"]
+    return {event["lineage"]: event["step"] for event in events}
+
+
+def _surviving(rows: list[dict[str, Any]], begins: dict[int, int]) -> list[dict[str, Any]]:
+    """Rows that no later lineage made again. A lineage begins where `begins` says, or at its first row."""
     first_steps: dict[int, int] = {}
     for row in rows:
         if "step" in row:
             first_steps[row["lineage"]] = min(row["step"], first_steps.get(row["lineage"], row["step"]))
+    first_steps |= begins
 
     def survives(row: dict[str, Any]) -> bool:
-        later = (first for lineage, first in first_steps.items() if lineage > row["lineage"])
-        return "step" not in row or all(row["step"] < first for first in later)
+        later = (step for lineage, step in first_steps.items() if lineage > row["lineage"])
+        return "step" not in row or all(row["step"] < step for step in later)
 
     return [row for row in rows if survives(row)]
 

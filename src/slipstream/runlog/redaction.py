@@ -18,13 +18,13 @@ REDACTED = "<redacted>"
 # Shorter secrets are replaced where they are a whole value, but not inside other text.
 _MIN_SCRUBBED = 6
 _SECRET_WORDS = frozenset(
-    ("token", "key", "apikey", "password", "passwd", "passphrase", "secret", "secrets", "credential")
-    + ("credentials", "authorization")
+    {"token", "key", "apikey", "password", "passwd", "passphrase", "secret", "secrets"}
+    | {"credential", "credentials", "authorization"}
 )
 
 
 def is_secret(name: str) -> bool:
-    """Whether a word of the key's name is token, key, password, secret or the like (`max_tokens`: none is)."""
+    """Whether a word of the key's name is token, key, password, secret or the like (not so `max_tokens`)."""
     words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
     return not _SECRET_WORDS.isdisjoint(words)
 
@@ -44,10 +44,7 @@ def secrets_of(value: object) -> set[str]:
     found: set[str] = set()
     if isinstance(value, Mapping):
         for key, item in cast(Mapping[str, object], value).items():
-            if is_secret(key):
-                map_text(item, lambda text: found.add(text) or text)
-            else:
-                found |= secrets_of(item)
+            found |= _all_text(item) if is_secret(key) else secrets_of(item)
     elif isinstance(value, list | tuple):
         found = found.union(*map(secrets_of, cast(list[object], value)))
     return found - {"", REDACTED}
@@ -62,16 +59,14 @@ def scrub(text: str, secrets: set[str]) -> str:
 
 
 def redact_toml(toml: str) -> tuple[str, set[str]]:
-    """The document, comments and all, without its secrets, and these. Raises `ConfigError` if one would stay."""
+    """The document with its comments but without its secrets, and these; `ConfigError` if one would stay."""
     secrets = secrets_of(tomllib.loads(toml))
     for secret in sorted(secrets, key=len, reverse=True):
         for form in (json.dumps(secret), json.dumps(secret, ensure_ascii=False), f"'{secret}'"):
             toml = toml.replace(form, f'"{REDACTED}"')
     toml = scrub(toml, secrets)
     if secrets_of(tomllib.loads(toml)):
-        raise ConfigError(
-            "a secret in the settings cannot be kept out of resolved.toml: write it as a plain one-line string"
-        )
+        raise ConfigError("a secret in the settings cannot be kept out of resolved.toml: write it as one plain string")
     return toml, secrets
 
 
@@ -84,6 +79,12 @@ def map_text(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, list | tuple):
         return [map_text(item, change) for item in cast(list[object], value)]
     return value
+
+
+def _all_text(value: object) -> set[str]:
+    found: list[str] = []
+    map_text(value, lambda text: found.append(text) or text)
+    return set(found)
 
 
 def _hide(text: str) -> str:

@@ -57,15 +57,13 @@ class RunLog:
     def create(cls, folder: str | Path, resume: bool = False) -> RunLog:
         """Open a new folder or, with `resume`, that of an earlier run, whose next lineage begins.
 
-        Raises `ConfigError` when the folder is not empty (with `resume`: holds no run), or when another process
-        is using it.
+        Raises `ConfigError` when the folder is not empty (with `resume`: holds no run), or when another
+        process is using it.
         """
         folder = Path(folder)
         if resume:
             if not (folder / _EVENTS).is_file():
-                raise ConfigError(
-                    f"{folder} holds no run to resume: name a run's folder or leave out --resume"
-                )
+                raise ConfigError(f"{folder} holds no run to resume: name a run's folder or leave out --resume")
         else:
             _refuse_used(folder)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -94,6 +92,11 @@ class RunLog:
         """Write an event of kind `warning`."""
         self.event("warning", message=message, **fields)
 
+    def resumed(self, step: int, **fields: Any) -> None:
+        """Say that this lineage continues after `step`: what earlier ones made after it is superseded."""
+        self.event("resume", step=step, **fields)
+        self._step = step
+
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
         """Write the row of a step: `values` and the times of the phases since the last row; returns these.
 
@@ -114,7 +117,7 @@ class RunLog:
         return row
 
     def sample(self, record: Mapping[str, Any] | msgspec.Struct) -> None:
-        """Keep a record, usually a rollout with its `step`, for people to read."""
+        """Keep a record for people to read: a rollout and the `step` of its batch, which counts from 0."""
         self._write(_SAMPLES, cast(dict[str, Any], msgspec.to_builtins(record, enc_hook=str)))
 
     def resolved(self, toml: str) -> None:
@@ -136,7 +139,7 @@ class RunLog:
                 self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
 
     def exit(self, error: BaseException | None = None, step: int | None = None) -> ExitReport:
-        """Write `exit.json` and an event: finished, or why not. `step`: by default that of the last metrics."""
+        """Write `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics."""
         status, exit_code = _judge(error)
         is_bug = status == "failed" and not isinstance(error, SlipstreamError)
         report = ExitReport(
@@ -200,9 +203,7 @@ def _refuse_used(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: name another folder")
     if folder.is_dir() and any(path.name != LOCK_FILE for path in folder.iterdir()):
-        raise ConfigError(
-            f"{folder} exists and is not empty: continue it with --resume or use another folder"
-        )
+        raise ConfigError(f"{folder} exists and is not empty: continue it with --resume or use another folder")
 
 
 def _judge(error: BaseException | None) -> tuple[ExitStatus, int]:

@@ -36,7 +36,8 @@ class SegmentLayout:
     buckets: tuple[tuple[int, int], ...]
     """Segments of similar length laid side by side: their number and the length they are padded to."""
     gather: Tensor | None
-    """Row position of each padded slot, bucket after bucket; padding repeats a real token. None: there is none."""
+    """Row position of each padded slot, bucket after bucket; padding repeats a real token. None: there is
+    none."""
     scatter_T: Tensor | None
     """Slot of each row position."""
     boundaries: Tensor
@@ -72,14 +73,13 @@ def segment_layout(lengths: Sequence[int], device: torch.device | str = "cpu") -
         scatter_T[gather_BL[real_BL]] = offset + torch.arange(gather_BL.numel()).view_as(gather_BL)[real_BL]
         gathered.append(gather_BL.flatten())
         offset += gather_BL.numel()
-    return SegmentLayout(
-        tuple(lengths), buckets, torch.cat(gathered).to(device), scatter_T.to(device), boundaries
-    )
+    return SegmentLayout(tuple(lengths), buckets, torch.cat(gathered).to(device), scatter_T.to(device), boundaries)
 
 
 class _Pad(torch.autograd.Function):
     """Row to padded slots. Each token has one real slot, and the padding's gradient is zero under a causal
-    mask, so the gradient is a plain copy too: index_select's own would add atomically, slower and in any order.
+    mask, so the gradient is a plain copy too: index_select's own would add atomically, slower and in any
+    order.
     """
 
     @staticmethod
@@ -121,7 +121,8 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: query `[1, H, T, D]`, key and value `[1, K, T, D]`, gives `[1, T, H, D]`."""
+    """Attention function for transformers: query `[1, H, T, D]`, key and value `[1, K, T, D]`, gives `[1,
+    T, H, D]`."""
     name = type(module).__name__
     if segments is None:
         raise ConfigError(f"{name} does not pass keyword arguments on to its attention: set training.packing = false")
@@ -139,7 +140,12 @@ def packed_attention(
 
 
 def _padded(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentLayout, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: SegmentLayout,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Buckets of right-padded segments through the causal kernel; any device and dtype."""
     states = (query, key, value)
@@ -154,7 +160,7 @@ def _padded(
             query_BHLD,
             key_BKLD,
             value_BKLD,
-            attn_mask=_window_mask(bucket[1], window, query.device) if windowed else None,
+            attn_mask=_window_mask(bucket[1], window, query.device) if window and windowed else None,
             is_causal=not windowed,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -171,11 +177,16 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def _variable_length(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentLayout, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: SegmentLayout,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Torch's variable-length FlashAttention: no padding at all; CUDA and half precision only."""
     longest = max(segments.lengths)
-    return varlen_attn(
+    output: Any = varlen_attn(
         query,
         key,
         value,
@@ -187,6 +198,7 @@ def _variable_length(
         window_size=(-1 if not window else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return output
 
 
 def register() -> str:

@@ -1,7 +1,7 @@
 """From sequences to micro-batches of tensors.
 
-Guarantees: every trainable token of every sequence appears exactly once; a sequence is never cut; tokens after
-the last trainable one, which influence no loss, cost nothing. How many micro-batches there are changes
+Guarantees: every trainable token of every sequence appears exactly once; a sequence is never cut; tokens
+after the last trainable one, which influence no loss, cost nothing. How many micro-batches there are changes
 nothing but rounding: the divisors belong to the objective.
 """
 
@@ -27,8 +27,8 @@ class StepBatch:
     advantages: list[float] | None = None
     """One for each sequence; a sequence that carries its own per-token advantages uses those."""
     old_logprobs: list[Tensor] | None = None
-    """Of each sequence's trainable tokens, by the weights that the first update started from. None: those weights
-    are the current ones, and the ratio is 1 by construction."""
+    """Of each sequence's trainable tokens, by the weights that the first update started from. None: those
+    weights are the current ones, and the ratio is 1 by construction."""
     reference_logprobs: list[Tensor] | None = None
     """Of each sequence's trainable tokens, by the frozen reference model."""
 
@@ -115,14 +115,14 @@ def _micro_batch(
         predict_index += [start + position - 1 for position in target.positions]
         target_ids += [ids[position] for position in target.positions]
     counts = [len(target.positions) for target in targets]
-    segments = torch.arange(len(indices)).repeat_interleave(torch.tensor(counts))
+    segments = [segment for segment, count in enumerate(counts) for _ in range(count)]
     return MicroBatch(
         token_ids_T=torch.tensor(token_ids).to(device),
         position_ids_T=torch.tensor(position_ids).to(device),
         layout=segment_layout([target.length for target in targets], device),
         predict_index_N=torch.tensor(predict_index).to(device),
         target_ids_N=torch.tensor(target_ids).to(device),
-        sequence_index_N=segments.to(device),
+        sequence_index_N=torch.tensor(segments).to(device),
         sequences=indices,
         counts=counts,
         behaviour_logprobs_N=_behaviour(batch, indices, targets, device),
@@ -172,11 +172,13 @@ def make_step_batches(
     epochs: int = 1,
     train_on_truncated: bool = True,
 ) -> list[StepBatch]:
-    """The optimizer steps that one batch makes: whole groups are dealt to `updates_per_batch` steps, `epochs` times.
+    """The optimizer steps that one batch makes: whole groups are dealt to `updates_per_batch` steps, `epochs`
+    times.
 
-    `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are left
-    out, and with `train_on_truncated=False` truncated ones too. A repeated epoch repeats the same objects, so
-    that old log-probabilities filled in once hold for all. Raises TrainingError when there are too few groups.
+    `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are
+    left out, and with `train_on_truncated=False` truncated ones too. A repeated epoch repeats the same
+    objects, so that old log-probabilities filled in once hold for all. Raises TrainingError when there are
+    too few groups.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")

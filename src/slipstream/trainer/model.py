@@ -2,7 +2,8 @@
 
 Guarantees: model-specific treatment of logits (scaling, soft-capping) stays the model's own; only positions
 that predict a trainable token reach the head; dropout is off, so equal weights give equal log-probabilities;
-a model in which packed sequences could see one another is refused when it is loaded, by a test, not by a list.
+a model in which packed sequences could see one another is refused when it is loaded, by a test, not by a
+list.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PolicyModel:
-    """One set of weights. `folder` is where they came from: the source of tokenizer and configuration files."""
+    """One set of weights. `folder` is where they came from: the source of tokenizer and configuration
+    files."""
 
     def __init__(self, network: nn.Module, folder: Path, *, packing: bool = True) -> None:
         self.network = network.eval()
@@ -41,8 +43,9 @@ class PolicyModel:
         *,
         packing: bool = True,
     ) -> PolicyModel:
-        """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that cannot be
-        trained here. Without `packing` the attention is transformers' own and a row holds one sequence.
+        """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
+        cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
+        sequence.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,7 +57,7 @@ class PolicyModel:
         _check_config(config, str(path), packing)
         implementation = attention.register() if packing else "sdpa"
         try:
-            network = AutoModelForCausalLM.from_pretrained(
+            network: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
                 attn_implementation=implementation,
@@ -66,13 +69,18 @@ class PolicyModel:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
         model = cls(network.to(device), folder, packing=packing)
         if packing:
-            _check_isolation(model)
+            check_isolation(model)
         return model
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.network.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The live weights' dtype."""
+        return next(self.network.parameters()).dtype
 
     @property
     def config(self) -> Any:
@@ -127,15 +135,16 @@ def _check_config(config: Any, path: str, packing: bool) -> None:
     custom = bool(getattr(config, "auto_map", None))
     if getattr(config, "is_encoder_decoder", False) or not (custom or known & set(architectures)):
         raise ConfigError(
-            f"model.path {path!r} holds {', '.join(architectures) or 'no named architecture'}, not a causal language model"
+            f"model.path {path!r} holds {', '.join(architectures) or 'no named architecture'}, "
+            "not a causal language model: give one that generates text"
         )
     if any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")):
         raise ConfigError(f"model.path {path!r} reads images or audio: only text models can be trained")
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if packing and kinds:
         raise ConfigError(
-            f"model.path {path!r} has layers of kind {', '.join(sorted(kinds))}, in which packed sequences would see "
-            "one another: set training.packing = false"
+            f"model.path {path!r} has layers of kind {', '.join(sorted(kinds))}, in which packed sequences "
+            "would see one another: set training.packing = false"
         )
 
 
@@ -144,8 +153,11 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def _check_isolation(model: PolicyModel) -> None:
-    """Changes the first of two packed sequences and looks whether the second one's logits move."""
+def check_isolation(model: PolicyModel) -> None:
+    """Change the first of two packed sequences and look whether the second one's logits move.
+
+    Raises ConfigError if they do, or if the attention never saw the layout or its sliding window.
+    """
     vocabulary = int(model.config.vocab_size)
     length = 8
     tokens_L = torch.arange(length, device=model.device) % vocabulary
@@ -155,7 +167,14 @@ def _check_isolation(model: PolicyModel) -> None:
 
     def second(first_L: Tensor) -> Tensor:
         row = MicroBatch(
-            torch.cat([first_L, tokens_L]), positions_T, layout, second_N, second_N, second_N, [0, 1], [0, length]
+            torch.cat([first_L, tokens_L]),
+            positions_T,
+            layout,
+            second_N,
+            second_N,
+            second_N,
+            [0, 1],
+            [0, length],
         )
         return model.logits(row).float()
 
@@ -163,8 +182,8 @@ def _check_isolation(model: PolicyModel) -> None:
     before, after = second(tokens_L), second((tokens_L + vocabulary // 2) % vocabulary)
     if not layout.windows_seen:
         raise ConfigError(f"{name} does not use its attention interface: set training.packing = false")
-    # Same shapes give the same bits but for kernels that regroup work by content (experts): hence a tolerance.
-    tolerance = (1e-4 if before.dtype == model.network.dtype else 3e-2) * before.std()
+    # Equal shapes give equal bits, except where work is regrouped by content (experts): hence a tolerance.
+    tolerance = (1e-4 if model.dtype == torch.float32 else 3e-2) * before.std()
     if (before - after).abs().max() > tolerance:
         raise ConfigError(f"packed sequences see one another in {name}: set training.packing = false")
     window = getattr(model.config, "sliding_window", None)

@@ -112,15 +112,20 @@ class EngineServer:
             self.version, self.reason = ticket.version, ""
         return report
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion; finish reason `abort` when its deadline passed."""
+    def check_in_service(self) -> None:
+        """Raise `OutOfService` while nothing may be answered."""
         if self.reason:
             raise OutOfService(self.reason)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion; finish reason `abort`, and why, when its deadline passed or vLLM refused it."""
         self.num_running += 1
         try:
             return await asyncio.wait_for(self._generate(request), request.timeout_s)
         except TimeoutError:
-            return Completion(request.id, [], None, "abort")
+            return Completion(request.id, [], None, "abort", error=f"passed its deadline of {request.timeout_s:g} s")
+        except ValueError as error:
+            return Completion(request.id, [], None, "abort", error=f"refused by vLLM: {error}")
         finally:
             self.num_running -= 1
 
@@ -134,7 +139,8 @@ class EngineServer:
             entry[token].logprob for entry, token in zip(out.logprobs or [], token_ids, strict=True)
         ]
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
-        return Completion(request.id, token_ids, logprobs, reason, [VersionSpan(0, version)])
+        text = out.text if request.sampling.stop else ""
+        return Completion(request.id, token_ids, logprobs, reason, [VersionSpan(0, version)], text)
 
     def _sampling_params(self, request: GenerateRequest) -> Any:
         from vllm import SamplingParams
@@ -173,6 +179,7 @@ class EngineServer:
 
 def routes(server: EngineServer) -> list[web.RouteDef]:
     """The HTTP face of the engine."""
+    running: dict[str, asyncio.Task[Completion]] = {}
 
     async def health(_: web.Request) -> web.Response:
         state = server.health()
@@ -182,10 +189,32 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
             content_type="application/json",
         )
 
-    async def generate(request: web.Request) -> web.Response:
+    async def generate(request: web.Request) -> web.StreamResponse:
+        """Many requests in, each completion out as soon as it is there: frames of length and MessagePack."""
         requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
-        completions = await asyncio.gather(*(server.generate(r) for r in requests))
-        return web.Response(body=msgspec.msgpack.encode(completions))
+        server.check_in_service()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        tasks = {r.id: asyncio.create_task(server.generate(r)) for r in requests}
+        running.update(tasks)
+        try:
+            for finished in asyncio.as_completed(list(tasks.values())):
+                try:
+                    frame = encode(await finished)
+                except asyncio.CancelledError:
+                    continue  # by /cancel: its client no longer waits for it
+                await response.write(len(frame).to_bytes(4, "big") + frame)
+        finally:
+            for id_, task in tasks.items():
+                task.cancel()
+                running.pop(id_, None)
+        return response
+
+    async def cancel(request: web.Request) -> web.Response:
+        for id_ in msgspec.msgpack.decode(await request.read(), type=list[str]):
+            if id_ in running:
+                running[id_].cancel()
+        return web.Response(body=msgspec.msgpack.encode(True))
 
     async def apply(request: web.Request) -> web.Response:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
@@ -198,6 +227,7 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
     return [
         web.get("/health", health),
         web.post("/generate", generate),
+        web.post("/cancel", cancel),
         web.post("/apply", apply),
         web.post("/verify", verify),
     ]

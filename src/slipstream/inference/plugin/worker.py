@@ -15,19 +15,11 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.inference.plugin import patches, tensor_map
 from slipstream.records import ParameterSpec, Ticket
-
-
-def read_safetensors(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of every safetensors file in `folder`, one at a time."""
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                yield name, file.get_tensor(name)
+from slipstream.weights.files import read_model_folder
 
 
 class WorkerExtension:
@@ -62,7 +54,7 @@ class WorkerExtension:
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
-            for name, tensor in read_safetensors(ticket.location):
+            for name, tensor in read_model_folder(Path(ticket.location)):
                 num_bytes += tensor.nbytes
                 yield name, tensor
 

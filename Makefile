@@ -1,0 +1,34 @@
+# Two commands do everything: `make quickstart` and `make test`.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+INSTALLED := .venv/.installed-cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test check format clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(INSTALLED) ## install everything into .venv (CPU)
+
+$(INSTALLED): pyproject.toml scripts/install.py $(wildcard constraints/cpu*.txt)
+	$(PYTHON) scripts/install.py
+	@touch $@
+
+quickstart: $(INSTALLED) ## train a small model with SFT, then GRPO, on this CPU, and show what it learned
+	$(BIN)/python examples/quickstart/run.py
+
+test: $(INSTALLED) ## all tests, with real vLLM
+	$(BIN)/pytest
+
+check: $(INSTALLED) ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(INSTALLED) ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove runs, models and caches; keep the environment
+	rm -rf runs models .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,70 @@
+"""Makes `.venv` with everything that a development or quickstart machine needs; safe to run again.
+
+    python3 scripts/install.py [--gpu] [--extras NAME,NAME]
+
+uv does the installing, because it can leave out packages that vLLM asks for and a CPU machine cannot have
+(constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
+it, and otherwise from PyTorch's CPU index, which uv knows by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+OLDEST, NEWEST = (3, 11), (3, 13)
+
+
+def run(*command: str | Path) -> None:
+    """Run a command and end with its exit code if it fails."""
+    print("+", shlex.join(map(str, command)), flush=True)
+    code = subprocess.call([str(part) for part in command], cwd=ROOT)
+    if code:
+        sys.exit(code)
+
+
+def find_links() -> list[str]:
+    """Folders and pages that pip looks into beside its index."""
+    listed = subprocess.run([VENV / "bin/pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    found: list[str] = []
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        if key.endswith(".find-links"):
+            found += value.strip("'\"").replace("\\n", " ").split()
+    return list(dict.fromkeys(found))
+
+
+def torch_source() -> list[str]:
+    """uv's arguments that lead it to a CPU build of torch."""
+    links = find_links()
+    arguments = [argument for link in links for argument in ("--find-links", link)]
+    has_wheel = any(Path(link).is_dir() and any(Path(link).glob("torch-*+cpu-*.whl")) for link in links)
+    return arguments if has_wheel else [*arguments, "--torch-backend", "cpu"]
+
+
+def main() -> None:
+    """Create the environment and install into it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
+    parser.add_argument("--extras", default="reasoning-gym,dev", help="further extras of pyproject.toml")
+    options = parser.parse_args()
+    if not OLDEST <= sys.version_info[:2] <= NEWEST:
+        sys.exit(f"Python {sys.version.split()[0]} is not supported: use 3.11 to 3.13, for example PYTHON=python3.12 make")
+    if not (VENV / "bin/python").exists():
+        run(sys.executable, "-m", "venv", VENV)
+    run(VENV / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "uv>=0.9")
+    kind = "gpu" if options.gpu else "cpu"
+    arguments = ["--constraint", f"constraints/{kind}.txt"]
+    if kind == "cpu":
+        arguments += ["--override", "constraints/cpu-overrides.txt", *torch_source()]
+    extras = ",".join([kind, *filter(None, options.extras.split(","))])
+    run(VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python", *arguments, "--editable", f".[{extras}]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Parses the command line, and turns a failure into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from cyclopts import App, CycloptsError
+from rich.console import Console
+
+import slipstream
+from slipstream.cli import commands
+from slipstream.errors import SlipstreamError
+
+USAGE_EXIT_CODE = 2
+
+app = App(
+    name="slipstream",
+    version=slipstream.__version__,
+    help="Post-trains language models: vLLM generates, PyTorch trains, new weights slip into the running engine.",
+)
+app.command(commands.train)
+app.command(commands.sft)
+app.command(commands.evaluate, name="eval")
+app.command(commands.plan)
+app.command(commands.runs)
+app.command(commands.env_app)
+app.command(commands.model_app)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run one command; ends the process with its exit code."""
+    stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        code = app(sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        stderr.print(f"[red]error:[/] {str(error).strip()}  (slipstream --help)", markup=True)
+        code = USAGE_EXIT_CODE
+    except SlipstreamError as error:
+        stderr.print("[red]error:[/] ", end="")
+        stderr.print(str(error), markup=False)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        stderr.print("interrupted")
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)

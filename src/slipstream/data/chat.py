@@ -1,0 +1,140 @@
+"""Chat templates: the only place where one is applied.
+
+Guarantees: the prompt that RL samples from and the prompt part of what SFT trains on are the same tokens; a
+conversation whose template renders them differently is refused, never patched. Nothing is trained on but what the
+assistant says and the token that ends its turn; what the template puts after that token (a new line) is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.records import Message
+from slipstream.records import Sequence as TokenSequence
+
+_REMEDY = "use a chat model, or put a chat_template into the model folder's tokenizer_config.json"
+
+
+class ChatTokenizer:
+    """A model's tokenizer and chat template.
+
+    `path` is a folder in Hugging Face format or a hub id. `system_prompt` is put before every conversation that has no
+    system message of its own. Raises `ConfigError` when there is no tokenizer or template, or the template does not end
+    an assistant's turn with a special token (a policy could never learn to stop).
+    """
+
+    def __init__(self, path: str | Path, system_prompt: str = "", trust_remote_code: bool = False) -> None:
+        from transformers import AutoTokenizer
+
+        self.path = str(path)
+        self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(f"model.path = {self.path}: no tokenizer can be loaded ({reason}): correct it") from error
+        if not self._tokenizer.chat_template:
+            raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
+        self._turn_suffix = self._find_turn_suffix()
+        self.end_token_id = self._turn_suffix[0]
+        """The token that ends an assistant's turn; SFT trains on it."""
+        self.stop_token_ids = self._find_stop_tokens(trust_remote_code)
+        """All tokens that end generation: that one, and those that the tokenizer and the model's folder name."""
+        self._stops = frozenset(self.stop_token_ids)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation, up to where the assistant is to speak."""
+        return self._apply(messages, generation_prompt=True)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special tokens and without tidying up spaces."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"] = "all") -> TokenSequence:
+        """The tokens of a conversation, up to the end of its last assistant turn.
+
+        The mask is set on the content and end token of the last assistant turn, or of all of them. The tokens are made
+        turn by turn: `render(messages before the turn)` must begin the turn's tokens, and each turn's tokens the
+        next one's. Raises `DataError` otherwise, and for content that holds an end token.
+        """
+        turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
+        if not turns:
+            raise DataError("a conversation has no assistant message, so nothing to train on: add one or remove it")
+        token_ids: list[int] = []
+        mask: list[bool] = []
+        for place in turns if train_on == "all" else turns[-1:]:
+            prompt = self.render(messages[:place])
+            if prompt[: len(token_ids)] != token_ids:
+                raise DataError(
+                    f"the chat template of {self.path} renders earlier turns differently once message {place} follows "
+                    "(it drops thinking, say), so they cannot be trained in one pass: set algorithm.train_on = 'last'"
+                )
+            target = self._target(messages[: place + 1], prompt)
+            mask += [False] * (len(prompt) - len(mask)) + [True] * len(target)
+            token_ids = prompt + target
+        return TokenSequence(token_ids, mask)
+
+    def _target(self, messages: Sequence[Message], prompt: list[int]) -> list[int]:
+        """The tokens of the last message after `prompt`, its end token included."""
+        full = self._apply(messages, generation_prompt=False)
+        start, end = len(prompt), len(full) - len(self._turn_suffix) + 1
+        if full[:start] != prompt or end <= start or full[end - 1 :] != self._turn_suffix:
+            raise DataError(
+                f"the chat template of {self.path} does not render an assistant's turn as the prompt for it, its text "
+                f"and an end token (turn: {messages[-1].content!r:.60}): use another template"
+            )
+        target = full[start:end]
+        if stops := self._stops.intersection(target[:-1]):
+            token = self._tokenizer.convert_ids_to_tokens(min(stops))
+            raise DataError(
+                f"an assistant's turn holds the end token {token} in its text ({messages[-1].content!r:.60}): remove it"
+            )
+        return target
+
+    def _apply(self, messages: Sequence[Message], *, generation_prompt: bool) -> list[int]:
+        chat = [message.as_chat() for message in messages]
+        if self._system and (not chat or chat[0]["role"] != "system"):
+            chat = self._system + chat
+        try:
+            return self._tokenizer.apply_chat_template(
+                chat, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
+            raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
+
+    def _find_turn_suffix(self) -> list[int]:
+        """What the template puts after an assistant's text, from the end token on."""
+        question = Message("user", "a")
+        first, second = (
+            self._apply([question, Message("assistant", text)], generation_prompt=False) for text in ("b", "c")
+        )
+        length = 0
+        while length < min(len(first), len(second)) and first[-1 - length] == second[-1 - length]:
+            length += 1
+        suffix = first[len(first) - length :]
+        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        if not suffix or suffix[0] not in special:
+            raise ConfigError(
+                f"model.path = {self.path}: the chat template does not end an assistant's turn with a special token, "
+                f"so a policy cannot learn to stop: {_REMEDY}"
+            )
+        return suffix
+
+    def _find_stop_tokens(self, trust_remote_code: bool) -> tuple[int, ...]:
+        from transformers import GenerationConfig
+
+        found = {self.end_token_id}
+        if self._tokenizer.eos_token_id is not None:
+            found.add(self._tokenizer.eos_token_id)
+        try:
+            named = cast(
+                "int | list[int] | None",
+                GenerationConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code).eos_token_id,
+            )
+        except OSError:  # the model has no generation_config.json
+            named = None
+        found.update(named if isinstance(named, list) else [] if named is None else [named])
+        return tuple(sorted(found))

@@ -1,0 +1,159 @@
+"""The environment contract: tasks, one conversation about each with a policy, and the judgement of what it said.
+
+The same environment gives SFT its targets (`gold`), RL its rewards and evaluation its accuracy. Two kinds of code
+meet here, and the contract keeps them apart: `run` talks to the policy and is async; `score` is plain code that may
+hang, raise or exit, and is only ever called through a `Scorer`, which can kill it. The tokens of a conversation are
+kept by the policy (`policy.py`), so an environment cannot change what is trained on.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
+
+import msgspec
+
+from slipstream.errors import EnvironmentFault
+from slipstream.records import Message, Task
+
+Split = Literal["train", "eval"]
+
+
+class Score(msgspec.Struct, frozen=True):
+    """The judgement of one completion. `metrics` are reported beside the reward and never trained on."""
+
+    reward: float
+    metrics: dict[str, float] = {}
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What the policy said in one turn; `length` means it was cut at the token limit."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class Episode(msgspec.Struct, frozen=True):
+    """One finished conversation; its tokens are in the policy that was talked to."""
+
+    completion: str
+    """The text to be graded."""
+    outcome: Literal["done", "truncated"] = "done"
+    num_turns: int = 1
+    metrics: dict[str, float] = {}
+
+
+class Policy(Protocol):
+    """Whom an environment talks to."""
+
+    async def chat(self, messages: Sequence[Message]) -> Reply:
+        """The next assistant turn after `messages` (the whole conversation so far)."""
+        ...
+
+
+class RewardError(EnvironmentFault):
+    """A completion could not be graded; `details` holds the traceback or whatever else is known."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class RewardTimeout(RewardError):
+    """The reward was killed at its deadline."""
+
+
+class RewardFailed(RewardError):
+    """The reward raised, ended its process, or returned something that is not a finite number."""
+
+
+class Scorer(Protocol):
+    """Where rewards are run; see `scorer.py`."""
+
+    async def score(self, task: Task, completion: str) -> Score:
+        """The judgement of `completion`; raises `RewardTimeout` or `RewardFailed`."""
+        ...
+
+
+class Environment(ABC):
+    """Base of all environments.
+
+    It is made as `Class(seed=..., **settings)`, in the run's process and again in every scorer process, so
+    whatever `score` needs of a task must be in the task or follow from the settings.
+    """
+
+    name: str = ""
+    """Used in messages and reports; the class's name when empty."""
+    max_turns: ClassVar[int] = 1
+    """Most turns of the policy in one episode."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.name = self.name or type(self).__name__
+
+    @abstractmethod
+    def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
+        """The first `num_tasks` tasks of a split: the same ones for the same seed, fewer if there are no more.
+
+        The first n of a longer list are the list of length n, and no prompt occurs in both splits
+        (`split.split_of` is an easy way to keep that).
+        """
+
+    def gold(self, task: Task) -> str | None:
+        """The right answer as the policy should say it, if it is known."""
+        return task.answer
+
+    @abstractmethod
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Talk to the policy about `task` until the episode ends."""
+
+    @abstractmethod
+    def score(self, task: Task, completion: str) -> Score:
+        """Judge an episode's text. Called in a process that may be killed: keep no state between calls."""
+
+
+def as_score(value: object) -> Score:
+    """The score meant by a reward function's result: a finite number, or a mapping of them with the key `reward`.
+
+    Raises `RewardFailed` for anything else.
+    """
+    if isinstance(value, Score):
+        value = {**value.metrics, "reward": value.reward}
+    if isinstance(value, Mapping):
+        named: dict[str, Any] = {str(key): part for key, part in value.items()}
+        if "reward" not in named:
+            keys = ", ".join(sorted(named)) or "nothing"
+            raise RewardFailed(f"the reward returned a mapping of {keys} without the key 'reward': add it")
+        parts = {name: _finite(part, name) for name, part in named.items()}
+        return Score(parts.pop("reward"), parts)
+    return Score(_finite(value, "reward"))
+
+
+def judge(environment: Environment, task: Task, completion: str) -> Score:
+    """Run the environment's `score` here and now; whatever it does short of hanging or exiting, `RewardFailed` says."""
+    try:
+        return as_score(environment.score(task, completion))
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:  # a reward that raises is an outcome, and the caller counts it
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RewardFailed(
+            f"the reward of {environment.name} raised {said} (line {frame.lineno} of {frame.filename})",
+            "\n".join(lines[-12:]),
+        ) from error
+
+
+def _finite(value: object, name: str) -> float:
+    # Not every number type of other libraries is registered as Real, but those of Python and NumPy are.
+    if not isinstance(value, numbers.Real):
+        raise RewardFailed(f"the reward returned {name} = {value!r:.80}, a {type(value).__name__}: return a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardFailed(f"the reward returned {name} = {number}, which is not finite: return a finite number")
+    return number

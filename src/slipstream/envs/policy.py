@@ -1,0 +1,86 @@
+"""The policy as an environment sees it, with the book-keeping of its tokens. No network: generation is handed in.
+
+Guarantees: the tokens trained on are the tokens sampled, never re-made from text. When a turn's prompt begins
+with all tokens of an earlier sequence, that sequence goes on: the environment's tokens get mask False, then the
+sampled ones mask True. When it does not (a template that drops earlier thinking, text that tokenizes otherwise
+than it was sampled), a new sequence begins. Prefixes are compared as tokens, never as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from slipstream.envs.answers import THINK_OPEN
+from slipstream.envs.base import Reply
+from slipstream.errors import EngineError
+from slipstream.records import Completion, Message, VersionSpan
+from slipstream.records import Sequence as TokenSequence
+
+# Longest tokenization of "<think>" and the white space after it that is looked for at a prompt's end.
+_TAIL_TOKENS = 16
+
+
+class Tokenizer(Protocol):
+    """The part of `data.chat.ChatTokenizer` that a conversation needs."""
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation's tokens, up to where the assistant is to speak."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special tokens."""
+        ...
+
+
+class RecordingPolicy:
+    """Talks for the engine and keeps every token. One object for one episode."""
+
+    def __init__(self, generate: Callable[[list[int]], Awaitable[Completion]], tokenizer: Tokenizer) -> None:
+        self._generate = generate
+        self._tokenizer = tokenizer
+        self.sequences: list[TokenSequence] = []
+        """What was said so far, see `records.Sequence`."""
+        self.num_turns = 0
+        self.truncated = False
+        """Whether any turn met its token limit."""
+
+    async def chat(self, messages: Sequence[Message]) -> Reply:
+        """See `base.Policy`. Raises `EngineError` when the engine ended the request before it was finished."""
+        prompt_ids = self._tokenizer.render(messages)
+        completion = await self._generate(prompt_ids)
+        if completion.finish_reason == "abort":
+            raise EngineError(f"request {completion.id} was aborted after {len(completion.token_ids)} tokens")
+        record_turn(self.sequences, prompt_ids, completion)
+        self.num_turns += 1
+        self.truncated |= completion.finish_reason == "length"
+        text = completion.text or self._tokenizer.decode(completion.token_ids)
+        # Some templates open the thinking themselves; grading must see that it was opened.
+        if self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN):
+            text = THINK_OPEN + text
+        return Reply(text, completion.finish_reason)
+
+
+def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completion: Completion) -> None:
+    """Add one turn to `sequences`, in place: to the latest one that is a prefix of the prompt, else to a new one."""
+    logprobs = completion.logprobs
+    if logprobs is not None and len(logprobs) != len(completion.token_ids):
+        raise EngineError(
+            f"the engine gave {len(logprobs)} log-probabilities for {len(completion.token_ids)} tokens "
+            f"of request {completion.id}"
+        )
+    sequence = next((s for s in reversed(sequences) if prompt_ids[: len(s)] == s.token_ids), None)
+    if sequence is None:
+        sequence = TokenSequence([], [], [])
+        sequences.append(sequence)
+    given = prompt_ids[len(sequence) :]
+    start = len(prompt_ids)
+    sequence.token_ids = [*prompt_ids, *completion.token_ids]
+    sequence.mask += [False] * len(given) + [True] * len(completion.token_ids)
+    if logprobs is None or sequence.logprobs is None:
+        sequence.logprobs = None
+    else:
+        sequence.logprobs += [0.0] * len(given) + logprobs
+    for span in completion.versions:
+        if not sequence.versions or sequence.versions[-1].version != span.version:
+            sequence.versions = [*sequence.versions, VersionSpan(start + span.start, span.version)]

@@ -1,0 +1,143 @@
+"""One question, one answer: the base of most environments, and the same thing as two plain functions.
+
+A user's file either subclasses `SingleTurn`, or has the functions
+
+    def tasks(split, num_tasks, seed): ...      # dictionaries {"prompt", "answer", ...} or `Task`s
+    def reward(task, completion): ...           # a number, or {"reward": number, other metrics}
+
+What is graded is the answer: the part after the thinking, see `answers.py`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast, get_args
+
+from slipstream.envs.answers import final_answer
+from slipstream.envs.base import Environment, Episode, Policy, Score, Split, as_score
+from slipstream.errors import DataError
+from slipstream.records import Message, Role, Task
+
+RawTask = Task | Mapping[str, Any]
+
+
+class SingleTurn(Environment):
+    """An environment of one turn. Subclasses give `tasks` and `reward`."""
+
+    @abstractmethod
+    def reward(self, task: Task, completion: str) -> float | Mapping[str, float]:
+        """How good an answer is; a mapping has the key `reward`, its other entries are metrics."""
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Ask once."""
+        reply = await policy.chat(task.prompt)
+        return Episode(reply.text, "truncated" if reply.finish_reason == "length" else "done")
+
+    def score(self, task: Task, completion: str) -> Score:
+        """The reward of the answer; 0 and the metric `unclosed_thinking` when the thinking never ended."""
+        answer = final_answer(completion)
+        if answer is None:
+            return Score(0.0, {"unclosed_thinking": 1.0})
+        return as_score(self.reward(task, answer))
+
+
+class FunctionEnvironment(SingleTurn):
+    """Two plain functions as an environment; see the module."""
+
+    def __init__(
+        self,
+        name: str,
+        make_tasks: Callable[..., Iterable[RawTask]],
+        reward: Callable[[Task, str], float | Mapping[str, float]],
+        seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(seed)
+        self.name = name
+        self._make_tasks = make_tasks
+        self._reward = reward
+        self._settings = dict(settings or {})
+
+    def tasks(self, split: Split, num_tasks: int) -> list[Task]:
+        """What the function `tasks` gives, checked."""
+        return as_tasks(self._make_tasks(split, num_tasks, self.seed, **self._settings), split, self.name)
+
+    def reward(self, task: Task, completion: str) -> float | Mapping[str, float]:
+        """What the function `reward` gives."""
+        return self._reward(task, completion)
+
+
+def as_tasks(raw: Iterable[RawTask], split: Split, where: str) -> list[Task]:
+    """Tasks from dictionaries or tasks. Raises `DataError` with the row for what cannot be used, also repeated ids."""
+    tasks = [as_task(item, f"{split}/{row}", f"{split} task {row} of {where}") for row, item in enumerate(raw)]
+    seen: dict[str, int] = {}
+    for row, task in enumerate(tasks):
+        first = seen.setdefault(task.id, row)
+        if first != row:
+            raise DataError(f"{split} tasks {first} and {row} of {where} have the same id {task.id!r}: use unique ids")
+    return tasks
+
+
+def as_task(raw: object, default_id: str, where: str) -> Task:
+    """A task from a task or a dictionary {"prompt", "answer"?, "id"?, anything else -> `info`}.
+
+    `prompt` is a text or a list of messages. Raises `DataError` naming `where`.
+    """
+    if isinstance(raw, Task):
+        task = raw
+    elif not isinstance(raw, Mapping):
+        raise DataError(f"{where} is a {type(raw).__name__}: give a Task or a dictionary with 'prompt'")
+    else:
+        rest = {str(key): value for key, value in cast("Mapping[Any, Any]", raw).items()}
+        if "prompt" not in rest:
+            raise DataError(f"{where} has no 'prompt', only {', '.join(sorted(rest)) or 'nothing'}: add it")
+        prompt = _as_messages(rest.pop("prompt"), where)
+        answer = rest.pop("answer", None)
+        if answer is not None and not isinstance(answer, str):
+            raise DataError(f"{where} has the answer {answer!r:.60}, a {type(answer).__name__}: give it as text")
+        task = Task(str(rest.pop("id", default_id)), prompt, answer, rest)
+    if not task.prompt:
+        raise DataError(f"{where} has an empty prompt: give at least one message")
+    complaint = _not_json(task.info, "info")
+    if complaint:
+        raise DataError(f"{where}: {complaint}: keep to text, numbers, booleans, lists and dictionaries")
+    return task
+
+
+def _as_messages(prompt: Any, where: str) -> tuple[Message, ...]:
+    if isinstance(prompt, str):
+        return (Message("user", prompt),)
+    if not isinstance(prompt, Sequence):
+        raise DataError(f"{where} has a prompt that is a {type(prompt).__name__}: give a text or a list of messages")
+    messages: list[Message] = []
+    for turn in cast("Sequence[Any]", prompt):
+        if isinstance(turn, Message):
+            messages.append(turn)
+            continue
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
+        if role not in get_args(Role) or not isinstance(content, str):
+            raise DataError(f"{where} has a message {turn!r:.80}: give {{'role': 'user', 'content': 'text'}}")
+        messages.append(Message(cast("Role", role), content))
+    return tuple(messages)
+
+
+def _not_json(value: Any, path: str) -> str:
+    """Which part of `value` does not survive the way to a scorer process, or an empty text."""
+    # Exact types: a NumPy float is a float to isinstance, but not to msgpack.
+    if value is None or type(value) in (bool, float, str):
+        return ""
+    if type(value) is int:
+        return "" if -(2**63) <= value < 2**64 else f"{path} is an integer of more than 64 bits"
+    if isinstance(value, list | tuple):
+        parts = cast("Sequence[Any]", value)
+        return next(filter(None, (_not_json(part, f"{path}[{i}]") for i, part in enumerate(parts))), "")
+    if isinstance(value, dict):
+        entries = cast("dict[Any, Any]", value)
+        for key, part in entries.items():
+            if not isinstance(key, str):
+                return f"{path} has the key {key!r:.40}, a {type(key).__name__}"
+            if complaint := _not_json(part, f"{path}.{key}"):
+                return complaint
+        return ""
+    return f"{path} is a {type(value).__name__}"

@@ -1,0 +1,19 @@
+"""Which tasks are held out: decided by the task's text alone.
+
+So the two splits are disjoint by construction, whatever their sizes, seeds and order of making: a prompt that one
+run trains on is never another run's evaluation, not even after SFT and RL with different seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from slipstream.envs.base import Split
+
+EVAL_ONE_IN = 10
+
+
+def split_of(text: str) -> Split:
+    """`eval` for one text in ten, by its SHA-256; `train` for the others."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return "eval" if int.from_bytes(digest[:8], "big") % EVAL_ONE_IN == 0 else "train"

@@ -1,0 +1,117 @@
+"""One supervised engine as the rest of the run sees it: generate, take weights, come back from the dead.
+
+Guarantees: a dead engine is found by the next call at the latest; it is started again on the last verified
+version at most `max_restarts` times in a run, each restart reported to `on_event`; after that, and whenever no
+verified version is at hand, the call raises. Requests that were running when the engine died raise too: the
+caller decides whether to run the rollout again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import EngineError
+from slipstream.inference.process import EngineProcess
+from slipstream.inference.settings import EngineSettings
+from slipstream.records import (
+    ApplyReport,
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    ParameterSpec,
+    Ticket,
+    Version,
+)
+
+OnEvent = Callable[..., None]
+
+
+class SupervisedEngine:
+    """An engine process that is restarted when it dies. All methods belong to one event loop, but for `kill`."""
+
+    def __init__(
+        self, settings: EngineSettings, log_path: Path, *, start_timeout_s: float, max_restarts: int, on_event: OnEvent
+    ) -> None:
+        self._process = EngineProcess(settings, log_path, start_timeout_s=start_timeout_s)
+        self._max_restarts = max_restarts
+        self._on_event = on_event
+        self._reviving = asyncio.Lock()
+        self.num_restarts = 0
+
+    @property
+    def process(self) -> EngineProcess:
+        """The process behind it, for its log and its pid."""
+        return self._process
+
+    def launch(self) -> None:
+        """Begin to start; `wait_ready` ends it. Other work can go on in between."""
+        self._process.launch()
+
+    async def wait_ready(self) -> EngineHealth:
+        """Wait until the engine is in service."""
+        await self._process.wait_ready()
+        health = await self._process.client.health()
+        if health is None:
+            raise EngineError(f"the engine stopped answering right after its start: {self._process.describe()}")
+        return health
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion; see the client."""
+        if not self._process.is_alive():
+            await self.revive()
+        return await self._process.client.generate(request)
+
+    async def revive(self) -> None:
+        """Start a dead engine again on its last verified version; raises when it has died too often."""
+        async with self._reviving:
+            if self._process.is_alive():
+                return
+            why = self._process.describe()
+            if self.num_restarts >= self._max_restarts:
+                raise EngineError(
+                    f"the engine died {self.num_restarts + 1} times, more than inference.max_restarts = "
+                    f"{self._max_restarts} allows: {why}"
+                )
+            self.num_restarts += 1
+            self._on_event("engine_restart", number=self.num_restarts, reason=why)
+            await self._process.stop(0.0)
+            await self._process.start()
+
+    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """See `weights.Engine`."""
+        if not self._process.is_alive():
+            await self.revive()
+        report = await self._process.client.apply(ticket, timeout_s)
+        if not report.mismatched:
+            self._remember(ticket.location, ticket.version, ticket.parameters)
+        return report
+
+    async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """See `weights.Engine`."""
+        return await self._process.client.verify(ticket, timeout_s)
+
+    async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
+        """See `weights.Engine`."""
+        await self._process.stop()
+        self._remember(model, version, parameters)
+        await self._process.start()
+
+    def _remember(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
+        self._process.settings = msgspec.structs.replace(
+            self._process.settings, model=model, version=version, parameters=parameters
+        )
+
+    async def stop(self) -> None:
+        """Stop for good and remove what belongs to it."""
+        await self._process.stop()
+        self._process.remove_files()
+
+    def kill(self) -> None:
+        """The same at once, from any thread and without an event loop."""
+        self._process.kill()
+        self._process.remove_files()
+

@@ -1,0 +1,23 @@
+"""From a config to a running system: the plan says what every `auto` becomes, and why.
+
+Importing this package imports neither torch, transformers nor vLLM; `local`, which carries a plan out,
+imports what it needs itself.
+"""
+
+from slipstream.launch.facts import gather_facts
+from slipstream.launch.measured import DataFacts, Facts, ModelFacts
+from slipstream.launch.plan import Plan, make_plan
+from slipstream.launch.render import plan_as_json, render_plan
+from slipstream.launch.totals import Note
+
+__all__ = [
+    "DataFacts",
+    "Facts",
+    "ModelFacts",
+    "Note",
+    "Plan",
+    "gather_facts",
+    "make_plan",
+    "plan_as_json",
+    "render_plan",
+]

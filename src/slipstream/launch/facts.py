@@ -1,0 +1,239 @@
+"""Measures what a plan rests on: this machine, the model's shape, and the lengths of the tasks.
+
+Guarantees: reads, never changes anything; whatever cannot be read is a ConfigError. Importing it is cheap:
+torch, transformers and safetensors are imported when a fact needs them. The model's weights are not loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.config import RunConfig
+from slipstream.errors import ConfigError
+from slipstream.launch.measured import DataFacts, Facts, ModelFacts
+from slipstream.records import Message, Task
+from slipstream.records import Sequence as TokenSequence
+
+MAX_MEASURED = 1000
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+NAMES_IN_CONFIG = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "context_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "vocab_size": ("vocab_size",),
+}
+
+
+class Tokenizer(Protocol):
+    """The part of `data.chat.ChatTokenizer` that is needed to count."""
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt tokens, with the generation prompt."""
+        ...
+
+    def training_tokens(self, messages: Sequence[Message], train_on: str) -> TokenSequence:
+        """The tokens of a whole conversation; `mask` is set on what the assistant says."""
+        ...
+
+
+def gather_facts(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    *,
+    eval_tasks: Sequence[Task] = (),
+    conversations: Sequence[Sequence[Message]] = (),
+    gold: Callable[[Task], str | None] = lambda task: task.answer,
+) -> Facts:
+    """Measure the machine, the model at `config.model.path` and the tasks.
+
+    `conversations` are SFT's own data; without them SFT trains on the tasks' gold answers. Raises
+    ConfigError when the model cannot be read.
+    """
+    num_gpus, gpu_memory_bytes = measure_gpus()
+    return Facts(
+        num_cpus=usable_cpus(),
+        memory_bytes=usable_memory_bytes(),
+        model=read_model(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        data=measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
+        num_gpus=num_gpus,
+        gpu_memory_bytes=gpu_memory_bytes,
+    )
+
+
+def usable_cpus() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def usable_memory_bytes(limit_files: Sequence[str] = CGROUP_LIMITS) -> int:
+    """The machine's memory, or the control group's limit where that is lower."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in limit_files:
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) > 0:
+            memory = min(memory, int(text))
+    return memory
+
+
+def measure_gpus() -> tuple[int, int]:
+    """Number of GPUs and the memory of the smallest, in bytes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0, 0
+    count = torch.cuda.device_count()
+    return count, min(int(torch.cuda.get_device_properties(index).total_memory) for index in range(count))
+
+
+def measure_data(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    eval_tasks: Sequence[Task] = (),
+    conversations: Sequence[Sequence[Message]] = (),
+    gold: Callable[[Task], str | None] = lambda task: task.answer,
+) -> DataFacts:
+    """Count tokens: of every prompt, and of the longest answers and conversations.
+
+    Answers and conversations are measured among the 1,000 longest by their bytes: the plan leaves room
+    above them, while a prompt that does not fit would be refused.
+    """
+    is_sft = config.algorithm.kind == "sft"
+    generating: list[Task] = [] if is_sft else list(tasks)
+    if config.evaluation is not None:
+        generating += eval_tasks
+    answered = [
+        (*task.prompt, Message(role="assistant", content=answer))
+        for task in (*tasks, *eval_tasks)
+        if (answer := gold(task)) is not None
+    ]
+    answers = sorted(answered, key=lambda turns: _num_bytes(turns[-1:]), reverse=True)[:MAX_MEASURED]
+    trained: Sequence[Sequence[Message]] = (conversations or answered) if is_sft else ()
+    longest = sorted(trained, key=_num_bytes, reverse=True)[:MAX_MEASURED]
+    answer_lengths = [tokenizer.training_tokens(turns, "last").num_trainable for turns in answers]
+    return DataFacts(
+        num_train_tasks=len(conversations) or len(tasks),
+        max_prompt_tokens=max((len(tokenizer.render(task.prompt)) for task in generating), default=0),
+        max_answer_tokens=max(answer_lengths, default=None),
+        max_sequence_tokens=max((len(tokenizer.training_tokens(turns, "all")) for turns in longest), default=None),
+    )
+
+
+def _num_bytes(turns: Sequence[Message]) -> int:
+    return sum(len(turn.content.encode()) for turn in turns)
+
+
+def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
+    """The shape of the model in a local folder, or of the hub id `path`.
+
+    Parameters are counted in the folder's safetensors files, and estimated from the shape without them.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        values = _read_config_file(folder)
+    elif folder.exists() or path.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f'model.path = "{path}" is not a folder: give a folder in Hugging Face format or a hub id')
+    else:
+        values = _library_config(path, trust_remote_code)
+    shape = values.get("text_config") or values
+    if folder.is_dir() and any(_first(shape, names) is None for names in NAMES_IN_CONFIG.values()):
+        # A config file may leave out what its class has as a default.
+        values = _library_config(path, trust_remote_code)
+        shape = values.get("text_config") or values
+    return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None)
+
+
+def _model_facts(
+    path: str, values: Mapping[str, Any], shape: Mapping[str, Any], num_parameters: int | None
+) -> ModelFacts:
+    found: dict[str, int] = {}
+    for name, alternatives in NAMES_IN_CONFIG.items():
+        value = _first(shape, alternatives)
+        if not isinstance(value, int):
+            raise ConfigError(
+                f'the config of model.path = "{path}" has no {alternatives[0]}: use a decoder-only language model'
+            )
+        found[name] = value
+    hidden, num_heads = found["hidden_size"], found["num_heads"]
+    dtype = values.get("dtype") or values.get("torch_dtype") or shape.get("dtype") or "float32"
+    facts = ModelFacts(
+        **found,
+        num_parameters=num_parameters or 0,
+        intermediate_size=_first(shape, ("intermediate_size", "n_inner", "ffn_dim")) or 4 * hidden,
+        num_kv_heads=_first(shape, ("num_key_value_heads",)) or num_heads,
+        head_dim=_first(shape, ("head_dim",)) or hidden // num_heads,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    if num_parameters is not None:
+        return facts
+    is_tied = bool(shape.get("tie_word_embeddings", values.get("tie_word_embeddings", True)))
+    return dataclasses.replace(facts, num_parameters=_estimate_parameters(facts, is_tied=is_tied))
+
+
+def _estimate_parameters(model: ModelFacts, *, is_tied: bool) -> int:
+    """Of a decoder with a gated MLP and two norms in each layer, without biases."""
+    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    per_layer = attention + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
+    embeddings = model.vocab_size * model.hidden_size * (1 if is_tied else 2)
+    return model.num_layers * per_layer + embeddings + model.hidden_size
+
+
+def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _read_config_file(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f'model.path = "{folder}" has no config.json: give a folder in Hugging Face format') from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): save the model again") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is not a JSON object: save the model again")
+    return values
+
+
+def _library_config(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f'model.path = "{path}" is neither a local folder nor a hub id that can be read ({reason}): '
+            "check the spelling, or give the path of a folder"
+        ) from None
+
+
+def _count_parameters(folder: Path) -> int | None:
+    """Elements of all tensors in the folder's safetensors files; None when it has none."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    total = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
+                    size = 1
+                    for length in tensors.get_slice(name).get_shape():
+                        size *= length
+                    total += size
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}): save the model again") from None
+    return total if files else None

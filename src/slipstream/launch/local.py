@@ -1,0 +1,367 @@
+"""A run on this machine: trainer in the main thread, orchestrator in another, the engine in a child process.
+
+Guarantees: whatever ends the run, the engine and the reward workers end with it and `exit.json` says why; the
+engine starts while the trainer loads, so that neither waits for the other's imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slipstream.config import dump_resolved
+from slipstream.data.order import DataOrder
+from slipstream.envs.scorer import ScorerPool
+from slipstream.errors import ConfigError
+from slipstream.inference.engine import SupervisedEngine
+from slipstream.launch.engines import create_engine, engine_settings
+from slipstream.launch.prepare import Prepared
+from slipstream.launch.stop import StopRequest
+from slipstream.orchestrator.batches import Batcher
+from slipstream.orchestrator.evaluate import Evaluation, evaluate
+from slipstream.orchestrator.gold import GoldReader
+from slipstream.orchestrator.probe import Probe
+from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, RolloutReader, Waits
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import ApplyReport, SamplingParams, Ticket
+from slipstream.runlog import RunLog
+from slipstream.weights import create_bridge
+
+if TYPE_CHECKING:
+    from slipstream.trainer.learner import Learner
+    from slipstream.trainer.loop import TrainingLoop
+    from slipstream.trainer.model import PolicyModel
+
+_START_GRACE_S = 60.0
+_REQUESTS = 4
+"""A batch or an evaluation may take as long as this many requests one after the other."""
+
+
+class Progress(Protocol):
+    """The terminal, as a run uses it."""
+
+    def start(self, title: str, total_steps: int) -> None:
+        """The run begins."""
+        ...
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """What is going on now."""
+        ...
+
+    def advance(self, n: int = 1) -> None:
+        """Part of the phase is done."""
+        ...
+
+    def step(self, step: int, metrics: Any) -> None:
+        """A step is done."""
+        ...
+
+    def message(self, text: str, level: Any = "info") -> None:
+        """Something worth reading."""
+        ...
+
+    def stop(self) -> None:
+        """The run is over."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run leaves."""
+
+    folder: Path
+    steps: int
+    evaluation: Evaluation | None
+    checkpoint: Path | None
+    """Deployable weights of the last step."""
+
+
+def run_folder_of(prepared: Prepared, name: str) -> Path:
+    """`run.folder`, or a new one below `runs/` named after the run file and the time."""
+    folder = prepared.config.run.folder
+    return folder if folder is not None else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def train(prepared: Prepared, folder: Path, progress: Progress, *, resume: bool = False) -> RunResult:
+    """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
+    with StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop:
+        with RunLog.create(folder, resume=resume) as log:
+            log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
+            log.event("start", resume=resume, dropped=prepared.dropped, warnings=list(prepared.plan.warnings))
+            for text in prepared.plan.warnings:
+                progress.message(text, "warning")
+            run = _Run(prepared, folder, progress, log, stop)
+            try:
+                return run.carry_out(resume)
+            finally:
+                run.stop()
+                progress.stop()
+
+
+class _Run:
+    """The parts of one run and their order of coming and going."""
+
+    def __init__(self, prepared: Prepared, folder: Path, progress: Progress, log: RunLog, stop: StopRequest) -> None:
+        self.prepared = prepared
+        self.config = prepared.config
+        self.folder = folder
+        self.progress = progress
+        self.log = log
+        self.should_stop = stop
+        self._exits = contextlib.ExitStack()
+        self._engine: SupervisedEngine | None = None
+        stop.at_once = self._kill
+
+    def _kill(self) -> None:
+        if self._engine is not None:
+            self._engine.kill()
+
+    def stop(self) -> None:
+        """End everything that was started, in the opposite order."""
+        self._exits.close()
+
+    def carry_out(self, resume: bool) -> RunResult:
+        """Start what is needed, train, and say what came of it."""
+        config = self.config
+        title = f"{Path(config.model.path).name} {config.algorithm.kind}"
+        if config.environment is not None:
+            title += f" {config.environment.name}"
+        self.progress.start(title, config.training.steps)
+        if self.prepared.uses_engine and config.weights.bridge != "restart":
+            self._launch_engine()
+        loop = self._build_loop(resume)
+        loop.run()
+        checkpoint = loop.store.latest()
+        orchestrator = loop.engine if isinstance(loop.engine, Orchestrator) else None
+        return RunResult(
+            self.folder,
+            loop.step,
+            orchestrator.last_evaluation if orchestrator else None,
+            checkpoint / "weights" if checkpoint else None,
+        )
+
+    def _create_engine(self) -> SupervisedEngine:
+        from slipstream.trainer.model import resolve_folder
+
+        if self._engine is None:
+            import torch
+
+            settings = engine_settings(
+                self.config, str(resolve_folder(self.config.model.path)), on_cpu=not torch.cuda.is_available()
+            )
+            self._engine = create_engine(self.config, settings, self.folder / "logs", self.log.event)
+            self._exits.callback(self._engine.kill)
+        return self._engine
+
+    def _launch_engine(self) -> None:
+        self.progress.phase("start the engine")
+        self._create_engine().launch()
+
+    def _build_loop(self, resume: bool) -> TrainingLoop:
+        """Load the model while the engine starts, and put the loop together."""
+        import torch
+
+        from slipstream.trainer.checkpoint import CheckpointStore
+        from slipstream.trainer.loop import TrainingLoop
+        from slipstream.trainer.objectives import GRPOObjective, SFTObjective
+
+        config, algorithm = self.config, self.config.algorithm
+        assert isinstance(config.run.threads, int)
+        torch.set_num_threads(config.run.threads)
+        torch.manual_seed(config.run.seed)
+        learner = self._build_learner()
+        store = CheckpointStore(self.folder / "checkpoints", config.run.keep_checkpoints)
+        sampling = self.prepared.sampling() if self.prepared.uses_engine else SamplingParams(max_tokens=1)
+        loop = TrainingLoop(
+            config=config,
+            learner=learner,
+            objective=SFTObjective() if algorithm.kind == "sft" else GRPOObjective(algorithm, sampling),
+            reader=GoldReader(
+                self.prepared.conversations,
+                self.prepared.tokenizer,
+                self._items_of_step,
+                train_on=algorithm.train_on if algorithm.kind == "sft" else "all",
+            ),
+            engine=None,
+            store=store,
+            log=self.log,
+            progress=self.progress,
+            sampling=sampling,
+            reference=self._load_model() if algorithm.kind == "grpo" and algorithm.kl_coef > 0 else None,
+            should_stop=self.should_stop,
+        )
+        if resume:
+            self._resume(loop)
+        if self.prepared.uses_engine:
+            self._attach_orchestrator(loop)
+        return loop
+
+    def _load_model(self) -> PolicyModel:
+        import torch
+
+        from slipstream.trainer.model import PolicyModel
+
+        model = self.config.model
+        assert model.dtype != "auto"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return PolicyModel.load(
+            model.path, model.dtype, device, model.trust_remote_code, packing=self.config.training.packing
+        )
+
+    def _build_learner(self) -> Learner:
+        from slipstream.trainer.learner import Learner
+        from slipstream.trainer.optimizer import MasterAdamW
+
+        training = self.config.training
+        assert isinstance(training.micro_batch_tokens, int)
+        model = self._load_model()
+        optimizer = MasterAdamW(
+            model.network.named_parameters(),
+            betas=(training.adam_beta1, training.adam_beta2),
+            weight_decay=training.weight_decay,
+            max_grad_norm=training.max_grad_norm,
+        )
+        return Learner(model, optimizer, micro_batch_tokens=training.micro_batch_tokens)
+
+    def _resume(self, loop: TrainingLoop) -> None:
+        latest = loop.store.latest()
+        if latest is not None:
+            loop.resume(latest)
+        self.log.event("resume", step=loop.step, checkpoint=latest.name if latest else None)
+        if loop.step >= self.config.training.steps:
+            raise ConfigError(
+                f"run {self.folder} has already made its {loop.step} steps: raise training.steps to go on"
+            )
+
+    def _items_of_step(self, step: int) -> list[int]:
+        """Which items of the training set make the batch of `step`; a pure function of seed and step."""
+        order = DataOrder(self.prepared.num_items, self.config.run.seed)
+        size = self.config.training.prompts_per_batch
+        order.skip(step * size)
+        return order.take(size)
+
+    def _attach_orchestrator(self, loop: TrainingLoop) -> None:
+        """The generating side: engine, bridge, environment, and for RL the rollouts in the background."""
+        config, prepared = self.config, self.prepared
+        assert prepared.environment is not None
+        assert config.environment is not None
+        engine = self._create_engine()
+        thread = EventLoopThread(self.should_stop)
+        scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
+
+        async def close() -> None:
+            await scorer.close()
+            await engine.stop()
+
+        self._exits.callback(lambda: thread.stop(close()))
+        bridge = create_bridge(
+            config.weights.bridge,
+            folder=self.folder / "weights",
+            source=loop.learner.model.folder,
+            engine=engine,
+        )
+        versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s)
+        runner = RolloutRunner(
+            prepared.environment,
+            scorer,
+            prepared.tokenizer,
+            engine,
+            request_timeout_s=config.inference.request_timeout_s,
+        )
+
+        def publish(step: int) -> Ticket:
+            ticket = bridge.publisher.publish(
+                loop.learner.named_weights(), step, self.log.lineage, lambda _: None
+            )
+            self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest)
+            return ticket
+
+        loop.engine = Orchestrator(
+            thread,
+            versions,
+            publish=publish,
+            probe=self._probe(engine).sample,
+            evaluate=self._evaluation(runner),
+            on_applied=self._applied,
+            start=engine.wait_ready if config.weights.bridge != "restart" else None,
+            waits=Waits(
+                apply_s=config.weights.apply_timeout_s + config.inference.start_timeout_s,
+                evaluate_s=_REQUESTS * config.inference.request_timeout_s,
+                start_s=config.inference.start_timeout_s + _START_GRACE_S,
+            ),
+        )
+        if config.algorithm.kind == "grpo":
+            loop.reader = self._rollouts(thread, versions, runner, loop.step)
+
+    def _probe(self, engine: SupervisedEngine) -> Probe:
+        """Prompts of the first held-out tasks, or of the first training tasks."""
+        config, prepared = self.config, self.prepared
+        tasks = (prepared.eval_tasks or prepared.train_tasks)[: config.weights.probe_tasks]
+        prompts = [prepared.tokenizer.render(task.prompt) for task in tasks]
+        return Probe(
+            engine,
+            prompts,
+            prepared.sampling(),
+            seed=config.run.seed,
+            timeout_s=config.inference.request_timeout_s,
+        )
+
+    def _evaluation(self, runner: RolloutRunner) -> Callable[[], Awaitable[Evaluation]]:
+        evaluation = self.config.evaluation
+
+        async def run() -> Evaluation:
+            assert evaluation is not None
+            assert evaluation.temperature != "auto"
+            self.progress.phase("evaluate", len(self.prepared.eval_tasks))
+            return await evaluate(
+                runner,
+                self.prepared.eval_tasks,
+                sampling=self.prepared.sampling(evaluation.temperature),
+                threshold=evaluation.threshold,
+                seed=evaluation.seed,
+                on_rollout=self.progress.advance,
+            )
+
+        return run
+
+    def _applied(self, report: ApplyReport) -> None:
+        self.log.event(
+            "apply",
+            version=report.version.name,
+            digest=report.version.digest,
+            transfer_s=report.transfer_s,
+            verify_s=report.verify_s,
+            num_bytes=report.num_bytes,
+        )
+
+    def _rollouts(
+        self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int
+    ) -> RolloutReader:
+        config, algorithm = self.config, self.config.algorithm
+        assert algorithm.kind == "grpo"
+        assert config.environment is not None
+        batcher = Batcher(
+            runner,
+            group_size=algorithm.group_size,
+            sampling=self.prepared.sampling(),
+            seed=config.run.seed,
+            max_reward_failures=config.environment.max_reward_failures,
+            needs_logprobs=algorithm.importance_sampling == "truncated",
+            on_rollout=self.progress.advance,
+        )
+        reader = RolloutReader(
+            thread,
+            versions,
+            batcher,
+            lambda step: [self.prepared.train_tasks[item] for item in self._items_of_step(step)],
+            should_stop=self.should_stop,
+            timeout_s=_REQUESTS * config.inference.request_timeout_s,
+            on_begin=lambda num_tasks: self.progress.phase("generate", num_tasks * algorithm.group_size),
+        )
+        reader.start(first_step, config.training.steps)
+        return reader

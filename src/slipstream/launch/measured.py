@@ -1,0 +1,48 @@
+"""The facts that a plan rests on, as plain numbers; `facts.py` measures them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The shape of a decoder."""
+
+    num_parameters: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    vocab_size: int
+    dtype: str
+    """Type of the weights in the folder."""
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Lengths in tokens, as the model's own tokenizer counts them."""
+
+    num_train_tasks: int
+    max_prompt_tokens: int
+    """Longest prompt that the engine will get, of training and evaluation."""
+    max_answer_tokens: int | None
+    """Longest gold answer with its end token; None when there are none."""
+    max_sequence_tokens: int | None = None
+    """SFT: longest conversation that is trained on."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was measured; without a GPU the run is planned for the CPU."""
+
+    num_cpus: int
+    memory_bytes: int
+    model: ModelFacts
+    data: DataFacts
+    num_gpus: int = 0
+    gpu_memory_bytes: int = 0
+    """Of one GPU."""

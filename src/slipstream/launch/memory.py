@@ -1,0 +1,54 @@
+"""How much memory a model, its optimizer, its activations and its KV cache take. Pure arithmetic, in bytes.
+
+The figures are estimates from shapes: allocator slack, Python and its libraries come on top.
+"""
+
+from __future__ import annotations
+
+from slipstream.launch.measured import ModelFacts
+
+GIB = 1 << 30
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+CPU_BLOCK_TOKENS = 128
+"""vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
+
+
+def weights_bytes(model: ModelFacts, dtype: str) -> int:
+    """The live weights."""
+    return model.num_parameters * BYTES_OF[dtype]
+
+
+def training_state_bytes(model: ModelFacts, dtype: str, *, with_reference: bool) -> int:
+    """Live weights and their gradients, fp32 masters, master gradients and AdamW's two moments; and, where
+    there is a KL term, the frozen reference."""
+    state = 2 * weights_bytes(model, dtype) + 4 * 4 * model.num_parameters
+    return state + (weights_bytes(model, dtype) if with_reference else 0)
+
+
+def activation_bytes_per_token(model: ModelFacts, dtype: str) -> int:
+    """What one trained token keeps until its backward pass.
+
+    Per layer: eight vectors of the hidden size (the residual stream twice, both norms with their fp32
+    copies, the two projections' outputs), q, k and v before and after the rotation, the attention's output,
+    and four vectors of the MLP's size. Logits: three fp32 rows of the vocabulary (logits, log-softmax,
+    gradient), as if every token carried loss.
+    """
+    heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads
+    per_layer = 8 * model.hidden_size + heads * model.head_dim + 4 * model.intermediate_size
+    return model.num_layers * per_layer * BYTES_OF[dtype] + 3 * 4 * model.vocab_size
+
+
+def kv_bytes_per_sequence(model: ModelFacts, dtype: str, max_model_len: int) -> int:
+    """Keys and values of one sequence of full length, in whole blocks."""
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * BYTES_OF[dtype]
+    return round_up(max_model_len, CPU_BLOCK_TOKENS) * per_token
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple at or above `number`."""
+    return -(-number // multiple) * multiple
+
+
+def gib(num_bytes: float) -> str:
+    """For people."""
+    return f"{num_bytes / GIB:.2f} GiB"

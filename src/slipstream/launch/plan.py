@@ -1,0 +1,287 @@
+"""Turns a config and measured facts into a plan: every `auto` replaced by a value, each with its reason.
+
+Guarantees: pure, so `slipstream plan` shows what `slipstream train` does. In `Plan.config` no `auto` is left
+in a key that has an effect (under sft without evaluation there is no engine, and its keys stay as they
+are). What cannot work on this machine, model or data is a ConfigError here, before any process starts.
+`run.folder` is left to the launcher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.config import Derived, GRPOConfig, RunConfig, with_values
+from slipstream.config.checks import divisor_problem, uses_engine
+from slipstream.errors import ConfigError
+from slipstream.launch.measured import Facts
+from slipstream.launch.memory import (
+    CPU_BLOCK_TOKENS,
+    GIB,
+    activation_bytes_per_token,
+    gib,
+    kv_bytes_per_sequence,
+    round_up,
+    weights_bytes,
+)
+from slipstream.launch.totals import Note, batch_notes, check_memory, memory_notes, training_state
+
+SMALL_MODEL_PARAMETERS = 20_000_000
+MAX_SEQUENCES = 256
+MAX_MICRO_BATCH_TOKENS = 32_768
+MIN_KV_CACHE_GIB = 0.25
+MAX_KV_PART, MAX_ACTIVATION_PART = 1 / 4, 1 / 8
+"""Parts of a CPU machine's memory."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run."""
+
+    config: RunConfig
+    derived: tuple[Derived, ...]
+    notes: tuple[Note, ...]
+    warnings: tuple[str, ...]
+
+
+def make_plan(config: RunConfig, facts: Facts) -> Plan:
+    """Derive every `auto` of `config` from `facts`; raises ConfigError for what cannot work."""
+    draft = _Draft(config, facts)
+    _plan_dtype(draft)
+    _plan_batch(draft)
+    if uses_engine(config):
+        _plan_lengths(draft)
+        if draft.on_cpu:
+            _plan_cpu_cache(draft)
+        else:
+            _plan_gpu_cache(draft)
+        draft.derive_auto(
+            "inference.enforce_eager",
+            draft.on_cpu,
+            "on a CPU compiling takes longer than it saves" if draft.on_cpu else "CUDA graphs pay on a GPU",
+        )
+    _plan_micro_batch(draft)
+    draft.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
+    draft.derive_auto("run.checkpoint_every", max(1, config.training.steps // 10), "ten checkpoints in a run")
+    if config.evaluation is not None:
+        draft.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
+    planned = draft.config()
+    if isinstance(planned.algorithm, GRPOConfig):
+        draft.warnings += _warn_grpo(planned, planned.algorithm)
+    notes = (*batch_notes(planned, facts), *memory_notes(planned, facts))
+    check_memory(notes, facts)
+    return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings))
+
+
+@dataclass
+class _Draft:
+    """A plan in the making."""
+
+    original: RunConfig
+    facts: Facts
+    derived: list[Derived] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.facts.num_gpus == 0
+
+    def __getitem__(self, path: str) -> Any:
+        for item in self.derived:
+            if item.name == path:
+                return item.value
+        section, name = path.split(".")
+        return getattr(getattr(self.original, section), name)
+
+    def derive(self, path: str, value: Any, reason: str) -> None:
+        self.derived.append(Derived(path, value, reason))
+
+    def derive_auto(self, path: str, value: Any, reason: str) -> None:
+        if self[path] == "auto":
+            self.derive(path, value, reason)
+
+    def config(self) -> RunConfig:
+        return with_values(self.original, {item.name: item.value for item in self.derived})
+
+
+def _plan_dtype(draft: _Draft) -> None:
+    num_parameters = draft.facts.model.num_parameters
+    size = f"{num_parameters / 1e6:.3g} M parameters"
+    if draft.on_cpu and num_parameters < SMALL_MODEL_PARAMETERS:
+        draft.derive_auto("model.dtype", "float32", f"on a CPU {size} are few: full precision costs little")
+    else:
+        draft.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")
+
+
+def _plan_batch(draft: _Draft) -> None:
+    num_tasks, training = draft.facts.data.num_train_tasks, draft.original.training
+    if num_tasks < 1:
+        raise ConfigError("the training data has no tasks: check environment.settings or data.path")
+    if draft.original.algorithm.kind == "sft" and draft.facts.data.max_sequence_tokens is None:
+        raise ConfigError("sft trains on gold answers, and the environment has none: use grpo, or set data.path")
+    if training.prompts_per_batch <= num_tasks:
+        return
+    reason = f"lowered from {training.prompts_per_batch}: the training data has only {num_tasks} prompts"
+    problem = divisor_problem(training.updates_per_batch, num_tasks)
+    if problem:
+        raise ConfigError(f"{problem} (training.prompts_per_batch was {reason})")
+    draft.derive("training.prompts_per_batch", num_tasks, reason)
+    draft.warnings.append(f"training.prompts_per_batch was {reason}")
+
+
+def _plan_lengths(draft: _Draft) -> None:
+    """`sampling.max_tokens` and `inference.max_model_len`."""
+    context, data = draft.facts.model.context_length, draft.facts.data
+    limit, limit_name = context, "the model's context"
+    if draft["inference.max_model_len"] != "auto":
+        limit, limit_name = draft["inference.max_model_len"], "inference.max_model_len"
+        if limit > context:
+            raise ConfigError(
+                f"inference.max_model_len = {limit} is above the model's context of {context} tokens: "
+                f"use at most {context}"
+            )
+    prompt, room = data.max_prompt_tokens, limit - data.max_prompt_tokens
+    if room < 1:
+        raise ConfigError(
+            f"the longest prompt has {prompt} tokens, which leaves no room for a completion in "
+            f"{limit_name} of {limit}: use shorter prompts or "
+            + ("a model with a longer context" if limit == context else "raise inference.max_model_len")
+        )
+    answer = data.max_answer_tokens
+    if answer is None:
+        draft.derive_auto("sampling.max_tokens", room, f"no gold answers; what {limit_name} of {limit} leaves")
+    else:
+        wanted = max(8, math.ceil(1.25 * answer) + 4)
+        reason = f"1.25 x the longest gold answer of {answer} tokens, and 4, at least 8"
+        cut = f"what {limit_name} of {limit} leaves beside a prompt of {prompt} tokens"
+        draft.derive_auto("sampling.max_tokens", min(wanted, room), reason if wanted <= room else cut)
+    max_tokens = draft["sampling.max_tokens"]
+    if max_tokens > room:
+        raise ConfigError(
+            f"sampling.max_tokens = {max_tokens} and the longest prompt of {prompt} tokens do not fit into "
+            f"{limit_name} of {limit}: use at most {room}"
+        )
+    if answer is not None and max_tokens < answer:
+        draft.warnings.append(
+            f"sampling.max_tokens = {max_tokens} is below the longest gold answer of {answer} tokens, "
+            "so that task cannot be solved"
+        )
+    draft.derive_auto(
+        "inference.max_model_len",
+        min(context, round_up(prompt + max_tokens, 16)),
+        f"longest prompt of {prompt} and completion of {max_tokens} tokens, in multiples of 16",
+    )
+
+
+def _sequences(draft: _Draft) -> tuple[int, str]:
+    """How many sequences are worth generating at once, and why."""
+    wanted = {}
+    algorithm = draft.original.algorithm
+    if isinstance(algorithm, GRPOConfig):
+        prompts = draft["training.prompts_per_batch"]
+        wanted[prompts * algorithm.group_size] = f"{prompts} prompts x {algorithm.group_size} completions"
+    if draft.original.evaluation is not None:
+        wanted[draft.original.evaluation.num_tasks] = "the tasks of an evaluation"
+    most = max(wanted)
+    if most > MAX_SEQUENCES:
+        return MAX_SEQUENCES, f"at most {MAX_SEQUENCES}; there are {most}: {wanted[most]}"
+    return most, wanted[most]
+
+
+def _plan_cpu_cache(draft: _Draft) -> None:
+    """`inference.max_num_seqs` and `inference.kv_cache_gib` on a CPU."""
+    memory, length = draft.facts.memory_bytes, draft["inference.max_model_len"]
+    each = kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length)
+    # vLLM keeps one block to itself.
+    spare = each * CPU_BLOCK_TOKENS // round_up(length, CPU_BLOCK_TOKENS)
+    given = draft["inference.kv_cache_gib"]
+    room = memory * MAX_KV_PART if given == "auto" else given * GIB
+    source = f"a quarter of the memory ({gib(room)})" if given == "auto" else f"kv_cache_gib = {given:g}"
+    fitting = int((room - spare) // each)
+    if fitting < 1:
+        raise ConfigError(
+            f"one sequence of inference.max_model_len = {length} tokens takes "
+            f"{gib(each + spare)} of KV cache, more than {source}: lower sampling.max_tokens"
+            + (" or set inference.kv_cache_gib" if given == "auto" else " or raise inference.kv_cache_gib")
+        )
+    wanted, reason = _sequences(draft)
+    if wanted > fitting:
+        reason = f"as many sequences of {length} tokens as {source} holds"
+    draft.derive_auto("inference.max_num_seqs", min(wanted, fitting), reason)
+    num_sequences = draft["inference.max_num_seqs"]
+    if given != "auto":
+        return
+    need = num_sequences * each + spare
+    if need > room:
+        raise ConfigError(
+            f"{num_sequences} sequences of {length} tokens take {gib(need)} of KV cache, "
+            f"more than {source}: use inference.max_num_seqs = {fitting}, or set inference.kv_cache_gib"
+        )
+    draft.derive(
+        "inference.kv_cache_gib",
+        max(MIN_KV_CACHE_GIB, math.ceil(need / GIB * 16) / 16),
+        f"{num_sequences} sequences of {length} tokens at {each / length / 1024:.3g} KiB a token, "
+        f"at least {MIN_KV_CACHE_GIB:g}",
+    )
+
+
+def _plan_gpu_cache(draft: _Draft) -> None:
+    """The same on a GPU, where vLLM measures what is left for the cache."""
+    draft.derive_auto("inference.max_num_seqs", *_sequences(draft))
+    part = draft["inference.gpu_memory_utilization"]
+    weights = weights_bytes(draft.facts.model, draft["model.dtype"])
+    left = part * draft.facts.gpu_memory_bytes - weights
+    if left < GIB / 100:
+        raise ConfigError(
+            f"the engine's weights take {gib(weights)}, more than inference.gpu_memory_utilization = "
+            f"{part:g} of the GPU's {gib(draft.facts.gpu_memory_bytes)}: raise it or use a smaller model"
+        )
+    draft.derive_auto(
+        "inference.kv_cache_gib",
+        round(left / GIB, 2),
+        "what gpu_memory_utilization leaves beside the weights; vLLM measures it when it starts",
+    )
+
+
+def _plan_micro_batch(draft: _Draft) -> None:
+    model, data = draft.facts.model, draft.facts.data
+    longest = data.max_sequence_tokens or 0
+    if longest > model.context_length:
+        raise ConfigError(
+            f"the longest training conversation has {longest} tokens, more than the model's context of "
+            f"{model.context_length}: shorten it or use a model with a longer context"
+        )
+    if isinstance(draft.original.algorithm, GRPOConfig):
+        longest = draft["inference.max_model_len"]
+    each = activation_bytes_per_token(model, draft["model.dtype"])
+    if draft.on_cpu:
+        room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART, "an eighth of the memory"
+    else:
+        taken = draft["inference.gpu_memory_utilization"] if uses_engine(draft.original) else 0.0
+        left = draft.facts.gpu_memory_bytes * (1 - taken)
+        room = (left - training_state(draft.original, draft["model.dtype"], model)) / 2
+        source = "half of the GPU memory that engine and optimizer leave"
+    fitting = min(MAX_MICRO_BATCH_TOKENS, int(room // each))
+    if fitting >= longest:
+        value = max(longest, fitting // 256 * 256, 1)
+        reason = f"{each / 1024:.3g} KiB a token in {source}, at most {MAX_MICRO_BATCH_TOKENS}"
+    else:
+        value, reason = (
+            longest,
+            f"the longest sequence, although {source} holds only {max(0, fitting)} tokens",
+        )
+    if draft["training.micro_batch_tokens"] == "auto" and fitting < longest:
+        draft.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
+    draft.derive_auto("training.micro_batch_tokens", value, reason)
+
+
+def _warn_grpo(config: RunConfig, algorithm: GRPOConfig) -> Iterator[str]:
+    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
+    defaults = GRPOConfig()
+    if one_update and (algorithm.clip_low, algorithm.clip_high) != (defaults.clip_low, defaults.clip_high):
+        yield (
+            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
+            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
+        )

@@ -1,0 +1,159 @@
+"""Everything that a run needs to know before anything is started: tasks, tokenizer, plan. Nothing here has side effects
+beyond reading files, so `slipstream plan` does exactly this and stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.config import Loaded, RunConfig
+from slipstream.data.chat import ChatTokenizer
+from slipstream.data.files import read_conversations
+from slipstream.envs.base import Environment
+from slipstream.envs.registry import load_environment
+from slipstream.errors import ConfigError, DataError
+from slipstream.launch.facts import gather_facts, read_model
+from slipstream.launch.plan import Plan, make_plan
+from slipstream.records import Message, SamplingParams, Task
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could be started."""
+
+    loaded: Loaded
+    plan: Plan
+    tokenizer: ChatTokenizer
+    environment: Environment | None
+    train_tasks: list[Task]
+    eval_tasks: list[Task]
+    conversations: list[Sequence[Message]]
+    """What SFT trains on."""
+    dropped: dict[str, int]
+    """Tasks and conversations that were left out, by reason."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The config with every `auto` replaced."""
+        return self.plan.config
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether anything is generated in this run."""
+        return self.config.algorithm.kind != "sft" or self.config.evaluation is not None
+
+    @property
+    def num_items(self) -> int:
+        """Size of the training set."""
+        return len(self.conversations) if self.config.algorithm.kind == "sft" else len(self.train_tasks)
+
+    def sampling(self, temperature: float | None = None) -> SamplingParams:
+        """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without nucleus)."""
+        s = self.config.sampling
+        assert isinstance(s.max_tokens, int), "the plan replaces every auto"
+        greedy = temperature == 0.0
+        return SamplingParams(
+            max_tokens=s.max_tokens,
+            temperature=s.temperature if temperature is None else temperature,
+            top_p=1.0 if greedy else s.top_p,
+            top_k=0 if greedy else s.top_k,
+            min_p=0.0 if greedy else s.min_p,
+            stop=s.stop,
+            stop_token_ids=tuple(self.tokenizer.stop_token_ids),
+        )
+
+
+def prepare(loaded: Loaded) -> Prepared:
+    """Load the environment and the data, drop what cannot be used, and plan."""
+    config = loaded.config
+    section = config.environment
+    system = section.system_prompt if section else ""
+    tokenizer = ChatTokenizer(config.model.path, system, config.model.trust_remote_code)
+    environment = load_environment(section) if section else None
+    train_tasks: list[Task] = []
+    eval_tasks: list[Task] = []
+    if environment is not None and section is not None:
+        train_tasks = list(environment.tasks("train", section.num_train_tasks)) if config.data is None else []
+        if config.evaluation is not None:
+            eval_tasks = list(environment.tasks("eval", config.evaluation.num_tasks))
+    dropped: dict[str, int] = {}
+    context = read_model(config.model.path, trust_remote_code=config.model.trust_remote_code).context_length
+    is_sft = config.algorithm.kind == "sft"
+    if not is_sft:
+        train_tasks = _fitting(train_tasks, tokenizer, config, context, "train", dropped)
+    eval_tasks = _fitting(eval_tasks, tokenizer, config, context, "eval", dropped)
+    conversations: list[Sequence[Message]] = []
+    if is_sft:
+        conversations = _conversations(config, environment, train_tasks, dropped)
+        conversations = _short_enough(conversations, tokenizer, context, dropped)
+    gold = environment.gold if environment else (lambda task: task.answer)
+    facts = gather_facts(
+        config, train_tasks, tokenizer, eval_tasks=eval_tasks, conversations=conversations, gold=gold
+    )
+    plan = make_plan(config, facts)
+    return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+
+
+def _fitting(
+    tasks: list[Task],
+    tokenizer: ChatTokenizer,
+    config: RunConfig,
+    context: int,
+    split: str,
+    dropped: dict[str, int],
+) -> list[Task]:
+    """Tasks whose prompt leaves room for a completion."""
+    limit = config.inference.max_model_len
+    limit = context if limit == "auto" else min(limit, context)
+    room = config.sampling.max_tokens
+    need = 1 if room == "auto" else room
+    kept = [task for task in tasks if len(tokenizer.render(task.prompt)) + need <= limit]
+    if len(kept) < len(tasks):
+        dropped[f"{split}_prompt_too_long"] = len(tasks) - len(kept)
+    if tasks and not kept:
+        raise DataError(
+            f"every one of the {len(tasks)} {split} prompts leaves no room for a completion of {need} tokens within "
+            f"{limit} tokens: use shorter prompts, or a model with a longer context"
+        )
+    return kept
+
+
+def _conversations(
+    config: RunConfig, environment: Environment | None, tasks: list[Task], dropped: dict[str, int]
+) -> list[Sequence[Message]]:
+    if config.data is not None:
+        return [list(conversation) for conversation in read_conversations(config.data.path)]
+    assert environment is not None, "the config check asks for data or an environment"
+    found: list[Sequence[Message]] = []
+    for task in tasks:
+        answer = environment.gold(task)
+        if answer is not None:
+            found.append([*task.prompt, Message(role="assistant", content=answer)])
+    if len(found) < len(tasks):
+        dropped["no_gold_answer"] = len(tasks) - len(found)
+    if not found:
+        raise ConfigError(
+            f"environment {environment.name} has no gold answers to imitate: give conversations with data.path, or "
+            "train with algorithm grpo"
+        )
+    return found
+
+
+def _short_enough(
+    conversations: list[Sequence[Message]], tokenizer: ChatTokenizer, context: int, dropped: dict[str, int]
+) -> list[Sequence[Message]]:
+    """Conversations that fit into the model's context. A token is at least one character long, or a few of them."""
+    kept = [c for c in conversations if _num_tokens(c, tokenizer, context) <= context]
+    if len(kept) < len(conversations):
+        dropped["conversation_too_long"] = len(conversations) - len(kept)
+    if not kept:
+        raise DataError(
+            f"every one of the {len(conversations)} conversations is longer than the model's context of {context} tokens: "
+            "use shorter ones, or a model with a longer context"
+        )
+    return kept
+
+
+def _num_tokens(conversation: Sequence[Message], tokenizer: ChatTokenizer, context: int) -> int:
+    return len(tokenizer.training_tokens(conversation, "all"))

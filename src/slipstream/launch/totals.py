@@ -1,0 +1,76 @@
+"""What follows from a planned config: how much is generated, trained on and kept in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slipstream.config import GRPOConfig, RunConfig
+from slipstream.config.checks import uses_engine
+from slipstream.errors import ConfigError
+from slipstream.launch.measured import Facts, ModelFacts
+from slipstream.launch.memory import GIB, activation_bytes_per_token, gib, training_state_bytes, weights_bytes
+
+
+@dataclass(frozen=True)
+class Note:
+    """A number that follows from the plan."""
+
+    name: str
+    value: int | float
+    unit: str
+    how: str
+
+
+def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
+    """How much is generated and trained on, in a batch and in all."""
+    training, algorithm = config.training, config.algorithm
+    group = algorithm.group_size if isinstance(algorithm, GRPOConfig) else 1
+    sequences = training.prompts_per_batch * group
+    longest = facts.data.max_sequence_tokens or 0
+    if isinstance(algorithm, GRPOConfig):
+        longest = int(config.inference.max_model_len)
+    updates = training.steps * training.updates_per_batch * training.epochs_per_batch
+    passes = training.steps * training.prompts_per_batch / facts.data.num_train_tasks
+    yield Note("sequences per batch", sequences, "", f"{training.prompts_per_batch} prompts x {group}")
+    yield Note("tokens per batch, at most", sequences * longest, "", f"sequences of up to {longest} tokens")
+    yield Note("optimizer steps", updates, "", f"{training.steps} batches x updates x epochs")
+    yield Note("samples", training.steps * sequences, "", f"{training.steps} batches of {sequences}")
+    yield Note("passes over the data", round(passes, 3), "", f"{facts.data.num_train_tasks} training prompts")
+    if config.evaluation is not None:
+        every = config.evaluation.every
+        between = (training.steps - 1) // every if every else 0
+        times = between + 1 + config.evaluation.at_start
+        yield Note("evaluations", times, "", f"of {config.evaluation.num_tasks} held-out tasks")
+
+
+def training_state(config: RunConfig, dtype: str, model: ModelFacts) -> int:
+    """Bytes of what the trainer keeps between steps."""
+    algorithm = config.algorithm
+    with_reference = isinstance(algorithm, GRPOConfig) and algorithm.kl_coef > 0
+    return training_state_bytes(model, dtype, with_reference=with_reference)
+
+
+def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
+    """What trainer and engine will hold, in GiB."""
+    dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
+    state = training_state(config, dtype, facts.model)
+    activations = tokens * activation_bytes_per_token(facts.model, dtype)
+    how = f"weights, masters, moments and gradients {gib(state)}, activations {gib(activations)}"
+    yield Note("memory of the trainer", round((state + activations) / GIB, 2), "GiB", how)
+    if uses_engine(config):
+        weights, cache = weights_bytes(facts.model, dtype), float(config.inference.kv_cache_gib)
+        how = f"weights {gib(weights)}, KV cache {cache:.2f} GiB"
+        yield Note("memory of the engine", round(weights / GIB + cache, 2), "GiB", how)
+
+
+def check_memory(notes: tuple[Note, ...], facts: Facts) -> None:
+    """Raises ConfigError when the notes' memory is more than there is."""
+    needed = sum(note.value for note in notes if note.unit == "GiB")
+    available = (facts.gpu_memory_bytes if facts.num_gpus else facts.memory_bytes) / GIB
+    if needed > available:
+        parts = " and ".join(f"{note.name} {note.value:g} GiB" for note in notes if note.unit == "GiB")
+        raise ConfigError(
+            f"the run needs about {needed:.1f} GiB ({parts}), and there are {available:.1f} GiB: "
+            'use a smaller model, model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
+        )

@@ -1,0 +1,101 @@
+"""Cutting batches: groups of rollouts, generated at the same time, counted whatever becomes of them.
+
+Guarantees: every rollout that is started ends in the batch or in `dropped`, by reason; a batch holds rollouts
+of one version only (staleness 0); too many failed rewards end the run with the first failure's text; a rollout
+that lost its engine is run again once the engine is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from slipstream.errors import EnvironmentFault, TrainingError
+from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.orchestrator.seeds import seed_of
+from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
+
+
+class Batcher:
+    """Makes the batch of any step from the tasks that the data order gives it."""
+
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+        max_reward_failures: float,
+        needs_logprobs: bool,
+        on_rollout: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runner = runner
+        self._group_size = group_size
+        self._sampling = sampling
+        self._seed = seed
+        self._max_reward_failures = max_reward_failures
+        self._needs_logprobs = needs_logprobs
+        self._on_rollout = on_rollout
+
+    async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
+        """Run `group_size` attempts at every task, all at once."""
+        started = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            attempts = [
+                group.create_task(self._attempt(step, place, number, task))
+                for place, task in enumerate(tasks)
+                for number in range(self._group_size)
+            ]
+        rollouts = [attempt.result() for attempt in attempts]
+        self._check(step, version, rollouts)
+        kept = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
+        seconds = time.monotonic() - started
+        sampled = sum(rollout.num_sampled for rollout in kept)
+        return Batch(
+            step=step,
+            version=version,
+            rollouts=kept,
+            dropped=dict(Counter(r.outcome for r in rollouts if r.outcome not in TRAINABLE_OUTCOMES)),
+            metrics={
+                "time/generate_s": seconds,
+                "throughput/generated_tokens_per_s": sampled / seconds,
+                "throughput/rollouts_per_s": len(rollouts) / seconds,
+            },
+        )
+
+    async def _attempt(self, step: int, place: int, number: int, task: Task) -> Rollout:
+        group_id = f"{step}.{place}"
+        rollout = await self._runner.run(
+            task,
+            rollout_id=f"{group_id}.{number}",
+            group_id=group_id,
+            sampling=self._sampling,
+            seed=seed_of(self._seed, step, place, number),
+        )
+        self._on_rollout()
+        return rollout
+
+    def _check(self, step: int, version: Version, rollouts: list[Rollout]) -> None:
+        failed = [rollout for rollout in rollouts if rollout.outcome not in TRAINABLE_OUTCOMES]
+        if len(failed) > self._max_reward_failures * len(rollouts):
+            raise EnvironmentFault(
+                f"{len(failed)} of {len(rollouts)} rollouts of step {step} failed, more than "
+                f"environment.max_reward_failures = {self._max_reward_failures:g} allows; the first "
+                f"({failed[0].outcome}): {failed[0].error}"
+            )
+        for rollout in rollouts:
+            for sequence in rollout.sequences:
+                if self._needs_logprobs and sequence.logprobs is None:
+                    raise TrainingError(
+                        f"rollout {rollout.id} came without log-probabilities, which algorithm.importance_sampling = "
+                        "truncated needs: use an engine that returns them, or set it to none"
+                    )
+                strange = {span.version for span in sequence.versions} - {version.name}
+                if strange:
+                    raise TrainingError(
+                        f"rollout {rollout.id} holds tokens of version {', '.join(sorted(strange))} in a batch of "
+                        f"{version.name}: staleness 0 allows one version only"
+                    )

@@ -1,0 +1,84 @@
+"""Held-out accuracy with its confidence interval."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.algo.statistics import wilson_interval
+from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.orchestrator.seeds import seed_of
+from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a version did on held-out tasks. A rollout that failed counts as wrong, and is counted."""
+
+    num_tasks: int
+    num_right: int
+    num_failed: int
+    mean_reward: float
+    mean_length: float
+    truncated_fraction: float
+    rollouts: list[Rollout] = field(default_factory=list, repr=False)
+
+    @property
+    def accuracy(self) -> float:
+        """Part of the tasks solved."""
+        return self.num_right / self.num_tasks
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % Wilson interval of the accuracy."""
+        return wilson_interval(self.num_right, self.num_tasks)
+
+    def metrics(self) -> dict[str, float]:
+        """As they stand in `metrics.jsonl`."""
+        low, high = self.interval
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_low": low,
+            "eval/accuracy_high": high,
+            "eval/num_tasks": float(self.num_tasks),
+            "eval/num_failed": float(self.num_failed),
+            "eval/reward": self.mean_reward,
+            "eval/length": self.mean_length,
+            "eval/truncated_fraction": self.truncated_fraction,
+        }
+
+
+async def evaluate(
+    runner: RolloutRunner,
+    tasks: Sequence[Task],
+    *,
+    sampling: SamplingParams,
+    threshold: float,
+    seed: int,
+    on_rollout: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """One completion for each task, all at once; right when the reward reaches `threshold`."""
+
+    async def attempt(place: int, task: Task) -> Rollout:
+        name = f"eval.{place}"
+        rollout = await runner.run(
+            task, rollout_id=name, group_id=name, sampling=sampling, seed=seed_of(seed, place)
+        )
+        on_rollout()
+        return rollout
+
+    async with asyncio.TaskGroup() as group:
+        attempts = [group.create_task(attempt(place, task)) for place, task in enumerate(tasks)]
+    rollouts = [a.result() for a in attempts]
+    graded = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
+    return Evaluation(
+        num_tasks=len(rollouts),
+        num_right=sum(rollout.reward >= threshold for rollout in graded),
+        num_failed=len(rollouts) - len(graded),
+        mean_reward=statistics.fmean([rollout.reward for rollout in graded] or [0.0]),
+        mean_length=statistics.fmean([rollout.num_sampled for rollout in graded] or [0.0]),
+        truncated_fraction=sum(rollout.outcome == "truncated" for rollout in graded) / len(rollouts),
+        rollouts=rollouts,
+    )

@@ -1,0 +1,59 @@
+"""The engine's half of the probe: a few fixed prompts, sampled exactly as rollouts are.
+
+The trainer scores the same tokens with the same version of the weights. What differs is numerics, or an engine
+that does not compute with the weights it shows; policy drift has no part in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from slipstream.errors import EngineError
+from slipstream.orchestrator.rollouts import Engine
+from slipstream.orchestrator.seeds import seed_of
+from slipstream.records import GenerateRequest, SamplingParams
+from slipstream.records import Sequence as TokenSequence
+
+
+class Probe:
+    """Samples from fixed prompts with fixed seeds."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[list[int]], sampling: SamplingParams, *, seed: int, timeout_s: float
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._sampling = sampling
+        self._seed = seed
+        self._timeout_s = timeout_s
+        self._round = 0
+
+    async def sample(self) -> list[TokenSequence]:
+        """Prompt and sampled tokens with their behaviour log-probabilities."""
+        self._round += 1
+        requests = [
+            GenerateRequest(
+                id=f"probe.{self._round}.{place}",
+                prompt_ids=prompt,
+                sampling=self._sampling,
+                seed=seed_of(self._seed, place),
+                timeout_s=self._timeout_s,
+            )
+            for place, prompt in enumerate(self._prompts)
+        ]
+        completions = await asyncio.gather(*(self._engine.generate(request) for request in requests))
+        sequences: list[TokenSequence] = []
+        for prompt, completion in zip(self._prompts, completions, strict=True):
+            if completion.finish_reason == "abort" or completion.logprobs is None:
+                raise EngineError(f"the probe got no log-probabilities: {completion.error or 'none were returned'}")
+            num_prompt, num_sampled = len(prompt), len(completion.token_ids)
+            sequences.append(
+                TokenSequence(
+                    token_ids=[*prompt, *completion.token_ids],
+                    mask=[False] * num_prompt + [True] * num_sampled,
+                    logprobs=[0.0] * num_prompt + completion.logprobs,
+                    versions=completion.versions,
+                )
+            )
+        return sequences

@@ -1,0 +1,107 @@
+"""One rollout: an environment run against the engine, then graded. Its end is an outcome, never an exception,
+unless the engine is gone for good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from typing import Protocol
+
+from slipstream.envs.base import Environment, RewardFailed, RewardTimeout, Scorer
+from slipstream.envs.policy import RecordingPolicy, Tokenizer
+from slipstream.errors import EngineError
+from slipstream.orchestrator.seeds import seed_of
+from slipstream.records import Completion, GenerateRequest, Rollout, SamplingParams, Task
+
+
+class Engine(Protocol):
+    """What rollouts need of the engine."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Tokens in, tokens out."""
+        ...
+
+    async def revive(self) -> None:
+        """Bring a dead engine back; raises when it may not be started again."""
+        ...
+
+
+class RequestAborted(Exception):
+    """The engine ended a request before it was finished; the text says why."""
+
+
+class RolloutRunner:
+    """Runs attempts of one environment against one engine."""
+
+    def __init__(
+        self, environment: Environment, scorer: Scorer, tokenizer: Tokenizer, engine: Engine, *, request_timeout_s: float
+    ) -> None:
+        self._environment = environment
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._request_timeout_s = request_timeout_s
+        self._serial = itertools.count()
+        self.num_retried = 0
+        """Rollouts that were run again because the engine died under them."""
+
+    async def run(
+        self, task: Task, *, rollout_id: str, group_id: str, sampling: SamplingParams, seed: int
+    ) -> Rollout:
+        """The finished rollout, whatever became of it. Raises `EngineError` only when the engine cannot come back."""
+        started = time.monotonic()
+        while True:
+            try:
+                rollout = await self._attempt(task, rollout_id, group_id, sampling, seed)
+                break
+            except EngineError:
+                await self._engine.revive()
+                self.num_retried += 1
+        rollout.seconds = time.monotonic() - started
+        return rollout
+
+    async def _attempt(
+        self, task: Task, rollout_id: str, group_id: str, sampling: SamplingParams, seed: int
+    ) -> Rollout:
+        turns = itertools.count()
+
+        async def generate(prompt_ids: list[int]) -> Completion:
+            turn = next(turns)
+            # The serial keeps ids unique when a rollout is run again; the seed does not depend on it.
+            request = GenerateRequest(
+                id=f"{rollout_id}.{turn}-{next(self._serial)}",
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                seed=seed_of(seed, turn) if turn else seed,
+                timeout_s=self._request_timeout_s,
+            )
+            completion = await self._engine.generate(request)
+            if completion.finish_reason == "abort":
+                raise RequestAborted(f"request {request.id} {completion.error or 'was aborted'}")
+            return completion
+
+        policy = RecordingPolicy(generate, self._tokenizer)
+        rollout = Rollout(rollout_id, task.id, group_id, policy.sequences, reward=0.0, outcome="done")
+        try:
+            episode = await self._environment.run(task, policy)
+            rollout.completion = episode.completion
+            rollout.num_turns = episode.num_turns
+            rollout.metrics = dict(episode.metrics)
+            rollout.outcome = "truncated" if policy.truncated else episode.outcome
+            score = await self._scorer.score(task, episode.completion)
+        except RewardTimeout as error:
+            rollout.outcome, rollout.error = "reward_timeout", str(error)
+        except RewardFailed as error:
+            rollout.outcome, rollout.error = "reward_error", f"{error}\n{error.details}".rstrip()
+        except RequestAborted as error:
+            rollout.outcome, rollout.error = "engine_error", str(error)
+        except EngineError:
+            raise
+        except Exception:  # noqa: BLE001 (the environment is the user's code: its failure is an outcome, counted as such)
+            rollout.outcome, rollout.error = "environment_error", traceback.format_exc(limit=-4)
+        else:
+            rollout.reward = score.reward
+            rollout.metrics |= score.metrics
+        return rollout

@@ -1,0 +1,214 @@
+"""The orchestrator's thread: an event loop of its own beside the trainer, and the trainer's handle to it.
+
+The trainer's thread calls `update`, `evaluate`, `release` and `take`; rollouts are made here, in the background,
+as soon as the version they need is released. Guarantees: a failure here ends the trainer's wait at once with
+the failure itself; every wait of the trainer looks at `should_stop` at least twice a second; `stop` ends the
+engine and the reward workers whatever state they are in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+
+from slipstream.errors import DeadlineError, Interrupted, SlipstreamError
+from slipstream.orchestrator.batches import Batcher
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import ApplyReport, Batch, Sequence as TokenSequence, Task, Ticket
+from slipstream.transport import MemoryTransport
+
+T = TypeVar("T")
+_POLL_S = 0.5
+
+
+class EventLoopThread:
+    """An asyncio loop in a thread of its own."""
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self._should_stop = should_stop
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="orchestrator", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` there."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float, waits_for: str) -> T:
+        """Run `work` there and wait for it here; a stop request or the deadline ends the wait and the work."""
+        future = self.submit(work)
+        waited = 0.0
+        while True:
+            try:
+                return future.result(_POLL_S)
+            except FutureTimeout:
+                if future.done():
+                    return future.result()
+                waited += _POLL_S
+            if self._should_stop():
+                future.cancel()
+                raise Interrupted(f"stopped while waiting for {waits_for}: continue with --resume")
+            if waited >= timeout_s:
+                future.cancel()
+                raise DeadlineError(f"{waits_for} did not end within {timeout_s:.0f} s")
+
+    def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> None:
+        """Cancel everything, run `last`, end the thread."""
+
+        async def wind_up() -> None:
+            current = asyncio.current_task()
+            others = [task for task in asyncio.all_tasks() if task is not current]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await last
+
+        try:
+            self.submit(wind_up()).result(timeout_s)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout_s)
+
+
+@dataclass
+class Waits:
+    """Deadlines of the trainer's waits, in seconds."""
+
+    start_s: float
+    apply_s: float
+    evaluate_s: float
+
+
+class Orchestrator:
+    """What the training loop sees of the generating side; see the module."""
+
+    def __init__(
+        self,
+        thread: EventLoopThread,
+        versions: Versions,
+        *,
+        publish: Callable[[int], Ticket],
+        probe: Callable[[], Awaitable[list[TokenSequence]]],
+        evaluate: Callable[[], Awaitable[Evaluation]],
+        on_applied: Callable[[ApplyReport], None],
+        start: Callable[[], Awaitable[object]] | None,
+        waits: Waits,
+    ) -> None:
+        """`start` ends when the engine is in service; None: the first version's apply starts it."""
+        self._thread = thread
+        self._versions = versions
+        self._publish = publish
+        self._probe = probe
+        self._evaluate = evaluate
+        self._on_applied = on_applied
+        self._start = start
+        self._waits = waits
+        self.last_evaluation: Evaluation | None = None
+
+    def update(self, step: int) -> list[TokenSequence]:
+        """See the loop's `Engine`."""
+        ticket = self._publish(step)
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._thread.call(_awaited(start), self._waits.start_s, "the engine to start")
+
+        async def apply_and_probe() -> tuple[ApplyReport, list[TokenSequence]]:
+            report = await self._versions.apply(ticket)
+            return report, await self._probe()
+
+        report, sequences = self._thread.call(
+            apply_and_probe(), self._waits.apply_s, f"the engine to apply version {ticket.version.name}"
+        )
+        self._on_applied(report)
+        return sequences
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """See the loop's `Engine`."""
+
+        self.last_evaluation = self._thread.call(_awaited(self._evaluate), self._waits.evaluate_s, f"the evaluation of step {step}")
+        return self.last_evaluation.metrics()
+
+    def release(self, step: int) -> None:
+        """See the loop's `Engine`."""
+        self._thread.call(self._versions.release(step), 10.0, "the orchestrator")
+
+
+class RolloutReader:
+    """The trainer's view of the rollouts made in the background: batches, in order, over a transport."""
+
+    def __init__(
+        self,
+        thread: EventLoopThread,
+        versions: Versions,
+        batcher: Batcher,
+        tasks_of_step: Callable[[int], Sequence[Task]],
+        *,
+        should_stop: Callable[[], bool],
+        timeout_s: float,
+        on_begin: Callable[[int], None],
+    ) -> None:
+        self._thread = thread
+        self._versions = versions
+        self._batcher = batcher
+        self._tasks_of_step = tasks_of_step
+        self._should_stop = should_stop
+        self._timeout_s = timeout_s
+        self._on_begin = on_begin
+        self._transport: MemoryTransport[Batch] = MemoryTransport(
+            1, producer="the rollouts of the next batch", consumer="the trainer"
+        )
+        self._failure: BaseException | None = None
+        self._producer: Future[None] | None = None
+
+    def start(self, step: int, num_steps: int) -> None:
+        """Begin to produce batches from `step` on, each as soon as its version is released."""
+        self._producer = self._thread.submit(self._produce(step, num_steps))
+
+    async def _produce(self, first: int, num_steps: int) -> None:
+        try:
+            for step in range(first, num_steps):
+                version = await self._versions.wait_for(step, self._timeout_s)
+                tasks = self._tasks_of_step(step)
+                self._on_begin(len(tasks))
+                await self._transport.put_async(await self._batcher.make(step, version, tasks), self._timeout_s)
+        except BaseException as error:
+            self._failure = unwrap(error)
+            self._transport.close("the orchestrator failed")
+            raise
+
+    def take(self, step: int) -> Batch:
+        """See the loop's `Reader`."""
+        waited = 0.0
+        while True:
+            try:
+                receipt, batch = self._transport.take(_POLL_S)
+            except DeadlineError:
+                waited += _POLL_S
+            except SlipstreamError as closed:
+                raise self._failure or closed from None
+            else:
+                self._transport.ack(receipt)
+                return batch
+            if self._should_stop():
+                raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")
+            if waited >= self._timeout_s:
+                raise DeadlineError(f"the rollouts of step {step} were not ready after {self._timeout_s:.0f} s")
+
+
+async def _awaited(start: Callable[[], Awaitable[T]]) -> T:
+    return await start()
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The first real failure inside exception groups: tasks that were cancelled for its sake say nothing."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

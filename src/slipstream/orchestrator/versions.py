@@ -1,0 +1,50 @@
+"""Which weights the engine serves, and the proof that it does.
+
+Guarantees: `current` advances only when every parameter's fingerprint in the engine matches the ticket; waiting
+for a version has a deadline and says who was waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from slipstream.errors import DeadlineError
+from slipstream.records import ApplyReport, Ticket, Version
+from slipstream.weights import Receiver, check_report
+
+
+class Versions:
+    """Applies tickets one at a time and gates the making of rollouts."""
+
+    def __init__(self, receiver: Receiver, *, apply_timeout_s: float) -> None:
+        self._receiver = receiver
+        self._apply_timeout_s = apply_timeout_s
+        self._changed = asyncio.Condition()
+        self._released = -1
+        self.current: Version | None = None
+
+    async def apply(self, ticket: Ticket) -> ApplyReport:
+        """Have the engine take a version; raises `WeightsError` unless it then holds exactly that."""
+        report = await self._receiver.apply(ticket, self._apply_timeout_s)
+        check_report(report, ticket)
+        async with self._changed:
+            self.current = ticket.version
+        return report
+
+    async def release(self, step: int) -> None:
+        """Rollouts may now be made with version `step`."""
+        async with self._changed:
+            self._released = max(self._released, step)
+            self._changed.notify_all()
+
+    async def wait_for(self, step: int, timeout_s: float) -> Version:
+        """The current version, once `step` has been released."""
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._released >= step)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the trainer did not release version {step} within {timeout_s:.0f} s (it is at {self._released})"
+            ) from None
+        assert self.current is not None
+        return self.current

@@ -1,0 +1,196 @@
+"""Checkpoints that are whole or absent, and deployable model folders.
+
+`step-000012/weights/` is a Hugging Face folder, `step-000012/state/` what resuming needs (safetensors and
+JSON; no pickle), `step-000012/manifest.json` says what must be there. Guarantees: a kill at any moment leaves
+every finished checkpoint as it was; `latest` passes over unfinished and damaged ones; an older checkpoint is
+removed only when a newer one is whole. What is in `extra` (data position, lineage) is the loop's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+
+from slipstream.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.trainer.learner import Learner
+
+WEIGHTS_FILE = "model.safetensors"
+_MANIFEST = "manifest.json"
+_EXTRA = "state.json"
+_STEP = re.compile(r"step-\d+(\.old)?")
+_HASHED_BYTES = 1 << 20
+"""Files up to this size are proved by SHA-256; larger ones by their size, so that looking stays cheap."""
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+def write_weights(folder: Path, named_weights: Iterable[tuple[str, Tensor]], source: Path) -> int:
+    """Make `folder` a deployable model: these tensors in one safetensors file, the rest copied from `source`.
+
+    `config.json` gets the tensors' dtype. Tensors are written as they are. Returns the bytes of all tensors.
+    The files are on the disk (fsync) when this returns; making the folder appear at once is the caller's
+    business.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().contiguous() for name, tensor in named_weights}
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+        elif path.is_file() and not path.name.startswith(".") and _is_companion(path):
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(_common_dtype(weights)).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        _sync(path)
+    _sync(folder)
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+class CheckpointStore:
+    """The checkpoints of one run in `folder`; the newest `keep` stay. One writer at a time."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep is {keep}: a run without its last checkpoint cannot resume, keep 1 or more")
+        self.folder = folder
+        self.keep = keep
+
+    def save(self, step: int, learner: Learner, source: Path, extra: dict[str, Any]) -> Path:
+        """Write checkpoint `step` and return its folder. `extra` must be JSON. A whole one of the same
+        step is replaced."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".unfinished-*"):
+            shutil.rmtree(leftover)
+        temporary = self.folder / f".unfinished-{step:06d}-{os.getpid()}"
+        write_weights(temporary / "weights", learner.named_weights(), source)
+        learner.save(temporary / "state")
+        (temporary / "state" / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
+        _write_manifest(temporary, step)
+        final = self.folder / f"step-{step:06d}"
+        self._step_aside(final)
+        temporary.rename(final)
+        _sync(self.folder)
+        self._remove_old(final)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, or None."""
+        for path in reversed(self._named()):
+            if damage(path) is None:
+                return path
+        return None
+
+    def load(self, path: Path, learner: Learner) -> dict[str, Any]:
+        """Put the checkpoint's state into `learner` and return its `extra`. Raises TrainingError if it is
+        damaged."""
+        reason = damage(path)
+        if reason is not None:
+            raise TrainingError(f"checkpoint {path} is damaged: {reason}")
+        learner.load(path / "state")
+        return json.loads((path / "state" / _EXTRA).read_text(encoding="utf-8"))
+
+    def _step_aside(self, final: Path) -> None:
+        """Free the name of a checkpoint that is made again. A folder cannot be replaced in one move, so a whole
+        one stays valid as `.old` until the new one is in place."""
+        if not final.exists():
+            return
+        if damage(final) is not None:
+            final.rename(final.with_name(f".unfinished-{final.name}"))
+            return
+        replaced = final.with_name(f"{final.name}.old")
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        final.rename(replaced)
+
+    def _named(self) -> list[Path]:
+        """Folders that look like checkpoints, oldest step first, a replaced one before its replacement."""
+        found = {path: _STEP.fullmatch(path.name) for path in self.folder.glob("step-*")}
+        return sorted(
+            (path for path, match in found.items() if match),
+            key=lambda path: (int(path.name.removeprefix("step-").removesuffix(".old")), -len(path.name)),
+        )
+
+    def _remove_old(self, newest: Path) -> None:
+        """Called when `newest` is whole. Damaged ones do not count among those kept."""
+        others = [path for path in self._named() if path != newest and damage(path) is None]
+        kept = {newest, *others[max(0, len(others) - self.keep + 1) :]}
+        for path in self._named():
+            if path not in kept or path.suffix == ".old":
+                # Renamed first: a removal cut short must not leave something that looks like a checkpoint.
+                doomed = path.with_name(f".unfinished-{path.name}")
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+
+
+def damage(path: Path) -> str | None:
+    """Why the checkpoint in `path` cannot be used, or None: every file of its manifest is there and right."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        files: dict[str, dict[str, Any]] = manifest["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"its manifest cannot be read ({error})"
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["size_bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, not {facts['size_bytes']}"
+        if "sha256" in facts and _sha256(file) != facts["sha256"]:
+            return f"{name} has other contents than when it was written"
+    return None
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    """The last file of a checkpoint; after it everything inside is on the disk."""
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        _sync(path)
+        size = path.stat().st_size
+        facts: dict[str, Any] = {"size_bytes": size}
+        if size <= _HASHED_BYTES:
+            facts["sha256"] = _sha256(path)
+        files[path.relative_to(folder).as_posix()] = facts
+    (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
+    _sync(folder / _MANIFEST)
+    for path in (folder / "weights", folder / "state", folder):
+        _sync(path)
+
+
+def _is_companion(path: Path) -> bool:
+    """Whether a file beside the weights belongs into a deployable folder: configuration, tokenizer, code."""
+    return path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")
+
+
+def _common_dtype(weights: dict[str, Tensor]) -> object:
+    """The dtype that most of the numbers have."""
+    counts: dict[object, int] = {}
+    for tensor in weights.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Force a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

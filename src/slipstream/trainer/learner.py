@@ -1,0 +1,138 @@
+"""The learner: a model, its optimizer, and the primitives that any training loop is made of.
+
+`forward`, `forward_backward`, `optim_prepare`, `optim_commit`, `named_weights`, `save`, `load`. Guarantees:
+live weights change only in `optim_commit` (and `load`); a batch without a trainable token is refused;
+training continues bit for bit after `save` and `load`. Who calls, when, and with what rate is left to the
+loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream import records
+from slipstream.errors import TrainingError
+from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.objectives import Objective, sampled_logprobs
+from slipstream.trainer.optimizer import MasterAdamW, OptimStats
+
+TENSORS_FILE = "learner.safetensors"
+FACTS_FILE = "learner.json"
+_UNPROCESSED = records.SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model says of each sequence's trainable tokens, float32 on the CPU, one tensor a sequence."""
+
+    logprobs: list[Tensor]
+    entropies: list[Tensor]
+
+
+@torch.no_grad()
+def score(
+    model: PolicyModel,
+    sequences: Sequence[records.Sequence],
+    sampling: records.SamplingParams = _UNPROCESSED,
+    *,
+    micro_batch_tokens: int,
+) -> Scores:
+    """Log-probabilities and entropies under `sampling`, without gradients; for any model, a frozen one
+    too."""
+    empty = torch.zeros(0)
+    scores = Scores([empty] * len(sequences), [empty] * len(sequences))
+    batch = StepBatch(list(sequences))
+    for micro in micro_batches(batch, micro_batch_tokens, packing=model.packing, device=model.device):
+        logprobs_N, entropy_N = sampled_logprobs(model.logits(micro), micro.target_ids_N, sampling)
+        for values_N, target in ((logprobs_N, scores.logprobs), (entropy_N, scores.entropies)):
+            for index, values in zip(micro.sequences, values_N.cpu().split(micro.counts), strict=True):
+                target[index] = values.clone()
+    return scores
+
+
+class Learner:
+    """Trains `model` with `optimizer`; `micro_batch_tokens` bounds memory and changes only rounding."""
+
+    def __init__(self, model: PolicyModel, optimizer: MasterAdamW, *, micro_batch_tokens: int = 4096) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.micro_batch_tokens = micro_batch_tokens
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far."""
+        return self.optimizer.step
+
+    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = _UNPROCESSED) -> Scores:
+        """Log-probabilities and entropies of trainable tokens by the live weights."""
+        return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
+
+    def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
+        """Fix the ratio's denominator of a batch that makes several updates: call before the first of them.
+
+        A single update needs none: the ratio is 1 by construction.
+        """
+        if len(steps) > 1:
+            for step in {id(step): step for step in steps}.values():
+                step.old_logprobs = self.forward(step.sequences, sampling).logprobs
+
+    def forward_backward(self, batch: StepBatch, objective: Objective) -> dict[str, float]:
+        """Add the gradient of the step's loss to what is accumulated; returns the objective's metrics."""
+        if not any(sequence.num_trainable for sequence in batch.sequences):
+            raise TrainingError(
+                f"the batch of optimizer step {self.step} has {len(batch.sequences)} sequences and no "
+                "trainable token: check the masks and which outcomes are trained on"
+            )
+        divisors = objective.counts(batch)
+        totals: dict[str, float] = {}
+        num_rows = num_row_tokens = 0
+        for micro in micro_batches(
+            batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
+        ):
+            loss, sums = objective.terms(self.model, micro, divisors)
+            loss.backward()
+            for key, value in sums.items():
+                totals[key] = totals.get(key, 0.0) + value.item()
+            num_rows += 1
+            num_row_tokens += len(micro.token_ids_T)
+        metrics = objective.summarize(totals, divisors)
+        return {**metrics, "num_micro_batches": float(num_rows), "num_row_tokens": float(num_row_tokens)}
+
+    def optim_prepare(self, learning_rate: float) -> OptimStats:
+        """Clip and apply the accumulated gradient to the masters; see MasterAdamW.prepare."""
+        return self.optimizer.prepare(learning_rate)
+
+    def optim_commit(self) -> None:
+        """Write the masters to the live weights."""
+        self.optimizer.commit()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Live tensors under their Hugging Face names."""
+        return self.model.named_weights()
+
+    def save(self, folder: Path) -> None:
+        """Write the resume state into `folder`: masters, moments, step and random generators; no pickle."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if self.model.device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.model.device)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
+        (folder / FACTS_FILE).write_text(json.dumps({"step": self.step, "torch": torch.__version__}))
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote, live weights included."""
+        tensors = load_file(folder / TENSORS_FILE)
+        prefix = "optimizer."
+        self.optimizer.load_state({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        torch.set_rng_state(tensors["rng.cpu"])
+        if "rng.cuda" in tensors and self.model.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self.model.device)

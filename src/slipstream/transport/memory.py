@@ -1,0 +1,160 @@
+"""The transport inside one process: between the orchestrator's event loop and the trainer's thread.
+
+Guarantees the contract of `base`. Nothing survives the process; records are handed over without a copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Generic, TypeVar
+
+from slipstream.errors import DeadlineError
+from slipstream.transport.base import Receipt, TransportClosed, check_timeout
+
+T = TypeVar("T")
+Answer = TypeVar("Answer")
+
+
+class MemoryTransport(Generic[T]):
+    """A bounded queue with acknowledgements; `producer` and `consumer` are the names used in errors."""
+
+    def __init__(self, capacity: int, producer: str = "the orchestrator", consumer: str = "the trainer") -> None:
+        """`capacity` counts records from `put` to `ack`."""
+        if capacity < 1:
+            raise ValueError(f"capacity = {capacity} lets nothing through: use at least 1")
+        self._capacity = capacity
+        self._producer = producer
+        self._consumer = consumer
+        self._waiting: deque[tuple[int, T]] = deque()
+        self._taken: dict[Receipt, tuple[int, T]] = {}
+        self._num_put = 0
+        self._num_takes = 0
+        self._reason: str | None = None
+        self._changed = threading.Condition()
+        self._listeners: set[Callable[[], None]] = set()
+
+    def put(self, record: T, timeout_s: float) -> None:
+        """See `Transport.put`."""
+        if self._wait(lambda: self._try_put(record), timeout_s) is None:
+            raise self._put_deadline(timeout_s)
+
+    def take(self, timeout_s: float) -> tuple[Receipt, T]:
+        """See `Transport.take`."""
+        if (taken := self._wait(self._try_take, timeout_s)) is None:
+            raise self._take_deadline(timeout_s)
+        return taken
+
+    async def put_async(self, record: T, timeout_s: float) -> None:
+        """See `Transport.put_async`."""
+        if await self._wait_async(lambda: self._try_put(record), timeout_s) is None:
+            raise self._put_deadline(timeout_s)
+
+    async def take_async(self, timeout_s: float) -> tuple[Receipt, T]:
+        """See `Transport.take_async`."""
+        if (taken := await self._wait_async(self._try_take, timeout_s)) is None:
+            raise self._take_deadline(timeout_s)
+        return taken
+
+    def ack(self, receipt: Receipt) -> bool:
+        """See `Transport.ack`."""
+        with self._changing():
+            return self._taken.pop(receipt, None) is not None
+
+    def requeue(self) -> int:
+        """See `Transport.requeue`."""
+        with self._changing():
+            again = sorted(self._taken.values(), key=lambda item: item[0])
+            self._waiting.extendleft(reversed(again))
+            self._taken.clear()
+            return len(again)
+
+    def close(self, reason: str) -> None:
+        """See `Transport.close`."""
+        with self._changing():
+            self._reason = reason if self._reason is None else self._reason
+
+    def __len__(self) -> int:
+        """Number of occupied places."""
+        with self._changed:
+            return len(self._waiting) + len(self._taken)
+
+    def _try_put(self, record: T) -> bool | None:
+        with self._changing():
+            self._refuse_closed()
+            if len(self) >= self._capacity:
+                return None
+            self._waiting.append((self._num_put, record))
+            self._num_put += 1
+            return True
+
+    def _try_take(self) -> tuple[Receipt, T] | None:
+        with self._changing():
+            self._refuse_closed()
+            if not self._waiting:
+                return None
+            number, record = self._waiting.popleft()
+            self._num_takes += 1
+            receipt = f"{number}.{self._num_takes}"
+            self._taken[receipt] = (number, record)
+            return receipt, record
+
+    def _wait(self, attempt: Callable[[], Answer | None], timeout_s: float) -> Answer | None:
+        """What the attempt gives once it succeeds, None at the deadline."""
+        deadline = time.monotonic() + check_timeout(timeout_s)
+        with self._changed:
+            while (answer := attempt()) is None and (left_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+        return answer
+
+    async def _wait_async(self, attempt: Callable[[], Answer | None], timeout_s: float) -> Answer | None:
+        deadline = time.monotonic() + check_timeout(timeout_s)
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+                loop.call_soon_threadsafe(woken.set)
+
+        with self._changed:
+            self._listeners.add(wake)
+        try:
+            # No await between an attempt that succeeds and the return: a cancellation cannot lose the record.
+            while (answer := attempt()) is None and (left_s := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(woken.wait(), left_s)
+                woken.clear()
+            return answer
+        finally:
+            with self._changed:
+                self._listeners.discard(wake)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Generator[None]:
+        """Hold the lock and wake everybody who waits for a change."""
+        with self._changed:
+            before = (len(self._waiting), len(self._taken), self._reason)
+            yield
+            if before != (len(self._waiting), len(self._taken), self._reason):
+                self._changed.notify_all()
+                for listener in self._listeners:
+                    listener()
+
+    def _refuse_closed(self) -> None:
+        if self._reason is not None:
+            raise TransportClosed(self._reason)
+
+    def _put_deadline(self, timeout_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"waited {timeout_s:g} s for {self._consumer}, which has not finished any of {self._capacity} "
+            "records: see why it is slow or allow more time"
+        )
+
+    def _take_deadline(self, timeout_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"waited {timeout_s:g} s for {self._producer}, which has put nothing more: "
+            "see why it is slow or allow more time"
+        )

@@ -1,0 +1,43 @@
+"""What a person sees of a run: a live picture in a terminal, plain lines elsewhere, or nothing; and tables.
+
+Guarantees: any thread may call any method of a view; no method raises into the run or waits for anything but
+the terminal. A view that fails is switched off and keeps the reason in `failure`. Numbers come from the rows
+that `runlog` writes, so a view never knows more than the run folder does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rich.console import Console
+
+from slipstream.view.base import NullView, RunView
+from slipstream.view.live import RichView
+from slipstream.view.plain import PlainView
+from slipstream.view.tables import render_runs, render_table
+from slipstream.view.text import as_duration, sparkline
+
+__all__ = [
+    "NullView",
+    "PlainView",
+    "RichView",
+    "RunView",
+    "ViewKind",
+    "as_duration",
+    "make_view",
+    "render_runs",
+    "render_table",
+    "sparkline",
+]
+
+ViewKind = Literal["auto", "rich", "plain", "none"]
+
+
+def make_view(kind: ViewKind = "auto", console: Console | None = None) -> RunView:
+    """The view of that kind; `auto` is `rich` in a terminal and `plain` in a file or pipe."""
+    console = console or Console()
+    if kind == "auto":
+        kind = "rich" if console.is_terminal and not console.is_dumb_terminal else "plain"
+    if kind == "none":
+        return NullView()
+    return RichView(console) if kind == "rich" else PlainView(console)

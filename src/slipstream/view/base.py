@@ -1,0 +1,230 @@
+"""The interface of a view, the numbers it shows, and the state that views keep.
+
+Each thread has one phase at a time (trainer and orchestrator work at once); `advance` moves the calling
+thread's phase, or the newest one when that thread has none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+
+from slipstream.runlog import ACCURACY, REWARD
+from slipstream.view.text import clean
+
+STEP_TIME = "time/step_s"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number worth watching: the first of `names` that a row has."""
+
+    label: str
+    names: tuple[str, ...]
+    format: str
+
+    def of(self, metrics: Mapping[str, float]) -> float | None:
+        """The number, or None if the row has none."""
+        return next((metrics[name] for name in self.names if name in metrics), None)
+
+    def text(self, value: float | None) -> str:
+        """The number as shown."""
+        return "-" if value is None else format(value, self.format)
+
+
+REWARD_COLUMN = Column("reward", (REWARD,), ".3f")
+ACCURACY_COLUMN = Column("accuracy", (ACCURACY,), ".3f")
+COLUMNS = (
+    REWARD_COLUMN,
+    ACCURACY_COLUMN,
+    Column("probe diff", ("probe/abs_logprob_diff",), ".4f"),
+    Column("loss", ("train/loss",), ".4f"),
+    Column("grad norm", ("train/grad_norm",), ".3g"),
+    Column("tokens/s", ("throughput/generated_tokens_per_s", "throughput/tokens_per_s"), ",.0f"),
+    Column("step s", (STEP_TIME,), ".1f"),
+)
+
+
+class RunView(Protocol):
+    """How a run is shown while it goes on."""
+
+    def start(self, title: str, total_steps: int, step: int = 0) -> None:
+        """Begin. `title`: name, model, environment. `step`: steps that were done before a resume."""
+        ...
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """The calling thread now does something else, in `total` parts if that is known."""
+        ...
+
+    def advance(self, n: int = 1) -> None:
+        """`n` more parts of the phase are done."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done; ends the calling thread's phase."""
+        ...
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Something worth reading; `level` is info, warning or error."""
+        ...
+
+    def stop(self) -> None:
+        """End; the last picture stays."""
+        ...
+
+
+class NullView:
+    """Shows nothing."""
+
+    def start(self, title: str, total_steps: int, step: int = 0) -> None:
+        """Nothing."""
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """Nothing."""
+
+    def advance(self, n: int = 1) -> None:
+        """Nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Phase:
+    """Something that goes on."""
+
+    name: str
+    total: int | None
+    began: float
+    done: int = 0
+    reported: float = 0.0
+    """When a line about it was written last."""
+
+    def text(self) -> str:
+        """`12/50`, or nothing when it has no parts."""
+        if self.total is None:
+            return f"{self.done:,}" if self.done else ""
+        return f"{self.done:,}/{self.total:,}"
+
+
+class StatefulView:
+    """Keeps what there is to show, behind one lock; a subclass shows it when told of a change."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console
+        self.failure: BaseException | None = None
+        self.title = ""
+        self.total_steps = 0
+        self.steps_done = 0
+        self.first_step = 0
+        self.row: dict[str, float] = {}
+        """The newest value of every metric."""
+        self.rewards: deque[float] = deque(maxlen=400)
+        self.warnings: deque[tuple[str, str, str]] = deque(maxlen=3)
+        """Time of day, level and text."""
+        self.num_messages: Counter[str] = Counter()
+        self.phases: dict[int, Phase] = {}
+        """By thread, the newest last."""
+        self.began = self.last_step_at = clock()
+        self._clock = clock
+        self._lock = threading.RLock()
+
+    def start(self, title: str, total_steps: int, step: int = 0) -> None:
+        """See `RunView`."""
+        with self._lock:
+            self.title, self.total_steps = self.printable(title), total_steps
+            self.steps_done = self.first_step = step
+            self.began = self.last_step_at = self._clock()
+        self._show(self._on_start)
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """See `RunView`."""
+        with self._lock:
+            ended = self.phases.pop(threading.get_ident(), None)
+            now = self._clock()
+            self.phases[threading.get_ident()] = Phase(self.printable(name), total, now, reported=now)
+        if ended:
+            self._show(lambda: self._on_phase_end(ended))
+
+    def advance(self, n: int = 1) -> None:
+        """See `RunView`."""
+        with self._lock:
+            newest = next(reversed(self.phases.values()), None)
+            phase = self.phases.get(threading.get_ident(), newest)
+            if phase is None:
+                return
+            phase.done += n
+        self._show(lambda: self._on_advance(phase))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `RunView`. The time of the step is measured here unless the metrics have it."""
+        with self._lock:
+            now = self._clock()
+            row = {STEP_TIME: now - self.last_step_at, **metrics}
+            self.last_step_at = now
+            self.steps_done = step
+            self.row |= row
+            if REWARD in row:
+                self.rewards.append(row[REWARD])
+            ended = self.phases.pop(threading.get_ident(), None)
+        if ended:
+            self._show(lambda: self._on_phase_end(ended))
+        self._show(lambda: self._on_step(row))
+
+    def message(self, text: str, level: str = "info") -> None:
+        """See `RunView`."""
+        text = self.printable(text)
+        with self._lock:
+            self.num_messages[level] += 1
+            if level != "info":
+                self.warnings.append((time.strftime("%H:%M:%S"), level, text))
+        self._show(lambda: self._on_message(text, level))
+
+    def stop(self) -> None:
+        """See `RunView`."""
+        with self._lock:
+            ended = list(self.phases.values())
+            self.phases.clear()
+        for phase in ended:
+            self._show(lambda phase=phase: self._on_phase_end(phase))
+        # Also after a failure: the terminal gets its cursor and its output back.
+        self._show(self._on_stop, anyway=True)
+
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the pace so far."""
+        num_done = self.steps_done - self.first_step
+        if num_done <= 0:
+            return None
+        return (self.last_step_at - self.began) / num_done * (self.total_steps - self.steps_done)
+
+    def printable(self, text: str) -> str:
+        """The text without what the terminal would obey or cannot show."""
+        encoding = self.console.encoding
+        return clean(text).encode(encoding, "replace").decode(encoding)
+
+    def _show(self, change: Callable[[], None], anyway: bool = False) -> None:
+        """The one place where a terminal can fail: a run is worth more than its picture."""
+        if self.failure is None or anyway:
+            try:
+                change()
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - rich exits the process on a broken pipe
+                self.failure = self.failure or error
+
+    def _on_start(self) -> None: ...
+    def _on_phase_end(self, phase: Phase) -> None: ...
+    def _on_advance(self, phase: Phase) -> None: ...
+    def _on_step(self, row: Mapping[str, float]) -> None: ...
+    def _on_message(self, text: str, level: str) -> None: ...
+    def _on_stop(self) -> None: ...

@@ -1,0 +1,86 @@
+"""The bridge seam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import WeightsError
+from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
+
+NamedWeights = Iterable[tuple[str, Tensor]]
+Announce = Callable[[Ticket], None]
+
+
+class Engine(Protocol):
+    """What a receiver needs of an engine; `inference` provides it."""
+
+    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """Load the ticket's files in place and verify them."""
+        ...
+
+    async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """Compare the live weights with the ticket."""
+        ...
+
+    async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
+        """Start anew on a model folder; returns once the loaded weights are verified."""
+        ...
+
+
+class Publisher(Protocol):
+    """The trainer's half."""
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Called before the optimizer exists: a bridge that shares memory decides here where parameters live."""
+        ...
+
+    def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
+        """Make the weights of `step` available; `announce` is called as soon as the receiver may begin."""
+        ...
+
+    def fence(self) -> AbstractContextManager[None]:
+        """Held while the optimizer writes the live weights."""
+        ...
+
+
+class Receiver(Protocol):
+    """The engine's half."""
+
+    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """Have the engine take the version; the caller checks the report."""
+        ...
+
+
+class Bridge(Protocol):
+    """Both halves, and what they need of the run."""
+
+    name: str
+    publisher: Publisher
+    receiver: Receiver
+
+
+def check_report(report: ApplyReport, ticket: Ticket) -> None:
+    """Raise `WeightsError` unless the engine proved that it holds exactly the ticket's version."""
+    name = ticket.version.name
+    if report.mismatched:
+        shown = ", ".join(report.mismatched[:5]) + (" ..." if len(report.mismatched) > 5 else "")
+        raise WeightsError(
+            f"{len(report.mismatched)} of {len(ticket.parameters)} parameters in the engine differ from published "
+            f"version {name} ({shown}): the engine is out of service, so restart the run with --resume"
+        )
+    if report.unverified:
+        shown = ", ".join(report.unverified[:5]) + (" ..." if len(report.unverified) > 5 else "")
+        raise WeightsError(
+            f"{len(report.unverified)} parameters of version {name} cannot be verified inside the engine ({shown}): "
+            "its loader transforms them before it stores them; report this model's architecture to us"
+        )
+    if report.version != ticket.version:
+        raise WeightsError(
+            f"the engine reports version {report.version.name} ({report.version.digest}) after {name} "
+            f"({ticket.version.digest}) was published: another process may be updating it"
+        )

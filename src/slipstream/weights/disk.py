@@ -1,0 +1,78 @@
+"""Bridges over a folder that trainer and engine both see.
+
+`disk` has the running engine load the files in place; `restart` starts the engine anew on them. Both publish
+the same way: a whole model folder for each version, under its final name only when complete, then the ticket.
+Guarantees: a folder is never changed after it was announced; the two newest versions are kept, so that a
+receiver that is still reading the last one finds it, and so that a dead engine can be started on it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from slipstream.records import ApplyReport, Ticket, Version
+from slipstream.weights.base import Announce, Engine, NamedWeights
+from slipstream.weights.files import write_model_folder
+from slipstream.weights.fingerprint import describe, digest
+
+_KEEP = 2
+
+
+class FolderPublisher:
+    """Writes each version as a model folder below `folder`."""
+
+    def __init__(self, bridge: str, folder: Path, source: Path) -> None:
+        self.bridge = bridge
+        self.folder = folder
+        self.source = source
+        self._published: list[Path] = []
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Nothing to do: the parameters stay where they are."""
+
+    def fence(self) -> AbstractContextManager[None]:
+        """Nothing is shared, so nothing needs to wait."""
+        return nullcontext()
+
+    def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
+        """Write, describe, announce; then forget versions that nobody can need any more."""
+        weights = list(named_weights)
+        parameters = describe(weights)
+        version = Version(lineage, step, digest(parameters))
+        folder = self.folder / version.name
+        num_bytes = write_model_folder(folder, weights, self.source)
+        ticket = Ticket(version, self.bridge, str(folder), parameters, num_bytes)
+        announce(ticket)
+        if folder not in self._published:
+            self._published.append(folder)
+        for old in self._published[:-_KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._published = self._published[-_KEEP:]
+        return ticket
+
+
+class DiskReceiver:
+    """Loads a published folder into the running engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """In place; the engine verifies and drops its prefix cache before it answers again."""
+        return await self.engine.apply(ticket, timeout_s)
+
+
+class RestartReceiver:
+    """Starts the engine anew on a published folder."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """The engine verifies what it loaded before it says that it is ready; asked again for the report."""
+        await self.engine.restart(ticket.location, ticket.version, ticket.parameters)
+        return await self.engine.verify(ticket, timeout_s)

@@ -1,0 +1,38 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.algo.packing import pack, split
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 60))
+def test_every_sequence_once_and_no_row_too_long(lengths, max_tokens):
+    rows = pack(lengths, max_tokens)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    for row in rows:
+        assert sum(lengths[index] for index in row) <= max_tokens or len(row) == 1
+    assert rows == pack(lengths, max_tokens)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+def test_no_two_rows_would_fit_into_one(lengths):
+    totals = sorted(sum(lengths[index] for index in row) for row in pack(lengths, 20))
+    assert len(totals) == 1 or totals[0] + totals[1] > 20
+
+
+def test_by_value():
+    assert pack([3, 9, 1, 5], 6) == [[1], [3, 2], [0]]
+    assert pack([], 10) == []
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        pack([1], 0)
+
+
+@given(st.integers(1, 100), st.integers(1, 100))
+def test_split_is_contiguous_and_even(num_items, parts):
+    if parts > num_items:
+        with pytest.raises(ValueError, match="cannot be split"):
+            split(num_items, parts)
+        return
+    ranges = split(num_items, parts)
+    assert [index for part in ranges for index in part] == list(range(num_items))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1

@@ -1,0 +1,123 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.algo.sampling import kept_tokens, processed_logits, processed_logprobs, token_logprobs
+
+PARAMETERS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.5, 0.7, 1.0, 1.3]),
+        "top_k": st.sampled_from([0, 1, 3, 8, 50]),
+        "top_p": st.sampled_from([0.3, 0.9, 0.95, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.05, 0.4]),
+    }
+)
+
+
+def kept_by_definition(row, temperature, top_k, top_p, min_p):
+    """One row, one rule after the other, in plain Python."""
+
+    def softmax(values):
+        top = max(values.values())
+        exps = {token: math.exp(value - top) for token, value in values.items()}
+        return {token: value / sum(exps.values()) for token, value in exps.items()}
+
+    kept = {token: value / temperature for token, value in enumerate(row)}
+    probs = softmax(kept)
+    kept = {token: kept[token] for token in kept if probs[token] >= min_p * max(probs.values())}
+    if 0 < top_k < len(row):
+        ordered = sorted(kept.values(), reverse=True)
+        bound = ordered[top_k - 1] if top_k <= len(ordered) else -math.inf
+        kept = {token: value for token, value in kept.items() if value >= bound}
+    probs, dropped, total = softmax(kept), set(), 0.0
+    for token in sorted(kept, key=lambda token: kept[token])[:-1]:
+        total += probs[token]
+        if top_p < 1.0 and total <= 1.0 - top_p:
+            dropped.add(token)
+    return set(kept) - dropped
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 10_000), PARAMETERS)
+def test_kept_set_is_the_engines(seed, parameters):
+    logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(seed)) * 2
+    processed = processed_logits(logits, **parameters)
+    for row, kept in zip(logits.tolist(), torch.isfinite(processed), strict=True):
+        assert set(kept.nonzero()[:, 0].tolist()) == kept_by_definition(row, **parameters)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 10_000), st.sampled_from([0, 1, 5, 20]), st.sampled_from([0.2, 0.9, 0.99, 1.0]))
+def test_top_k_and_top_p_are_vllms_own(seed, top_k, top_p):
+    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(seed)).round(decimals=1)  # with ties
+    k = torch.full((6,), top_k) if top_k else None
+    p = torch.full((6,), top_p) if top_p < 1.0 else None
+    theirs = sampler.apply_top_k_top_p_pytorch(logits.clone(), k, p, allow_cpu_sync=True)
+    assert torch.equal(processed_logits(logits, top_k=top_k, top_p=top_p), theirs)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_logprobs_and_entropy_equal_plain_autograd_with_gradients(restricted):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 9, (5,), generator=generator)
+    logits = torch.randn(5, 9, generator=generator, dtype=torch.float64)
+    if restricted:
+        logits = processed_logprobs_mask(logits, ids)
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    weight = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    logprobs, entropy = token_logprobs(ours, ids)
+    expected = plain.log_softmax(-1)
+    finite = expected.masked_fill(~torch.isfinite(expected), 0.0)
+    expected_logprobs = expected.gather(-1, ids[:, None])[:, 0]
+    expected_entropy = -(expected.exp() * finite).sum(-1)
+    torch.testing.assert_close(logprobs, expected_logprobs)
+    torch.testing.assert_close(entropy, expected_entropy)
+    (logprobs @ weight[0] + entropy @ weight[1]).backward()
+    (expected_logprobs @ weight[0] + expected_entropy @ weight[1]).backward()
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad, plain.grad.nan_to_num(0.0))
+
+
+def processed_logprobs_mask(logits, ids):
+    kept = kept_tokens(logits, top_k=4).scatter(-1, ids[:, None], True)
+    return logits.masked_fill(~kept, -torch.inf)
+
+
+def test_half_precision_logits_are_scored_in_float32():
+    logits = torch.randn(3, 50, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 2, 3]))
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    exact = logits.detach().double().log_softmax(-1)[torch.arange(3), torch.tensor([1, 2, 3])]
+    torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=0.0)
+    logprobs.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_a_sampled_token_outside_the_kept_set_is_counted_in():
+    logits = torch.tensor([[3.0, 2.0, -9.0]])
+    logprobs, _ = processed_logprobs(logits, torch.tensor([2]), top_k=2)
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[:, 2])
+    logprobs, entropy = processed_logprobs(logits, torch.tensor([0]), top_k=1)
+    assert logprobs.tolist() == [0.0]
+    assert entropy.tolist() == [0.0]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), PARAMETERS)
+def test_processed_logprobs_are_finite_for_any_token(seed, parameters):
+    generator = torch.Generator().manual_seed(seed)
+    logits, ids = torch.randn(8, 20, generator=generator) * 5, torch.randint(0, 20, (8,), generator=generator)
+    logprobs, entropy = processed_logprobs(logits, ids, **parameters)
+    assert torch.isfinite(logprobs).all()
+    assert (entropy >= 0).all()
+
+
+def test_temperature_zero_is_refused():
+    with pytest.raises(ValueError, match="temperature 0"):
+        processed_logits(torch.zeros(1, 2), temperature=0.0)

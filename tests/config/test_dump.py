@@ -1,0 +1,125 @@
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.config import (
+    Derived,
+    EnvironmentConfig,
+    EvaluationConfig,
+    GRPOConfig,
+    Loaded,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    SFTConfig,
+    TrainingConfig,
+    dump_resolved,
+    load_config,
+    with_values,
+)
+from slipstream.config.dump import toml_value
+
+from .conftest import MINIMAL
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+scalars = texts | st.integers() | st.booleans() | st.floats(allow_nan=False) | st.dates() | st.datetimes() | st.times()
+trees = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=8)
+
+
+@given(trees)
+def test_values_read_back(value):
+    assert tomllib.loads(f"v = {toml_value(value)}") == {"v": value}
+
+
+def test_what_has_no_form_is_refused():
+    with pytest.raises(TypeError, match="no form in TOML"):
+        toml_value([None])
+
+
+def test_each_line_says_where_its_value_came_from(run_file):
+    loaded = load_config(run_file(), ["--sampling.top_k", "5"])
+    derived = [
+        Derived("sampling.max_tokens", 12, "1.25 x the\nlongest"),
+        Derived("training.prompts_per_batch", 3, "few"),
+    ]
+    lines = [" ".join(line.split()) for line in dump_resolved(loaded, derived).splitlines()]
+    assert "steps = 20 # run.toml:11" in lines
+    assert "top_k = 5 # command line" in lines
+    assert "top_p = 1.0 # default" in lines
+    assert "max_tokens = 12 # derived: 1.25 x the longest" in lines
+    assert "prompts_per_batch = 3 # derived: few" in lines
+    assert '# kl_estimator = "k3" # has no effect while algorithm.kl_coef is 0' in lines
+    assert "# folder is not set # default" in lines
+
+
+def round_trip(path, loaded, derived=()):
+    path = path.with_name("resolved.toml")
+    path.write_text(dump_resolved(loaded, derived), encoding="utf-8")
+    return load_config(path)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["--no-evaluation"],
+        ["--algorithm.kind", "sft"],
+        ["--algorithm.kind", "sft", "--no-evaluation"],
+        ["--algorithm.kind", "sft", "--data.path", "rows.jsonl"],
+        ["--algorithm.importance_sampling", "none", "--algorithm.kl_coef", "0.1"],
+        ["--run.folder", "runs/x", "--sampling.stop", '["\\n", "#"]'],
+        ["--inference.options.a.b", "[{x = 1}]", "--environment.name", "a/b.py:C"],
+    ],
+)
+def test_round_trip(run_file, overrides):
+    path = run_file()
+    loaded = load_config(path, overrides)
+    again = round_trip(path, loaded)
+    assert again.config == loaded.config
+    assert round_trip(path, again).config == loaded.config
+
+
+def test_round_trip_without_environment(run_file):
+    text = MINIMAL.replace('"grpo"', '"sft"').replace("[environment]\nname", "[data]\npath")
+    loaded = load_config(run_file(text))
+    assert round_trip(run_file(text), loaded).config == loaded.config
+
+
+def test_round_trip_with_derived_values(run_file):
+    loaded = load_config(run_file())
+    derived = [
+        Derived("inference.enforce_eager", True, "x"),
+        Derived("evaluation.temperature", 1.0, "# y"),
+        Derived("inference.kv_cache_gib", 0.25, "z"),
+    ]
+    again = round_trip(run_file(), loaded, derived)
+    assert again.config == with_values(loaded.config, {item.name: item.value for item in derived})
+    assert again.config.inference.kv_cache_gib == 0.25
+
+
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+configs = st.builds(
+    RunConfig,
+    model=st.builds(ModelConfig, path=st.just("org/name"), trust_remote_code=st.booleans()),
+    environment=st.builds(
+        EnvironmentConfig,
+        name=st.just("x"),
+        settings=st.dictionaries(texts, trees, max_size=3),
+        system_prompt=texts,
+        seed=st.integers(),
+    ),
+    algorithm=st.builds(GRPOConfig, clip_low=positive, kl_coef=st.just(0.5)) | st.builds(SFTConfig),
+    training=st.builds(TrainingConfig, steps=st.integers(min_value=1), learning_rate=positive),
+    sampling=st.builds(SamplingConfig, stop=st.lists(texts.filter(bool)).map(tuple)),
+    evaluation=st.builds(EvaluationConfig, threshold=st.floats(allow_nan=False, allow_infinity=False)),
+)
+
+
+@settings(max_examples=60)
+@given(configs)
+def test_any_config_reads_back(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_text(dump_resolved(Loaded(config, {})), encoding="utf-8")
+    assert load_config(path).config == config

@@ -1,0 +1,41 @@
+import pytest
+
+from slipstream.config import load_config, with_values
+from slipstream.config.keys import COMMON_NAMES, all_keys, keys_of, optional_sections, suggestion
+
+
+def test_keys_know_what_they_take():
+    keys = all_keys()
+    assert keys["training.steps"].requirement == "a positive whole number"
+    assert keys["training.steps"].required
+    assert not keys["training.seed" if "training.seed" in keys else "run.seed"].required
+    assert keys["inference.enforce_eager"].is_flag
+    assert keys["inference.enforce_eager"].requirement == 'true, false or "auto"'
+    assert keys["run.folder"].is_text
+    assert keys["environment.settings"].is_free
+    assert keys["algorithm.group_size"].kinds == ("grpo",)
+    assert keys["algorithm.kind"].choices == ("sft", "grpo")
+    assert keys["evaluation.temperature"].requirement == 'a number of at least 0 or "auto"'
+    assert [key.name for key in keys_of("algorithm", "sft")] == ["kind", "train_on"]
+    assert optional_sections() == ("evaluation",)
+
+
+def test_common_names_lead_to_real_keys():
+    assert set(COMMON_NAMES.values()) <= set(all_keys())
+
+
+@pytest.mark.parametrize("path", sorted(all_keys()))
+def test_a_slip_of_the_finger_finds_its_key(path):
+    section, name = path.split(".")
+    if len(name) < 5:
+        return
+    slip = name[:2] + name[3:]
+    found = suggestion(f"{section}.{slip}")
+    assert found == f"did you mean {path}?" or found.startswith("did you mean "), found
+
+
+def test_with_values_validates(run_file):
+    config = load_config(run_file()).config
+    assert with_values(config, {"sampling.max_tokens": 7}).sampling.max_tokens == 7
+    with pytest.raises(ValueError, match="greater than"):
+        with_values(config, {"sampling.max_tokens": 0})

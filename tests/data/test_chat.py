@@ -1,0 +1,138 @@
+import pytest
+
+from slipstream.data.chat import ChatTokenizer
+from slipstream.errors import ConfigError, DataError
+from slipstream.records import Message
+
+USER = Message("user", "What is 2+2?")
+FOUR = Message("assistant", "4")
+TALK = (USER, FOUR, Message("user", "and 3+3?"), Message("assistant", " 6 "), Message("user", "thanks"))
+
+
+@pytest.fixture
+def chat(make_folder):
+    return ChatTokenizer(make_folder())
+
+
+def trained_text(chat, sequence):
+    """The trained tokens as text, special tokens shown."""
+    ids = [token for token, on in zip(sequence.token_ids, sequence.mask, strict=True) if on]
+    return chat._tokenizer.decode(ids)
+
+
+def test_the_prompt_is_the_template_with_the_assistants_turn_opened(chat):
+    text = chat._tokenizer.decode(chat.render([USER]))
+    assert text == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_training_tokens_begin_with_the_rendered_prompt_and_end_with_the_end_token(chat):
+    sequence = chat.training_tokens([USER, FOUR])
+    prompt = chat.render([USER])
+    assert sequence.token_ids[: len(prompt)] == prompt
+    assert not any(sequence.mask[: len(prompt)])
+    assert all(sequence.mask[len(prompt) :])
+    assert trained_text(chat, sequence) == "4<|im_end|>"
+    assert sequence.token_ids[-1] == chat.end_token_id
+    assert sequence.logprobs is None
+
+
+def test_all_turns_or_the_last_and_nothing_after_it(chat):
+    every, last = chat.training_tokens(TALK, "all"), chat.training_tokens(TALK, "last")
+    assert every.token_ids == last.token_ids
+    assert trained_text(chat, every) == "4<|im_end|> 6 <|im_end|>"
+    assert trained_text(chat, last) == " 6 <|im_end|>"
+    assert "thanks" not in chat.decode(every.token_ids)
+    for turn in (1, 3):  # what RL would sample from at either turn
+        prompt = chat.render(TALK[:turn])
+        assert every.token_ids[: len(prompt)] == prompt
+
+
+def test_an_empty_answer_trains_the_end_token_alone(chat):
+    assert trained_text(chat, chat.training_tokens([USER, Message("assistant", "")])) == "<|im_end|>"
+
+
+def test_the_system_prompt_stands_before_conversations_without_one(make_folder):
+    chat = ChatTokenizer(make_folder(), system_prompt="Be brief.")
+    assert chat.decode(chat.render([USER])).startswith("system\nBe brief.")
+    own = chat.decode(chat.render([Message("system", "Be long."), USER]))
+    assert own.startswith("system\nBe long.")
+    assert "brief" not in own
+    sequence = chat.training_tokens([USER, FOUR])
+    assert sequence.token_ids[: len(chat.render([USER]))] == chat.render([USER])
+
+
+@pytest.mark.parametrize("text", [" leading", "trailing ", "two\nlines\n", "a  b", "don 't , really ?"])
+def test_decode_gives_the_text_back(chat, text):
+    sequence = chat.training_tokens([USER, Message("assistant", text)])
+    sampled = [token for token, on in zip(sequence.token_ids, sequence.mask, strict=True) if on]
+    assert chat.decode(sampled) == text
+
+
+@pytest.mark.parametrize(("named", "more"), [(None, set()), (5, {5}), ([5, 6], {5, 6})])
+def test_stop_tokens_are_the_turns_end_the_eos_and_what_the_folder_names(make_folder, named, more):
+    chat = ChatTokenizer(make_folder(generation_eos=named))
+    ids = chat._tokenizer.convert_tokens_to_ids(["<|end|>", "<|im_end|>"])
+    assert set(chat.stop_token_ids) == {*ids, *more}
+    assert list(chat.stop_token_ids) == sorted(chat.stop_token_ids)
+
+
+def test_a_tokenizer_without_a_template_is_refused_with_a_remedy(make_folder):
+    with pytest.raises(ConfigError, match=r"no chat template.*tokenizer_config\.json"):
+        ChatTokenizer(make_folder(template=None))
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        ChatTokenizer(tmp_path / "nowhere")
+
+
+def test_a_template_without_an_end_token_is_refused(make_folder):
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}assistant: "
+    with pytest.raises(ConfigError, match="cannot learn to stop"):
+        ChatTokenizer(make_folder(template=template))
+
+
+def test_a_template_that_opens_something_the_answer_lacks_is_refused(make_folder):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>' }}{% endif %}"
+    )
+    chat = ChatTokenizer(make_folder(template=template))
+    with pytest.raises(DataError, match="does not render an assistant's turn as the prompt for it"):
+        chat.training_tokens([USER, FOUR])
+    assert chat.training_tokens([USER, Message("assistant", "<think>hm</think>4")]).num_trainable
+
+
+def test_a_template_that_drops_thinking_can_train_the_last_turn_only(make_folder):
+    template = (
+        "{% for m in messages %}{% set c = m['content'] %}"
+        "{% if m['role'] == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1] %}{% endif %}"
+        "{{ '<|im_start|>' + m['role'] + '\\n' + c + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    chat = ChatTokenizer(make_folder(template=template))
+    talk = [USER, Message("assistant", "<think>hm</think>4"), USER, Message("assistant", "<think>so</think>4")]
+    with pytest.raises(DataError, match="train_on = 'last'"):
+        chat.training_tokens(talk, "all")
+    sequence = chat.training_tokens(talk, "last")
+    assert trained_text(chat, sequence) == "<think>so</think>4<|im_end|>"
+    assert "hm" not in chat.decode(sequence.token_ids)
+
+
+def test_a_template_that_refuses_a_conversation_says_why(make_folder):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+    from tests.data.conftest import CHATML
+
+    chat = ChatTokenizer(make_folder(template=template + CHATML))
+    with pytest.raises(DataError, match="no system messages"):
+        chat.render([Message("system", "x"), USER])
+
+
+def test_an_end_token_inside_an_answer_is_refused(chat):
+    with pytest.raises(DataError, match=r"holds the end token <\|im_end\|>"):
+        chat.training_tokens([USER, Message("assistant", "4<|im_end|>\n<|im_start|>user\nmore")])
+
+
+def test_a_conversation_without_an_assistant_is_refused(chat):
+    with pytest.raises(DataError, match="no assistant message"):
+        chat.training_tokens([USER])

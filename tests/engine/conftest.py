@@ -1,0 +1,105 @@
+"""Real vLLM engines, shared by the session: starting one costs about fifteen seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from slipstream.inference.engine import SupervisedEngine
+from slipstream.inference.settings import EngineSettings
+from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.records import Completion, GenerateRequest, SamplingParams
+from slipstream.trainer.new_model import new_model
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class LiveEngine:
+    """An engine and the thread whose event loop it belongs to."""
+
+    engine: SupervisedEngine
+    thread: EventLoopThread
+    model: Path
+    events: list[tuple[str, dict[str, Any]]]
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
+        return self.thread.call(work, timeout_s, "the engine under test")
+
+    def generate(self, *requests: GenerateRequest) -> list[Completion]:
+        import asyncio
+
+        async def all_of_them() -> list[Completion]:
+            return await asyncio.gather(*(self.engine.generate(request) for request in requests))
+
+        return self.call(all_of_them())
+
+    def sample(self, tag: str, sampling: SamplingParams, prompts: list[list[int]] | None = None) -> list[Completion]:
+        prompts = prompts or PROMPTS
+        return self.generate(
+            *(GenerateRequest(f"{tag}-{i}", prompt, sampling, seed=i) for i, prompt in enumerate(prompts))
+        )
+
+
+PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]
+
+
+def settings_for(model: Path, dtype: str = "float32", **changes: Any) -> EngineSettings:
+    return EngineSettings(
+        model=str(model),
+        socket="",
+        dtype=dtype,
+        max_model_len=256,
+        max_num_seqs=64,
+        kv_cache_bytes=1 << 28,
+        threads=2,
+        **changes,
+    )
+
+
+def start(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: int = 1, **changes: Any) -> LiveEngine:
+    thread = EventLoopThread(lambda: False)
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    async def create() -> SupervisedEngine:
+        return SupervisedEngine(
+            settings_for(model, dtype, **changes),
+            folder / "engine.log",
+            start_timeout_s=180,
+            max_restarts=max_restarts,
+            on_event=lambda kind, **fields: events.append((kind, fields)),
+        )
+
+    engine = thread.call(create(), 10, "the engine object")
+    live = LiveEngine(engine, thread, model, events)
+    engine.launch()
+    live.call(engine.wait_ready(), 200)
+    return live
+
+
+def stop(live: LiveEngine) -> None:
+    live.thread.stop(live.engine.stop())
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_model(tmp_path_factory.mktemp("models") / "tiny", hidden_size=64, num_layers=2, seed=3)
+
+
+@pytest.fixture(scope="session")
+def live(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
+    """A float32 engine; whoever applies another version to it leaves it in service."""
+    live = start(tiny_model, tmp_path_factory.mktemp("engine"))
+    yield live
+    stop(live)
+
+
+def perturbed(weights: dict[str, torch.Tensor], seed: int, scale: float = 0.02) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (w.float() + scale * torch.randn(w.shape, generator=generator)).to(w.dtype) for name, w in weights.items()
+    }

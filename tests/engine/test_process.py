@@ -1,0 +1,166 @@
+"""The supervised engine process: starting, refusing, cancelling, dying."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference.process import EngineProcess
+from slipstream.records import GenerateRequest, SamplingParams
+
+from .conftest import PROMPTS, settings_for, start, stop
+
+pytestmark = pytest.mark.engine
+
+
+def test_health_says_what_runs(live):
+    health = live.call(live.engine.process.client.health())
+    assert health.status == "ready"
+    assert health.vllm_version
+    assert health.plugin_version
+    assert "live_cpu_weights" in health.patches
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(live):
+    def sample(tag, seed):
+        request = GenerateRequest(f"seed-{tag}", PROMPTS[3], SamplingParams(max_tokens=32), seed=seed)
+        return live.generate(request)[0].token_ids
+
+    assert sample("a", 1) == sample("b", 1)
+    assert sample("c", 2) != sample("d", 1)
+
+
+def test_logprobs_are_those_of_the_processed_distribution(live):
+    narrow = SamplingParams(max_tokens=16, temperature=0.8, top_k=1)
+    completion = live.sample("narrow", narrow)[0]
+    assert completion.logprobs == pytest.approx([0.0] * 16, abs=1e-6)
+
+
+def test_stop_tokens_end_a_completion_and_are_part_of_it(live):
+    free = live.sample("free", SamplingParams(max_tokens=32))[0]
+    at = free.token_ids[5]
+    ended = live.sample("ended", SamplingParams(max_tokens=32, stop_token_ids=(at,)))[0]
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(at) + 1]
+
+
+def test_a_request_past_its_deadline_is_aborted_inside_the_engine_too(live):
+    request = GenerateRequest("late", PROMPTS[0], SamplingParams(max_tokens=200), timeout_s=0.02)
+    completion = live.generate(request)[0]
+    assert completion.finish_reason == "abort"
+    assert "deadline" in completion.error
+    wait_until_idle(live)
+
+
+def test_a_cancelled_call_frees_the_engine(live):
+    async def cancel_soon():
+        request = GenerateRequest("cancelled", PROMPTS[0], SamplingParams(max_tokens=200))
+        task = asyncio.create_task(live.engine.generate(request))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    live.call(cancel_soon())
+    wait_until_idle(live)
+
+
+def test_a_prompt_that_is_too_long_concerns_its_caller_only(live):
+    long = GenerateRequest("long", list(range(1, 90)) * 5, SamplingParams(max_tokens=8))
+    short = GenerateRequest("short", PROMPTS[0], SamplingParams(max_tokens=8))
+    refused, answered = live.generate(long, short)
+    assert refused.finish_reason == "abort"
+    assert "refused" in refused.error
+    assert len(answered.token_ids) == 8
+
+
+def test_a_seeded_prompt_may_be_split_over_several_steps(live):
+    requests = [
+        GenerateRequest(f"split-{i}", PROMPTS[7] * 4, SamplingParams(max_tokens=4), seed=i) for i in range(60)
+    ]
+    assert len(live.generate(*requests)) == 60
+
+
+def wait_until_idle(live, timeout_s=5.0):
+    until = time.monotonic() + timeout_s
+    while live.call(live.engine.process.client.health()).num_running:
+        assert time.monotonic() < until, "the engine still runs a request that nobody waits for"
+        time.sleep(0.05)
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path):
+    (tmp_path / "empty").mkdir()
+    process = EngineProcess(settings_for(tmp_path / "empty"), tmp_path / "engine.log", start_timeout_s=120)
+    with pytest.raises(EngineError, match=r"(?s)did not start.*last lines.*\n"):
+        asyncio.run(process.start())
+    assert not process.is_alive()
+    process.remove_files()
+
+
+def test_a_start_that_takes_too_long_is_given_up(tiny_model, tmp_path):
+    process = EngineProcess(settings_for(tiny_model), tmp_path / "engine.log", start_timeout_s=1.0)
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="start_timeout_s"):
+        asyncio.run(process.start())
+    assert time.monotonic() - began < 20
+    assert not process.is_alive()
+    process.remove_files()
+
+
+@pytest.mark.slow
+def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_weights(tiny_model, tmp_path):
+    live = start(tiny_model, tmp_path, max_restarts=1)
+    try:
+        before = live.sample("before", SamplingParams(max_tokens=16))
+
+        async def killed_under_way():
+            request = GenerateRequest("lost", PROMPTS[0], SamplingParams(max_tokens=200))
+            task = asyncio.create_task(live.engine.generate(request))
+            await asyncio.sleep(0.05)
+            os.kill(live.engine.process.process.pid, signal.SIGKILL)
+            await task
+
+        with pytest.raises(EngineError, match="died"):
+            live.call(killed_under_way())
+        after = live.sample("after", SamplingParams(max_tokens=16))
+        assert [c.logprobs for c in before] == [c.logprobs for c in after]
+        assert [kind for kind, _ in live.events] == ["engine_restart"]
+        os.kill(live.engine.process.process.pid, signal.SIGKILL)
+        time.sleep(0.3)
+        with pytest.raises(EngineError, match="max_restarts"):
+            live.sample("third", SamplingParams(max_tokens=4))
+    finally:
+        stop(live)
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
+    script = tmp_path / "supervisor.py"
+    script.write_text(
+        "import asyncio, sys, time\n"
+        "from pathlib import Path\n"
+        "sys.path.insert(0, sys.argv[3])\n"
+        "from tests.engine.conftest import settings_for\n"
+        "from slipstream.inference.process import EngineProcess\n"
+        "process = EngineProcess(settings_for(Path(sys.argv[1])), Path(sys.argv[2]), start_timeout_s=120)\n"
+        "asyncio.run(process.start())\n"
+        "print(process.process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    root = str(tmp_path.cwd())
+    supervisor = subprocess.Popen(
+        [sys.executable, str(script), str(tiny_model), str(tmp_path / "engine.log"), root], stdout=subprocess.PIPE
+    )
+    engine = psutil.Process(int(supervisor.stdout.readline()))
+    family = [engine, *engine.children(recursive=True)]
+    supervisor.kill()
+    supervisor.wait()
+    gone, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive

@@ -1,0 +1,86 @@
+"""Environments for tests; scorer workers load them from this file by path."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slipstream.config.schema import EnvironmentConfig
+from slipstream.envs import SingleTurn, Task
+from slipstream.envs.single_turn import as_tasks
+
+
+class Behaving(SingleTurn):
+    """The reward does what the completion says; otherwise it compares with the answer."""
+
+    def __init__(self, seed=0, size=8, gold=True):
+        super().__init__(seed)
+        self.size, self.has_gold = size, gold
+
+    def tasks(self, split, num_tasks):
+        rows = [{"prompt": f"{split} {i}", "answer": f"answer {i * i + 10}"} for i in range(min(num_tasks, self.size))]
+        return as_tasks(rows, split, self.name)
+
+    def gold(self, task):
+        return task.answer if self.has_gold else None
+
+    def reward(self, task, completion):
+        verb, _, rest = completion.partition(" ")
+        act = getattr(self, f"_{verb}", None)
+        return act(rest) if act else {"reward": float(completion == task.answer), "length": len(completion)}
+
+    def _sleep(self, seconds):
+        time.sleep(float(seconds))
+        return 1.0
+
+    def _hang(self, _):
+        ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock, as a bad regular expression does
+
+    def _raise(self, what):
+        raise KeyError(what)
+
+    def _exit(self, code):
+        os._exit(int(code))
+
+    def _sysexit(self, code):
+        sys.exit(int(code))
+
+    def _kill(self, _):
+        os.kill(os.getpid(), 11)
+
+    def _print(self, text):
+        print(text * 50_000)
+        os.write(1, b"raw bytes\x00\xff")
+        subprocess.run(["echo", text], check=True)
+        return float(sys.stdin.read() == "")
+
+    def _give(self, what):
+        return {
+            "nan": float("nan"),
+            "text": "1",
+            "none": None,
+            "empty": {},
+            "true": True,
+            "inf": {"reward": 1, "x": 1e999},
+        }[what]
+
+    def _allocate(self, gib):
+        return float(len(bytearray(int(float(gib) * 2**30))))
+
+    def _pid(self, _):
+        return float(os.getpid())
+
+    def _child(self, path):
+        child = subprocess.Popen(["sleep", "60"])
+        Path(path).write_text(str(child.pid))
+        time.sleep(60)
+
+
+def config(name="Behaving", timeout_s=10.0, **settings):
+    return EnvironmentConfig(name=f"{Path(__file__)}:{name}", reward_timeout_s=timeout_s, settings=settings)
+
+
+def task(answer="4"):
+    return Task("t", (), answer)

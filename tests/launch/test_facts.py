@@ -1,0 +1,177 @@
+import json
+import os
+
+import pytest
+
+from slipstream.config import EnvironmentConfig, GRPOConfig, ModelConfig, RunConfig, SFTConfig, TrainingConfig
+from slipstream.errors import ConfigError
+from slipstream.launch.facts import (
+    gather_facts,
+    measure_data,
+    measure_gpus,
+    read_model,
+    usable_cpus,
+    usable_memory_bytes,
+)
+from slipstream.records import Message, Sequence, Task
+
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "vocab_size": 100,
+    "dtype": "float32",
+    "tie_word_embeddings": True,
+}
+
+
+class LetterTokenizer:
+    """One token for a letter, one at the start of a turn and one at its end."""
+
+    def render(self, messages):
+        return [0] * (sum(len(message.content) + 2 for message in messages) + 1)
+
+    def training_tokens(self, messages, train_on):
+        mask = []
+        for message in messages:
+            mask += [False] + [message.role == "assistant"] * (len(message.content) + 1)
+        return Sequence(token_ids=[0] * len(mask), mask=mask)
+
+
+def task(prompt, answer):
+    return Task(id=prompt, prompt=(Message(role="user", content=prompt),), answer=answer)
+
+
+def config(algorithm, **changes):
+    return RunConfig(
+        model=ModelConfig(path="org/name"),
+        environment=EnvironmentConfig(name="x"),
+        algorithm=algorithm,
+        training=TrainingConfig(steps=1),
+        **changes,
+    )
+
+
+def folder_with(path, shape):
+    (path / "config.json").write_text(shape if isinstance(shape, str) else json.dumps(shape))
+    return str(path)
+
+
+class TestData:
+    tasks = (task("abc", "ab"), task("abcdef", "a"), task("a", "abcd"))
+
+    def test_grpo(self):
+        facts = measure_data(config(GRPOConfig()), self.tasks, LetterTokenizer(), [task("x" * 9, "y")])
+        assert facts.num_train_tasks == 3
+        assert facts.max_prompt_tokens == 9 + 3
+        assert facts.max_answer_tokens == 5
+        assert facts.max_sequence_tokens is None
+
+    def test_sft_on_gold_answers(self):
+        facts = measure_data(config(SFTConfig()), self.tasks, LetterTokenizer(), [task("xy", "y")])
+        assert facts.max_prompt_tokens == 5, "only evaluation generates"
+        assert facts.max_sequence_tokens == 6 + 2 + 1 + 2
+
+    def test_sft_on_conversations(self):
+        turns = [Message(role="user", content="hello"), Message(role="assistant", content="hi")]
+        facts = measure_data(config(SFTConfig(), evaluation=None), [], LetterTokenizer(), conversations=[turns])
+        assert facts.num_train_tasks == 1
+        assert facts.max_prompt_tokens == 0
+        assert facts.max_answer_tokens is None
+        assert facts.max_sequence_tokens == 11
+
+    def test_no_gold_answers(self):
+        facts = measure_data(config(GRPOConfig()), [task("a", None)], LetterTokenizer())
+        assert facts.max_answer_tokens is None
+        facts = measure_data(config(GRPOConfig()), [task("a", None)], LetterTokenizer(), gold=lambda task: "abc")
+        assert facts.max_answer_tokens == 4
+
+
+class TestModel:
+    def test_shape_and_estimate(self, tmp_path):
+        model = read_model(folder_with(tmp_path, SHAPE))
+        assert (model.hidden_size, model.num_layers, model.num_kv_heads, model.head_dim) == (128, 4, 2, 32)
+        assert (model.context_length, model.vocab_size, model.dtype) == (512, 100, "float32")
+        layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384 + 2 * 128
+        assert model.num_parameters == 4 * layer + 100 * 128 + 128
+        untied = read_model(folder_with(tmp_path, SHAPE | {"tie_word_embeddings": False}))
+        assert untied.num_parameters == model.num_parameters + 100 * 128
+
+    def test_defaults_of_older_shapes(self, tmp_path):
+        shape = {key: value for key, value in SHAPE.items() if key in ("vocab_size",)}
+        shape |= {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 99, "torch_dtype": "bfloat16"}
+        model = read_model(folder_with(tmp_path, shape))
+        assert (model.num_kv_heads, model.head_dim, model.intermediate_size) == (4, 16, 256)
+        assert (model.context_length, model.dtype) == (99, "bfloat16")
+
+    def test_text_part_of_a_larger_model(self, tmp_path):
+        nested = {"text_config": SHAPE, "vision_config": {"hidden_size": 7}, "dtype": "bfloat16"}
+        model = read_model(folder_with(tmp_path, nested))
+        assert (model.hidden_size, model.dtype) == (128, "bfloat16")
+
+    def test_parameters_are_counted_in_all_files(self, tmp_path):
+        numpy = pytest.importorskip("numpy")
+        from safetensors.numpy import save_file
+
+        path = folder_with(tmp_path, SHAPE)
+        save_file({"a": numpy.zeros((3, 4), "float16")}, tmp_path / "model-1.safetensors")
+        save_file({"b": numpy.zeros(5, "float32")}, tmp_path / "model-2.safetensors")
+        assert read_model(path).num_parameters == 17
+        (tmp_path / "model-2.safetensors").write_bytes(b"short")
+        with pytest.raises(ConfigError, match=r"model-2\.safetensors cannot be read"):
+            read_model(path)
+
+    def test_what_the_library_has_as_default_is_asked_of_it(self, tmp_path):
+        shape = {key: value for key, value in SHAPE.items() if key != "max_position_embeddings"}
+        model = read_model(folder_with(tmp_path, shape | {"model_type": "qwen3"}))
+        assert model.context_length == 32_768
+
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [("{", "cannot be read"), ("[]", "is not a JSON object"), ("{}", "neither a local folder nor a hub id")],
+    )
+    def test_bad_config_files(self, tmp_path, content, expected):
+        with pytest.raises(ConfigError, match=expected):
+            read_model(folder_with(tmp_path, content))
+
+    def test_no_such_place(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"has no config\.json"):
+            read_model(str(tmp_path))
+        with pytest.raises(ConfigError, match="is not a folder"):
+            read_model(str(tmp_path / "none"))
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="is not a folder"):
+            read_model(str(tmp_path / "file"))
+
+    def test_unreachable_hub_id(self, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(ConfigError, match="neither a local folder nor a hub id"):
+            read_model("no-such-org/no-such-model")
+
+
+class TestMachine:
+    def test_counts(self, tmp_path):
+        assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
+        limit = tmp_path / "limit"
+        limit.write_text("1000\n")
+        assert usable_memory_bytes([str(limit)]) == 1000
+        limit.write_text("max\n")
+        assert usable_memory_bytes([str(limit), str(tmp_path / "none")]) == usable_memory_bytes([])
+        assert usable_memory_bytes() > 1 << 20
+
+    def test_gpus(self):
+        count, memory = measure_gpus()
+        assert (count == 0) == (memory == 0)
+
+
+def test_gather(tmp_path):
+    settings = config(GRPOConfig())
+    settings = settings.model_copy(update={"model": ModelConfig(path=folder_with(tmp_path, SHAPE))})
+    facts = gather_facts(settings, [task("abc", "ab")], LetterTokenizer())
+    assert facts.num_cpus == usable_cpus()
+    assert facts.model.hidden_size == 128
+    assert facts.data.max_prompt_tokens == 6

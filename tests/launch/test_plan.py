@@ -1,0 +1,368 @@
+import contextlib
+import dataclasses
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from slipstream.config import (
+    DataConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    GRPOConfig,
+    InferenceConfig,
+    Loaded,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    SFTConfig,
+    TrainingConfig,
+    dump_resolved,
+    load_config,
+    with_values,
+)
+from slipstream.config.checks import inapplicable, reason_against
+from slipstream.config.keys import leaves
+from slipstream.errors import ConfigError
+from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
+from slipstream.launch.memory import (
+    GIB,
+    activation_bytes_per_token,
+    kv_bytes_per_sequence,
+    training_state_bytes,
+    weights_bytes,
+)
+
+TINY = ModelFacts(
+    num_parameters=800_000,
+    hidden_size=128,
+    intermediate_size=384,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    context_length=512,
+    vocab_size=100,
+    dtype="float32",
+)
+DATA = DataFacts(num_train_tasks=1000, max_prompt_tokens=60, max_answer_tokens=12)
+FACTS = Facts(num_cpus=2, memory_bytes=24 * GIB, model=TINY, data=DATA)
+GRPO = RunConfig(
+    model=ModelConfig(path="org/name"),
+    environment=EnvironmentConfig(name="x"),
+    algorithm=GRPOConfig(),
+    training=TrainingConfig(steps=40),
+)
+SFT = with_values(GRPO, {}).model_copy(update={"algorithm": SFTConfig()})
+SFT_DATA = dataclasses.replace(DATA, max_sequence_tokens=90)
+
+
+def facts(**changes):
+    """FACTS with some fields of the facts, the model or the data replaced."""
+    parts = {"model": TINY, "data": DATA}
+    own = {}
+    for name, value in changes.items():
+        part = next((key for key in parts if hasattr(parts[key], name)), None)
+        if part is None:
+            own[name] = value
+        else:
+            parts[part] = dataclasses.replace(parts[part], **{name: value})
+    return dataclasses.replace(FACTS, **parts, **own)
+
+
+def plan(values=None, config=GRPO, **changes):
+    return make_plan(with_values(config, values or {}), facts(**changes))
+
+
+def refusal(values=None, config=GRPO, **changes):
+    with pytest.raises(ConfigError) as caught:
+        plan(values, config, **changes)
+    return str(caught.value)
+
+
+def autos(config):
+    reasons = inapplicable(config)
+    return [path for path, value in leaves(config) if value == "auto" and not reason_against(path, reasons)]
+
+
+def test_every_auto_gets_its_value_and_reason():
+    made = plan()
+    assert autos(made.config) == []
+    assert {item.name: item.value for item in made.derived} == {
+        "model.dtype": "float32",
+        "sampling.max_tokens": 19,  # 1.25 * 12 + 4
+        "inference.max_model_len": 80,  # 60 + 19, in multiples of 16
+        "inference.max_num_seqs": 256,  # 32 * 8
+        "inference.kv_cache_gib": 0.25,
+        "inference.enforce_eager": True,
+        "training.micro_batch_tokens": 32_768,
+        "run.threads": 2,
+        "run.checkpoint_every": 4,
+        "evaluation.temperature": 1.0,
+    }
+    assert all(item.reason for item in made.derived)
+    assert made.warnings == ()
+
+
+def test_what_the_user_set_stays():
+    values = {
+        "model.dtype": "bfloat16",
+        "sampling.max_tokens": 100,
+        "inference.max_model_len": 200,
+        "inference.max_num_seqs": 3,
+        "inference.kv_cache_gib": 1.0,
+        "inference.enforce_eager": False,
+        "training.micro_batch_tokens": 512,
+        "run.threads": 1,
+        "run.checkpoint_every": 7,
+        "evaluation.temperature": 0.0,
+    }
+    made = plan(values)
+    assert made.derived == ()
+    assert made.config == with_values(GRPO, values)
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "num_gpus", "dtype"),
+    [(19_999_999, 0, "float32"), (20_000_000, 0, "bfloat16"), (1_000_000, 1, "bfloat16")],
+)
+def test_dtype(num_parameters, num_gpus, dtype):
+    made = plan(num_parameters=num_parameters, num_gpus=num_gpus, gpu_memory_bytes=80 * GIB)
+    assert made.config.model.dtype == dtype
+
+
+class TestLengths:
+    @pytest.mark.parametrize(("answer", "expected"), [(1, 8), (4, 9), (12, 19), (100, 129)])
+    def test_max_tokens_from_gold_answers(self, answer, expected):
+        assert plan(max_answer_tokens=answer).config.sampling.max_tokens == expected
+
+    def test_max_tokens_without_gold_answers_is_what_is_left(self):
+        assert plan(max_answer_tokens=None).config.sampling.max_tokens == 512 - 60
+        values = {"inference.max_model_len": 100}
+        assert plan(values, max_answer_tokens=None).config.sampling.max_tokens == 40
+
+    def test_context_cuts_both(self):
+        made = plan(max_prompt_tokens=500)
+        assert made.config.sampling.max_tokens == 12
+        assert made.config.inference.max_model_len == 512
+
+    def test_the_context_need_not_be_a_multiple_of_sixteen(self):
+        assert plan(context_length=83, max_prompt_tokens=64).config.inference.max_model_len == 83
+
+    def test_errors(self):
+        assert "leaves no room for a completion in the model's context of 512" in refusal(max_prompt_tokens=512)
+        message = refusal({"inference.max_model_len": 60})
+        assert "in inference.max_model_len of 60" in message
+        assert "raise inference.max_model_len" in message
+        assert "use at most 512" in refusal({"inference.max_model_len": 513})
+        message = refusal({"sampling.max_tokens": 453})
+        assert message == (
+            "sampling.max_tokens = 453 and the longest prompt of 60 tokens do not fit into "
+            "the model's context of 512: use at most 452"
+        )
+
+    def test_too_few_tokens_for_the_answer_is_a_warning(self):
+        assert "below the longest gold answer of 12" in plan({"sampling.max_tokens": 11}).warnings[0]
+
+
+class TestBatch:
+    def test_few_prompts_lower_the_batch_and_say_so(self):
+        made = plan(num_train_tasks=12)
+        assert made.config.training.prompts_per_batch == 12
+        assert made.derived[1].reason == "lowered from 32: the training data has only 12 prompts"
+        assert made.warnings == (f"training.prompts_per_batch was {made.derived[1].reason}",)
+        assert made.config.inference.max_num_seqs == 256, "the evaluation still has 500 tasks"
+
+    def test_updates_have_to_divide_the_lowered_batch(self):
+        assert plan({"training.updates_per_batch": 4}, num_train_tasks=12).config.training.prompts_per_batch == 12
+        message = refusal({"training.updates_per_batch": 8}, num_train_tasks=12)
+        assert "does not divide training.prompts_per_batch = 12: use 6 or 12" in message
+        assert "lowered from 32" in message
+
+    def test_no_tasks(self):
+        assert "no tasks" in refusal(num_train_tasks=0)
+
+    def test_totals(self):
+        made = plan({"training.updates_per_batch": 2, "training.epochs_per_batch": 3, "evaluation.every": 10})
+        notes = {note.name: note.value for note in made.notes}
+        assert notes["sequences per batch"] == 256
+        assert notes["tokens per batch, at most"] == 256 * 80
+        assert notes["optimizer steps"] == 240
+        assert notes["samples"] == 40 * 256
+        assert notes["passes over the data"] == 1.28
+        assert notes["evaluations"] == 5, "at the start, after 10, 20 and 30, and at the end"
+
+    def test_clip_bounds_that_never_act(self):
+        assert "never act" in plan({"algorithm.clip_low": 0.1}).warnings[0]
+        assert plan({"algorithm.clip_low": 0.1, "training.updates_per_batch": 2}).warnings == ()
+
+
+class TestCache:
+    def test_sequences_at_once(self):
+        few = {"training.prompts_per_batch": 4, "evaluation.num_tasks": 10}
+        assert plan(few).config.inference.max_num_seqs == 32
+        assert plan(few | {"evaluation.num_tasks": 50}).config.inference.max_num_seqs == 50
+
+    def test_size_is_that_of_all_sequences(self):
+        made = plan({"inference.max_num_seqs": 1000}, max_answer_tokens=None)
+        each = 2 * 4 * 2 * 32 * 4 * 512
+        assert kv_bytes_per_sequence(TINY, "float32", 512) == each
+        assert each * 1000 / GIB <= made.config.inference.kv_cache_gib <= each * 1000 / GIB + 0.1
+
+    def test_fewer_sequences_when_memory_is_short(self):
+        made = plan(memory_bytes=GIB // 2, max_answer_tokens=None)
+        each = kv_bytes_per_sequence(TINY, "float32", 512)
+        num_sequences = made.config.inference.max_num_seqs
+        assert 1 <= num_sequences < 256
+        assert num_sequences * each <= GIB // 8
+        reason = next(item.reason for item in made.derived if item.name == "inference.max_num_seqs")
+        assert "a quarter of the memory" in reason
+
+    def test_a_given_cache_bounds_the_sequences(self):
+        made = plan({"inference.kv_cache_gib": 0.02}, max_answer_tokens=None)
+        assert made.config.inference.max_num_seqs == 20
+
+    def test_errors(self):
+        message = refusal({"inference.max_num_seqs": 100_000})
+        assert "more than a quarter of the memory (6.00 GiB): use inference.max_num_seqs = " in message
+        assert "raise inference.kv_cache_gib" in refusal({"inference.kv_cache_gib": 1e-4})
+        message = refusal(context_length=10**8, max_answer_tokens=None)
+        assert message.startswith("one sequence of inference.max_model_len = 100000000 tokens takes")
+        assert "lower sampling.max_tokens" in message
+
+    def test_gpu(self):
+        made = plan(num_gpus=1, gpu_memory_bytes=10 * GIB)
+        assert made.config.inference.kv_cache_gib == pytest.approx(4.5, abs=0.01)
+        assert made.config.inference.enforce_eager is False
+        assert "smaller model" in refusal(num_gpus=1, gpu_memory_bytes=GIB, num_parameters=10**9)
+
+
+class TestMicroBatch:
+    def test_an_eighth_of_the_memory(self):
+        each = activation_bytes_per_token(TINY, "float32")
+        tokens = plan(memory_bytes=2 * GIB).config.training.micro_batch_tokens
+        assert tokens % 256 == 0
+        assert 0 < GIB // 4 - tokens * each < 256 * each
+
+    def test_never_less_than_the_longest_sequence(self):
+        made = plan(vocab_size=10_000_000)
+        assert made.config.training.micro_batch_tokens == 80
+        assert "the longest sequence" in made.warnings[0]
+
+    def test_logits_count(self):
+        large = dataclasses.replace(TINY, vocab_size=150_000)
+        assert activation_bytes_per_token(large, "bfloat16") > 12 * 150_000
+
+
+class TestSFT:
+    def test_without_an_engine_its_keys_stay(self):
+        config = SFT.model_copy(update={"evaluation": None})
+        made = make_plan(config, dataclasses.replace(FACTS, data=SFT_DATA))
+        assert autos(made.config) == []
+        assert made.config.inference == InferenceConfig()
+        assert {item.name for item in made.derived} == {
+            "model.dtype", "training.micro_batch_tokens", "run.threads", "run.checkpoint_every",
+        }  # fmt: skip
+        assert [note.name for note in made.notes if note.unit] == ["memory of the trainer"]
+        on_gpu = dataclasses.replace(FACTS, data=SFT_DATA, num_gpus=1, gpu_memory_bytes=8 * GIB)
+        assert make_plan(config, on_gpu).config.training.micro_batch_tokens == 32_768
+
+    def test_with_evaluation_it_has_one(self):
+        made = make_plan(SFT, dataclasses.replace(FACTS, data=SFT_DATA))
+        assert autos(made.config) == []
+        assert made.config.inference.max_num_seqs == 256
+
+    def test_a_conversation_longer_than_the_context(self):
+        assert "longest training conversation has 513 tokens" in refusal(config=SFT, max_sequence_tokens=513)
+
+    def test_nothing_to_imitate(self):
+        assert "has none: use grpo" in refusal(config=SFT)
+
+
+def test_memory_of_everything_together():
+    assert weights_bytes(TINY, "bfloat16") == 1_600_000
+    assert training_state_bytes(TINY, "bfloat16", with_reference=False) == 800_000 * (2 + 2 + 16)
+    assert training_state_bytes(TINY, "float32", with_reference=True) == 800_000 * (4 + 4 + 16 + 4)
+    message = refusal(num_parameters=2_000_000_000)
+    assert message.startswith("the run needs about ")
+    assert "there are 24.0 GiB: " in message
+
+
+def test_the_plan_can_be_shown():
+    made = plan(num_train_tasks=12)
+    out = io.StringIO()
+    Console(file=out, width=160).print(render_plan(made))
+    text = out.getvalue()
+    assert "sampling.max_tokens" in text
+    assert "warning: training.prompts_per_batch was lowered from 32" in text
+    content = json.loads(plan_as_json(made))
+    assert content["config"]["training"]["prompts_per_batch"] == 12
+    assert content["derived"][0] == {
+        "name": "model.dtype",
+        "value": "float32",
+        "reason": "on a CPU 0.8 M parameters are few: full precision costs little",
+    }
+    assert len(content["notes"]) == len(made.notes)
+    assert content["warnings"] == list(made.warnings)
+
+
+sizes = st.integers(min_value=1, max_value=10**5)
+any_config = st.builds(
+    RunConfig,
+    model=st.just(ModelConfig(path="org/name")),
+    environment=st.just(EnvironmentConfig(name="x")),
+    algorithm=st.just(GRPOConfig()) | st.just(SFTConfig()),
+    training=st.builds(TrainingConfig, steps=sizes, prompts_per_batch=sizes),
+    sampling=st.builds(SamplingConfig, max_tokens=st.just("auto") | sizes),
+    inference=st.builds(
+        InferenceConfig,
+        max_model_len=st.just("auto") | sizes,
+        max_num_seqs=st.just("auto") | sizes,
+        kv_cache_gib=st.just("auto") | st.floats(min_value=0.001, max_value=10),
+    ),
+    evaluation=st.none() | st.builds(EvaluationConfig, num_tasks=sizes),
+    data=st.none() | st.just(DataConfig(path="/x")),
+)
+any_facts = st.builds(
+    Facts,
+    num_cpus=st.integers(min_value=1, max_value=256),
+    memory_bytes=st.integers(min_value=1, max_value=1 << 42),
+    num_gpus=st.integers(min_value=0, max_value=8),
+    gpu_memory_bytes=st.integers(min_value=1, max_value=1 << 38),
+    model=st.builds(dataclasses.replace, st.just(TINY), num_parameters=st.integers(1, 10**10), context_length=sizes),
+    data=st.builds(
+        DataFacts,
+        num_train_tasks=sizes,
+        max_prompt_tokens=st.integers(min_value=0, max_value=10**5),
+        max_answer_tokens=st.none() | sizes,
+        max_sequence_tokens=st.none() | sizes,
+    ),
+)
+
+
+@given(any_config, any_facts)
+def test_a_plan_is_whole_or_refused(config, measured):
+    try:
+        made = make_plan(config, measured)
+    except ConfigError:
+        return
+    assert autos(made.config) == []
+    assert make_plan(made.config, measured).derived == (), "a plan of a plan changes nothing"
+    if made.config.algorithm.kind == "grpo":
+        limit = made.config.inference.max_model_len
+        assert measured.data.max_prompt_tokens + made.config.sampling.max_tokens <= limit
+        assert limit <= measured.model.context_length
+
+
+@given(any_config, any_facts)
+def test_a_plan_reads_back_from_its_text(tmp_path_factory, config, measured):
+    path = tmp_path_factory.getbasetemp() / "resolved.toml"
+    with contextlib.suppress(ConfigError):
+        path.write_text(dump_resolved(Loaded(config, {})))
+        loaded = load_config(path)
+        made = make_plan(loaded.config, measured)
+        path.write_text(dump_resolved(loaded, made.derived))
+        assert load_config(path).config == made.config

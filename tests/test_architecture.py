@@ -1,0 +1,152 @@
+"""Holds what the documents promise of the code's shape: who may import whom, and how long things are."""
+
+import ast
+import importlib.util
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "slipstream"
+FILES = sorted(SOURCE.rglob("*.py"))
+MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES = 500, 200, 80
+
+LAYERS = {
+    "records": 0,
+    "errors": 0,
+    "config": 1,
+    "runlog": 1,
+    "algo": 2,
+    "data": 2,
+    "transport": 2,
+    "weights": 2,
+    "inference": 3,
+    "trainer": 3,
+    "envs": 3,
+    "orchestrator": 4,
+    "launch": 5,
+    "cli": 6,
+    "view": 6,
+}
+SAME_LAYER = {("cli", "view"), ("records", "errors")}
+"""Pairs of one layer in which the first may import the second."""
+LIGHT_MODULES = ("slipstream.records", "slipstream.config", "slipstream.launch.plan", "slipstream.cli")
+HEAVY_MODULES = ("torch", "transformers", "vllm")
+
+
+def package_of(path: Path) -> str:
+    """The first name below `slipstream`; empty for the root package."""
+    name = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return "" if name == "__init__" else name
+
+
+def module_of(path: Path) -> str:
+    parts = ("slipstream", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every import in the file, those inside functions included, relative ones resolved."""
+    found = []
+    package = module_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def imported_packages(path: Path) -> list[tuple[int, str]]:
+    """(line, package) of every import of this project's own packages."""
+    split = [(line, name.split(".")) for line, name in imports(path)]
+    return [(line, names[1]) for line, names in split if names[0] == "slipstream" and len(names) > 1]
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_imports_go_downward(path):
+    own = package_of(path)
+    if not own:
+        assert imported_packages(path) == [], "the root package imports nothing of the project"
+        return
+    assert own in LAYERS, f"{own} has no layer: add it to LAYERS, and to the documents"
+    for line, other in imported_packages(path):
+        if other == own or other not in LAYERS:
+            continue
+        allowed = LAYERS[other] < LAYERS[own] or (own, other) in SAME_LAYER
+        assert allowed, f"{label(path)}:{line}: {own} (layer {LAYERS[own]}) imports {other} ({LAYERS[other]})"
+
+
+def test_the_import_reader_sees_every_form(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    path = tmp_path / "envs" / "x.py"
+    path.parent.mkdir()
+    path.write_text(
+        "import slipstream.trainer.loop\nfrom slipstream import weights\nfrom ..inference import client\n"
+        "from . import base\ndef f():\n    from slipstream.algo.losses import g\n"
+    )
+    assert [name for _, name in sorted(imported_packages(path))] == [
+        "trainer", "weights", "inference", "envs", "algo",
+    ]  # fmt: skip
+
+
+def test_trainer_inference_and_environments_do_not_know_each_other():
+    apart = {"trainer", "inference", "envs"}
+    for path in FILES:
+        own = package_of(path)
+        if own in apart:
+            assert not {other for _, other in imported_packages(path)} & (apart - {own}), label(path)
+
+
+@pytest.mark.parametrize("module", [name for name in LIGHT_MODULES if importlib.util.find_spec(name)])
+def test_heavy_libraries_are_not_imported_early(module):
+    program = (
+        f"import sys, {module}\nprint(*sorted(set({HEAVY_MODULES!r}) & {{name.split('.')[0] for name in sys.modules}}))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_sizes(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_FILE_LINES, "a noun is missing: split the file"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def test_files_are_mostly_small():
+    lengths = [len(path.read_text(encoding="utf-8").splitlines()) for path in FILES]
+    assert statistics.median(lengths) < MAX_MEDIAN_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_every_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), "a module docstring is missing"
+
+
+def test_every_folder_with_code_is_a_package():
+    folders = {path.parent for path in FILES}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_nothing_is_left_for_later():
+    marker = re.compile(r"\b(" + "TO" + "DO|FIX" + r"ME)\b")
+    folders = (ROOT / name for name in ("src", "tests", "examples", "docs", "benchmarks"))
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".toml")]
+    assert [str(path) for path in files if marker.search(path.read_text(encoding="utf-8"))] == []

@@ -1,0 +1,477 @@
+"""The run folder, written by one process and read by others."""
+
+import json
+import math
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream import runlog
+from slipstream.errors import ConfigError, DataError, EngineError, Interrupted
+from slipstream.records import Rollout, Sequence
+from slipstream.runlog import RunLog
+from slipstream.runlog.redaction import is_secret, redact, redact_toml
+
+WRITER = """
+import sys
+from slipstream.runlog import RunLog
+log = RunLog.create(sys.argv[1], resume=len(sys.argv) > 2)
+print("open", flush=True)
+for step in range(1, 1_000_000):
+    log.metrics(step, {"reward/mean": step / 2})
+    log.event("tick", text="x" * 2000)
+"""
+
+
+def start_writer(folder, *more):
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder), *more], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    return process
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+    process.stdout.close()
+
+
+def test_a_run_from_beginning_to_end(tmp_path):
+    with RunLog.create(tmp_path / "runs" / "one") as log:
+        log.resolved("[training]\nsteps = 2 # run.toml\n")
+        log.metrics(1, {"reward/mean": 0.25, "loss/policy": 1})
+        log.metrics(2, {"reward/mean": 0.5, "eval/accuracy": 0.75})
+        log.event("evaluated", num_right=3)
+        log.sample({"step": 2, "completion": "4"})
+    folder = log.folder
+    assert [(row["step"], row["lineage"], row["reward/mean"]) for row in runlog.read_metrics(folder)] == [
+        (1, 0, 0.25),
+        (2, 0, 0.5),
+    ]
+    assert [event["kind"] for event in runlog.read_events(folder)] == ["opened", "evaluated", "exit"]
+    assert runlog.read_samples(folder)[0]["completion"] == "4"
+    report = runlog.read_exit(folder)
+    assert report is not None
+    assert (report.status, report.exit_code, report.step, report.error) == ("finished", 0, 2, "")
+    assert {"slipstream", "torch", "vllm", "transformers", "python"} <= report.versions.keys()
+    [run] = runlog.list_runs(tmp_path / "runs")
+    assert (run.name, run.status, run.step, run.total_steps) == ("one", "finished", 2, 2)
+    assert (run.reward, run.accuracy) == (0.5, 0.75)
+
+
+def test_folder_and_files_are_private(tmp_path):
+    old_mask = os.umask(0)
+    try:
+        with RunLog.create(tmp_path / "run") as log:
+            log.resolved("")
+    finally:
+        os.umask(old_mask)
+    assert stat.S_IMODE(log.folder.stat().st_mode) == 0o700
+    names = {path.name: stat.S_IMODE(path.stat().st_mode) for path in log.folder.iterdir()}
+    assert set(names.values()) == {0o600}
+    assert names.keys() == {
+        "events.jsonl",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "resolved.toml",
+        "exit.json",
+        "run.lock",
+    }
+
+
+def test_an_existing_folder_is_refused_and_stays_as_it_is(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"--resume or use another folder"):
+        RunLog.create(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(ConfigError, match="is a file"):
+        RunLog.create(tmp_path / "notes.txt")
+    with pytest.raises(ConfigError, match="leave out --resume"):
+        RunLog.create(tmp_path, resume=True)
+    (tmp_path / "empty").mkdir()
+    RunLog.create(tmp_path / "empty").close()
+
+
+def test_two_processes_cannot_use_one_folder(tmp_path):
+    process = start_writer(tmp_path / "run")
+    try:
+        assert runlog.is_running(tmp_path / "run")
+        assert runlog.summarize(tmp_path / "run").status == "running"
+        with pytest.raises(ConfigError, match=rf"in use by process {process.pid} on "):
+            RunLog.create(tmp_path / "run", resume=True)
+    finally:
+        kill(process)
+    assert not runlog.is_running(tmp_path / "run")
+
+
+def test_readers_do_not_disturb_a_starting_writer(tmp_path):
+    stop = threading.Event()
+    folder = tmp_path / "run"
+    RunLog.create(folder).close()
+
+    def read():
+        while not stop.is_set():
+            runlog.is_running(folder)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for _ in range(10):
+            RunLog.create(folder, resume=True).close()
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+
+
+def test_the_lock_dies_with_the_writer_though_a_forked_child_lives(tmp_path):
+    code = (
+        "import os, sys, time\n"
+        "from slipstream.runlog import RunLog\n"
+        f"log = RunLog.create({str(tmp_path / 'run')!r})\n"
+        "if os.fork() == 0:\n"
+        "    print(os.getpid(), flush=True); time.sleep(30); os._exit(0)\n"
+        "time.sleep(0.2); os._exit(9)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    process.wait(timeout=10)
+    try:
+        os.kill(child, 0)
+        assert not runlog.is_running(tmp_path / "run")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_kill_9_at_any_moment_leaves_a_readable_and_resumable_run(tmp_path):
+    folder = tmp_path / "run"
+    more = []
+    for lineage in range(4):
+        process = start_writer(folder, *more)
+        time.sleep(0.02 * (lineage + 1))
+        kill(process)
+        rows = runlog.read_metrics(folder)
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert {row["lineage"] for row in rows} == {lineage}
+        assert runlog.summarize(folder).status == "killed"
+        assert runlog.read_exit(folder) is None
+        more = ["--resume"]
+    opened = [event for event in runlog.read_events(folder) if event["kind"] == "opened"]
+    assert [event["previous"] for event in opened] == ["none", "killed", "killed", "killed"]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lin', '{"step": 3, "lineage": 0, "time": 1.0}', "\x00\x00"])
+def test_a_torn_last_line_is_ignored_then_cut_away(tmp_path, torn):
+    with RunLog.create(tmp_path / "run") as log:
+        log.metrics(1, {"reward/mean": 0.5})
+        log.metrics(2, {"reward/mean": 0.5})
+    with (log.folder / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    assert [row["step"] for row in runlog.read_metrics(log.folder)] == [1, 2]
+    with RunLog.create(log.folder, resume=True) as log:
+        log.metrics(3, {"reward/mean": 0.75})
+    assert [row["step"] for row in runlog.read_metrics(log.folder)] == [1, 2, 3]
+    assert torn not in (log.folder / "metrics.jsonl").read_text()
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        log.metrics(1, {"reward/mean": 0.5})
+    with (log.folder / "metrics.jsonl").open("a") as file:
+        file.write("not json\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2 is damaged"):
+        runlog.read_metrics(log.folder)
+    [run] = runlog.list_runs(tmp_path)
+    assert run.status == "damaged"
+    assert "line 2" in run.message
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"training": 1}', "training = 1", "training.steps = 'x' [", "\x00"])
+def test_no_content_of_a_file_breaks_the_list(tmp_path, content):
+    for name in ("metrics.jsonl", "events.jsonl", "resolved.toml", "exit.json"):
+        folder = tmp_path / name
+        with RunLog.create(folder) as log:
+            log.metrics(1, {"reward/mean": 0.5})
+        (folder / name).write_text(content + "\n")
+    assert {run.name for run in runlog.list_runs(tmp_path)} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_superseded_steps_are_left_out(tmp_path):
+    folder = tmp_path / "run"
+    for lineage, (first, last) in enumerate([(1, 7), (5, 6), (4, 5)]):
+        with RunLog.create(folder, resume=lineage > 0) as log:
+            assert log.lineage == lineage
+            if lineage:
+                log.resumed(first - 1)
+                log.metrics(first - 1, {"probe/abs_logprob_diff": 0.5 * lineage})
+            for step in range(first, last + 1):
+                log.sample({"step": step - 1})
+                log.metrics(step, {"reward/mean": float(lineage)})
+    rows = runlog.read_metrics(folder)
+    assert [(row["step"], row["lineage"]) for row in rows] == [(1, 0), (2, 0), (3, 0), (4, 2), (5, 2)]
+    assert (rows[2]["reward/mean"], rows[2]["probe/abs_logprob_diff"]) == (0.0, 1.0)
+    samples = [(row["step"], row["lineage"]) for row in runlog.read_samples(folder)]
+    assert samples == [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2)]
+
+
+def test_a_resume_supersedes_before_its_first_step(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        for step in (1, 2, 3):
+            log.metrics(step, {})
+    with RunLog.create(tmp_path / "run", resume=True) as log:
+        log.resumed(2)
+    assert [row["step"] for row in runlog.read_metrics(tmp_path / "run")] == [1, 2]
+    assert runlog.read_exit(tmp_path / "run").step == 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5), st.booleans()), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_history_after_any_resumes_has_each_step_once_and_newest(tmp_path_factory, lineages, announced):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    model: dict[int, int] = {}
+    for lineage, (start, num_steps, probes) in enumerate(lineages):
+        with RunLog.create(folder, resume=lineage > 0) as log:
+            if lineage and announced:
+                log.resumed(start)
+                model = {step: made_by for step, made_by in model.items() if step <= start}
+                if probes:
+                    log.metrics(start, {})
+                    model.setdefault(start, lineage)
+            elif num_steps:
+                model = {step: made_by for step, made_by in model.items() if step <= start}
+            for step in range(start + 1, start + num_steps + 1):
+                log.metrics(step, {})
+                model[step] = lineage
+    rows = runlog.read_metrics(folder)
+    assert [(row["step"], row["lineage"]) for row in rows] == sorted(model.items())
+
+
+def test_rows_of_one_step_are_merged(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        log.metrics(1, {"reward/mean": 0.5})
+        log.metrics(1, {"eval/accuracy": 1.0})
+    [row] = runlog.read_metrics(log.folder)
+    assert (row["reward/mean"], row["eval/accuracy"]) == (0.5, 1.0)
+
+
+def test_numbers_that_are_not_finite_become_null_and_a_warning(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        log.metrics(1, {"loss/policy": math.nan, "optim/grad_norm": math.inf, "reward/mean": 1.0})
+    text = (log.folder / "metrics.jsonl").read_text()
+    assert json.loads(text)["loss/policy"] is None
+    [warning] = [event for event in runlog.read_events(log.folder) if event["kind"] == "warning"]
+    assert warning["metrics"] == {"loss/policy": "nan", "optim/grad_norm": "inf"}
+    assert warning["step"] == 1
+
+
+def test_metrics_without_a_group_are_refused(tmp_path):
+    with RunLog.create(tmp_path / "run") as log, pytest.raises(ValueError, match="group/name"):
+        log.metrics(1, {"reward": 1.0})
+    with RunLog.create(tmp_path / "two") as log, pytest.raises(ValueError, match="every event has"):
+        log.event("x", lineage=3)
+
+
+def test_phases_are_timed_into_the_next_row(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        for _ in range(2):
+            with log.phase("generate"):
+                time.sleep(0.02)
+        with pytest.raises(OSError, match="no"), log.phase("train"):
+            raise OSError("no")
+        first = log.metrics(1, {})
+        second = log.metrics(2, {})
+    assert first["time/generate_s"] >= 0.04
+    assert "time/train_s" in first
+    assert second == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code", "has_traceback"),
+    [
+        (EngineError("the engine died"), "failed", 5, False),
+        (RuntimeError("a bug"), "failed", 1, True),
+        (Interrupted("stopped by Ctrl-C"), "interrupted", 130, False),
+        (KeyboardInterrupt(), "interrupted", 130, False),
+        (SystemExit(3), "failed", 3, True),
+        (SystemExit(0), "finished", 0, False),
+    ],
+)
+def test_leaving_by_an_error_writes_why(tmp_path, error, status, exit_code, has_traceback):
+    def run():
+        with RunLog.create(tmp_path / "run") as log:
+            log.metrics(7, {})
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    report = runlog.read_exit(tmp_path / "run")
+    assert (report.status, report.exit_code, report.step) == (status, exit_code, 7)
+    assert (report.error, report.message) == (type(error).__name__, str(error))
+    assert bool(report.traceback) == has_traceback
+    assert runlog.summarize(tmp_path / "run").status == status
+
+
+def test_an_explicit_exit_is_kept_and_a_resume_removes_it(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        log.exit(EngineError("first"), step=3)
+    assert runlog.read_exit(tmp_path / "run").message == "first"
+    log = RunLog.create(tmp_path / "run", resume=True)
+    assert runlog.read_exit(tmp_path / "run") is None
+    assert runlog.read_events(tmp_path / "run")[-1]["previous"] == "failed"
+    log.close()
+    assert runlog.summarize(tmp_path / "run").status == "killed"
+
+
+def test_secrets_appear_nowhere(tmp_path):
+    secret = 'sk-"quoted"-é-123'
+    toml = (
+        'api_key = "sk-\\"quoted\\"-é-123"  # command line\n'
+        "[environment.settings]\nheaders = { Authorization = 'Bearer abcdef' }\n"
+        '[sampling]\nmax_tokens = "auto"\nstop_token_ids = [1, 2]\n'
+    )
+    with RunLog.create(tmp_path / "run") as log:
+        log.resolved(toml)
+        log.event("command", argv=["--api_key", secret], hfToken="hidden", nested={"password": ["a", "b"]})
+        log.sample({"completion": f"I know {secret}!"})
+        log.exit(EngineError(f"refused with Bearer abcdef and {secret}"))
+    text = "".join(path.read_text() for path in log.folder.iterdir())
+    for leak in (secret, json.dumps(secret)[1:-1], "Bearer abcdef", "hidden"):
+        assert leak not in text
+    kept = tomllib.loads((log.folder / "resolved.toml").read_text())
+    assert kept["sampling"] == {"max_tokens": "auto", "stop_token_ids": [1, 2]}
+    assert "# command line" in (log.folder / "resolved.toml").read_text()
+    [event] = [event for event in runlog.read_events(log.folder) if event["kind"] == "command"]
+    assert event["nested"] == {"password": [runlog.REDACTED, runlog.REDACTED]}
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("token", True),
+        ("hf_token", True),
+        ("api-key", True),
+        ("apiKey", True),
+        ("WANDB_API_KEY", True),
+        ("client_secret", True),
+        ("max_tokens", False),
+        ("tokenizer", False),
+        ("keyboard", False),
+        ("keep_checkpoints", False),
+    ],
+)
+def test_which_names_are_secret(name, secret):
+    assert is_secret(name) is secret
+
+
+@given(st.text(min_size=1))
+def test_a_secret_written_as_json_would_is_redacted(secret):
+    literal = json.dumps(secret).replace("\x7f", "\\u007f")
+    if re.search(r"\\ud[89a-f]", literal):  # TOML has no surrogate pairs
+        literal = json.dumps(secret, ensure_ascii=False).replace("\x7f", "\\u007f")
+    toml = f'name = "run"\n[service]\ntoken = {literal}\n'
+    try:
+        clean, secrets = redact_toml(toml)
+    except ConfigError:
+        assert "\x7f" in secret
+        return
+    assert secrets == {secret} - {runlog.REDACTED}
+    assert tomllib.loads(clean)["service"]["token"] == runlog.REDACTED
+
+
+def test_redaction_keeps_the_rest():
+    fields = {"a": [1, {"key": 5, "keys": "x"}], "token": None, "secret": ""}
+    assert redact(fields) == fields
+
+
+def test_records_and_strange_values_are_written(tmp_path):
+    rollout = Rollout("r", "t", "g", [Sequence([1, 2], [False, True])], 1.0, "done", completion="é\n\u2028")
+    with RunLog.create(tmp_path / "run") as log:
+        log.sample(rollout)
+        log.event("odd", folder=tmp_path, error=ValueError("x"), number=math.inf)
+    [sample] = runlog.read_samples(log.folder)
+    assert msgspec.convert({key: sample[key] for key in Rollout.__struct_fields__}, Rollout) == rollout
+    [event] = [event for event in runlog.read_events(log.folder) if event["kind"] == "odd"]
+    assert (event["folder"], event["error"], event["number"]) == (str(tmp_path), "x", None)
+
+
+def test_many_threads_write_whole_lines(tmp_path):
+    log = RunLog.create(tmp_path / "run")
+
+    def write(index):
+        for number in range(50):
+            log.event("from", index=index, number=number, text="y" * 500)
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    events = [event for event in runlog.read_events(log.folder) if event["kind"] == "from"]
+    assert {(event["index"], event["number"]) for event in events} == {(i, n) for i in range(4) for n in range(50)}
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path):
+    resource = pytest.importorskip("resource")
+    code = (
+        "import resource, signal, sys\n"
+        "from slipstream.errors import DataError\n"
+        "from slipstream.runlog import RunLog\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "log = RunLog.create(sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "try:\n"
+        "    while True: log.event('tick', text='x' * 700)\n"
+        "except DataError as error:\n"
+        "    print(error)\n"
+    )
+    assert resource.RLIMIT_FSIZE is not None
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "free some space" in done.stdout
+    data = (tmp_path / "run" / "events.jsonl").read_bytes()
+    assert data.endswith(b"}\n")
+    assert len(runlog.read_events(tmp_path / "run")) > 20
+
+
+def test_a_closed_log_refuses(tmp_path):
+    log = RunLog.create(tmp_path / "run")
+    log.close()
+    log.close()
+    with pytest.raises(ValueError, match="was closed"):
+        log.event("late")
+
+
+def test_lists_are_newest_first_and_only_runs(tmp_path):
+    assert runlog.list_runs(tmp_path / "missing") == []
+    for name in ("b", "a"):
+        RunLog.create(tmp_path / name).close()
+        time.sleep(0.01)
+    (tmp_path / "other").mkdir()
+    assert [run.name for run in runlog.list_runs(tmp_path)] == ["a", "b"]
+
+
+def test_nothing_heavy_is_imported():
+    code = "import slipstream.runlog, sys; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"

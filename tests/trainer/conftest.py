@@ -1,0 +1,66 @@
+import random
+
+import pytest
+import torch
+
+from slipstream import records
+from slipstream.trainer.batching import StepBatch
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.new_model import new_model
+from slipstream.trainer.optimizer import MasterAdamW
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A two-layer Qwen3 of 60 thousand parameters, grouped heads, tied embeddings."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return new_model(folder, hidden_size=48, num_layers=2, intermediate_size=96, context_length=256)
+
+
+@pytest.fixture
+def make_learner(model_folder):
+    def make(micro_batch_tokens=256, *, folder=model_folder, dtype="float32", packing=True, **settings):
+        model = PolicyModel.load(folder, dtype, packing=packing)
+        optimizer = MasterAdamW(model.network.named_parameters(), **settings)
+        return Learner(model, optimizer, micro_batch_tokens=micro_batch_tokens)
+
+    return make
+
+
+@pytest.fixture
+def make_batch():
+    """Sequences of uneven lengths, some with several trainable turns, with made-up engine logprobs."""
+
+    def make(num=9, seed=0, longest=90, advantages=True):
+        rng = random.Random(seed)
+        sequences = []
+        for _ in range(num):
+            length = rng.randint(6, longest)
+            prompt = rng.randint(1, length - 3)
+            mask = [i >= prompt and (i < prompt + 2 or rng.random() < 0.8) for i in range(length)]
+            logprobs = [rng.uniform(-6.0, -3.0) if trained else 0.0 for trained in mask]
+            ids = [rng.randrange(1, 97) for _ in range(length)]
+            sequences.append(records.Sequence(ids, mask, logprobs))
+        return StepBatch(sequences, [rng.gauss(0, 1) for _ in range(num)] if advantages else None)
+
+    return make
+
+
+@pytest.fixture
+def gradients_of():
+    """Gradients by parameter name, as accumulated on the masters."""
+
+    def gradients(learner):
+        return {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
+
+    return gradients
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The machine may be shared; results do not depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,146 @@
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream.errors import ConfigError, TrainingError
+from slipstream.trainer.checkpoint import CheckpointStore, damage, write_weights
+from slipstream.trainer.objectives import SFTObjective
+
+
+def advance(learner, batch):
+    learner.forward_backward(batch, SFTObjective())
+    learner.optim_prepare(1e-3)
+    learner.optim_commit()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_folder_is_deployable(dtype, make_learner, model_folder, tmp_path):
+    learner = make_learner(dtype=dtype)
+    size = write_weights(tmp_path / "weights", learner.named_weights(), model_folder)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
+    assert network.dtype == getattr(torch, dtype)
+    assert size == sum(p.numel() * p.element_size() for p in network.parameters())
+    expected = dict(learner.named_weights())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in network.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "weights").chat_template
+    assert network.generation_config.eos_token_id == 99
+
+
+def test_companions_are_copied_and_other_weights_are_not(make_learner, model_folder, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in model_folder.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    for name in ("old.bin", "model-00001.safetensors", "model.safetensors.index.json", ".hidden"):
+        (source / name).write_text("{}")
+    for name in ("LICENSE", "modeling_own.py", "vocab.txt"):
+        (source / name).write_text("kept")
+    write_weights(tmp_path / "weights", make_learner().named_weights(), source)
+    names = {path.name for path in (tmp_path / "weights").iterdir()}
+    assert names == {path.name for path in model_folder.iterdir()} | {"LICENSE", "modeling_own.py", "vocab.txt"}
+
+
+def test_save_load_and_keep(make_learner, make_batch, model_folder, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    assert store.latest() is None
+    learner = make_learner()
+    for step in (1, 2, 3):
+        advance(learner, make_batch(seed=step))
+        path = store.save(step, learner, model_folder, {"position": step * 10, "lineage": 1})
+        assert path.name == f"step-00000{step}"
+    assert sorted(p.name for p in store.folder.iterdir()) == ["step-000002", "step-000003"]
+    resumed = make_learner()
+    latest = store.latest()
+    assert latest is not None
+    assert store.load(latest, resumed) == {"position": 30, "lineage": 1}
+    advance(learner, make_batch(seed=9))
+    advance(resumed, make_batch(seed=9))
+    for (name, a), (_, b) in zip(learner.named_weights(), resumed.named_weights(), strict=True):
+        assert torch.equal(a, b), name
+    assert not list(store.folder.rglob("*.pt"))
+    assert not list(store.folder.rglob("*.pkl"))
+
+
+@pytest.mark.parametrize("hurt", ["missing", "cut", "changed", "manifest"])
+def test_damaged_checkpoints_are_passed_over(hurt, make_learner, model_folder, tmp_path):
+    store = CheckpointStore(tmp_path, keep=3)
+    learner = make_learner()
+    good, bad = store.save(1, learner, model_folder, {}), store.save(2, learner, model_folder, {})
+    assert store.latest() == bad
+    target = bad / "weights" / "model.safetensors"
+    if hurt == "missing":
+        target.unlink()
+    elif hurt == "cut":
+        os.truncate(target, 100)
+    elif hurt == "changed":
+        config = bad / "weights" / "config.json"
+        config.write_text(config.read_text().replace("48", "49", 1))
+    else:
+        (bad / "manifest.json").write_text("{")
+    assert damage(bad)
+    assert store.latest() == good
+    with pytest.raises(TrainingError, match="is damaged"):
+        store.load(bad, learner)
+    # Made again, it is whole again, and the damaged one never counts among those kept.
+    assert store.save(2, learner, model_folder, {}) == bad
+    assert store.latest() == bad
+    assert good.exists()
+
+
+def test_a_step_made_again_replaces_the_old_one(make_learner, model_folder, tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    learner = make_learner()
+    store.save(4, learner, model_folder, {"lineage": 0})
+    path = store.save(4, learner, model_folder, {"lineage": 1})
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+    assert store.load(path, learner) == {"lineage": 1}
+    # A kill between the two renames leaves the replaced one, which is still found.
+    path.rename(tmp_path / "step-000004.old")
+    latest = store.latest()
+    assert latest is not None
+    assert store.load(latest, learner) == {"lineage": 1}
+    store.save(4, learner, model_folder, {"lineage": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+
+
+def saves_until_killed(store: CheckpointStore, learner, source: Path) -> None:
+    for step in range(1, 10_000):
+        store.save(step, learner, source, {"step": step})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kill_at_any_moment_leaves_a_whole_checkpoint(make_learner, model_folder, tmp_path):
+    store, learner = CheckpointStore(tmp_path, keep=1), make_learner()
+    store.save(0, learner, model_folder, {"step": 0})
+    rng = random.Random(0)
+    last = 0
+    for _ in range(8):
+        child = os.fork()
+        if child == 0:
+            try:
+                saves_until_killed(store, learner, model_folder)
+            finally:
+                os._exit(1)
+        time.sleep(rng.uniform(0.02, 0.15))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        latest = store.latest()
+        assert latest is not None
+        step = store.load(latest, make_learner())["step"]
+        assert json.loads((latest / "manifest.json").read_text())["step"] == step
+        last = max(last, step)
+    assert last > 0
+    store.save(20_000, learner, model_folder, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-020000"], "leftovers are cleaned up"
+
+
+def test_keep_zero_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="keep is 0"):
+        CheckpointStore(tmp_path, keep=0)

@@ -1,0 +1,167 @@
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slipstream import records
+from slipstream.config.schema import GRPOConfig
+from slipstream.errors import TrainingError
+from slipstream.trainer.batching import StepBatch, make_step_batches
+from slipstream.trainer.objectives import GRPOObjective, SFTObjective
+
+SAMPLING = records.SamplingParams(max_tokens=64)
+
+
+def train(learner, batches, rate=1e-3):
+    losses = []
+    for batch in batches:
+        losses.append(learner.forward_backward(batch, SFTObjective())["loss"])
+        learner.optim_prepare(rate)
+        learner.optim_commit()
+    return losses
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_three_and_three_steps_are_six_bit_for_bit(dtype, make_learner, make_batch, tmp_path):
+    batches = [make_batch(seed=seed) for seed in range(6)]
+    whole = make_learner(dtype=dtype, weight_decay=0.1)
+    losses = train(whole, batches)
+
+    first = make_learner(dtype=dtype, weight_decay=0.1)
+    train(first, batches[:3])
+    torch.manual_seed(11)
+    first.save(tmp_path)
+    drawn = torch.rand(3)
+    second = make_learner(dtype=dtype, weight_decay=0.1)
+    second.load(tmp_path)
+    assert second.step == 3
+    assert torch.equal(torch.rand(3), drawn)
+    assert train(second, batches[3:]) == losses[3:]
+    assert second.step == 6
+    for (name, tensor), (_, resumed) in zip(whole.named_weights(), second.named_weights(), strict=True):
+        assert torch.equal(tensor, resumed), name
+    state, resumed_state = whole.optimizer.state(), second.optimizer.state()
+    assert state.keys() == resumed_state.keys()
+    assert all(torch.equal(state[name], resumed_state[name]) for name in state)
+
+
+def test_learns_a_small_batch_by_heart(make_learner, make_batch):
+    learner, batch = make_learner(), make_batch(num=3, longest=20)
+    losses = train(learner, [batch] * 60, rate=1e-2)
+    assert losses[0] > 4.0
+    assert losses[-1] < 0.5
+
+
+def test_forward_scores_every_trainable_token_in_order(make_learner, make_batch, model_folder):
+    learner, batch = make_learner(100), make_batch()
+    batch.sequences.append(records.Sequence([1, 2], [False, False]))
+    sampling = records.SamplingParams(max_tokens=64, temperature=0.7, top_k=5)
+    scores = learner.forward(batch.sequences, sampling)
+    network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+    for sequence, logprobs, entropies in zip(batch.sequences, scores.logprobs, scores.entropies, strict=True):
+        positions = [position for position, trained in enumerate(sequence.mask) if trained]
+        assert len(logprobs) == len(entropies) == len(positions)
+        if not positions:
+            continue
+        logits = network(input_ids=torch.tensor([sequence.token_ids])).logits[0] / 0.7
+        for place, position in enumerate(positions):
+            row, token = logits[position - 1], sequence.token_ids[position]
+            kept = row >= row.topk(5).values[-1]
+            kept[token] = True
+            distribution = row[kept].log_softmax(-1)
+            expected = row[token] - row[kept].logsumexp(-1)
+            assert logprobs[place].item() == pytest.approx(expected.item(), abs=1e-5)
+            entropy = -(distribution.exp() * distribution).sum()
+            assert entropies[place].item() == pytest.approx(entropy.item(), abs=1e-5)
+    assert all(parameter.grad is None for parameter in learner.model.network.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_named_weights_are_live_and_named_as_saved(dtype, make_learner, tmp_path):
+    learner = make_learner(dtype=dtype)
+    weights = dict(learner.named_weights())
+    learner.model.network.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == saved.keys()
+    assert "lm_head.weight" not in weights
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    live = {parameter.data_ptr() for parameter in learner.model.network.parameters()}
+    assert {tensor.data_ptr() for tensor in weights.values()} == live
+
+
+def test_old_logprobs_are_filled_once_for_several_updates(make_learner, make_batch):
+    learner, batch = make_learner(), make_batch(num=4)
+    single = [StepBatch(batch.sequences, batch.advantages)]
+    learner.fill_old_logprobs(single, SAMPLING)
+    assert single[0].old_logprobs is None
+    twice = [single[0], single[0]]
+    learner.fill_old_logprobs(twice, SAMPLING)
+    objective = GRPOObjective(GRPOConfig(importance_sampling="none"), SAMPLING)
+    ratios = []
+    for step in twice:
+        metrics = learner.forward_backward(step, objective)
+        ratios.append(metrics["ratio"])
+        learner.optim_prepare(1e-3)
+        learner.optim_commit()
+    assert ratios[0] == pytest.approx(1.0, abs=1e-6)
+    assert abs(ratios[1] - 1.0) > 1e-4
+
+
+def test_a_batch_without_a_trainable_token_is_refused(make_learner):
+    batch = StepBatch([records.Sequence([1, 2, 3], [False] * 3)], [1.0])
+    with pytest.raises(TrainingError, match="no trainable token"):
+        make_learner().forward_backward(batch, SFTObjective())
+
+
+def test_a_trainable_first_token_is_refused(make_learner):
+    batch = StepBatch([records.Sequence([1, 2], [True, True])])
+    with pytest.raises(TrainingError, match="first token is marked trainable"):
+        make_learner().forward_backward(batch, SFTObjective())
+
+
+def test_what_grpo_needs_and_does_not_get_is_named(make_learner, make_batch):
+    learner, batch = make_learner(), make_batch()
+    with pytest.raises(TrainingError, match="no advantage"):
+        learner.forward_backward(StepBatch(batch.sequences), GRPOObjective(GRPOConfig(), SAMPLING))
+    with pytest.raises(TrainingError, match="no reference log-probabilities"):
+        learner.forward_backward(batch, GRPOObjective(GRPOConfig(kl_coef=0.1), SAMPLING))
+    batch.sequences[3].logprobs = None
+    with pytest.raises(TrainingError, match="needs the engine's log-probabilities"):
+        learner.forward_backward(batch, GRPOObjective(GRPOConfig(), SAMPLING))
+    learner.forward_backward(batch, GRPOObjective(GRPOConfig(importance_sampling="none"), SAMPLING))
+
+
+def test_equal_rewards_end_in_the_zero_gradient_guard(make_learner, make_batch):
+    learner, batch = make_learner(), make_batch()
+    batch.advantages = [0.0] * len(batch.sequences)
+    learner.forward_backward(batch, GRPOObjective(GRPOConfig(), SAMPLING))
+    with pytest.raises(TrainingError, match="zero or not finite"):
+        learner.optim_prepare(1e-3)
+
+
+def rollout(group, number, outcome="done", turns=1):
+    sequence = records.Sequence([1, 2, 3 + number], [False, True, True], [0.0, -1.0, -1.0])
+    return records.Rollout(f"{group}{number}", group, group, [sequence] * turns, 0.0, outcome)
+
+
+def test_step_batches_hold_whole_groups():
+    rollouts = [rollout(group, number) for number in range(2) for group in "abc"]
+    rollouts.append(rollout("a", 2, turns=2))
+    batch = records.Batch(0, records.Version(0, 0), rollouts)
+    steps = make_step_batches(batch, [float(i) for i in range(7)], updates_per_batch=2, epochs=2)
+    assert [step.advantages for step in steps] == [[0.0, 3.0, 6.0, 6.0, 1.0, 4.0], [2.0, 5.0]] * 2
+    assert steps[0] is steps[2]
+
+
+def test_outcomes_that_are_not_trained_on_are_left_out():
+    outcomes = ["done", "truncated", "reward_error", "engine_error", "cancelled"]
+    rollouts = [rollout("a", number, outcome) for number, outcome in enumerate(outcomes)]
+    batch = records.Batch(0, records.Version(0, 0), rollouts)
+    (step,) = make_step_batches(batch, [1.0] * 5)
+    assert step.num_sequences == 2
+    (step,) = make_step_batches(batch, [1.0] * 5, train_on_truncated=False)
+    assert step.num_sequences == 1
+    with pytest.raises(TrainingError, match="1 groups to train on, fewer than updates_per_batch 2"):
+        make_step_batches(batch, [1.0] * 5, updates_per_batch=2)
+    with pytest.raises(TrainingError, match="4 advantages for 5 rollouts"):
+        make_step_batches(batch, [1.0] * 4)

@@ -1,0 +1,143 @@
+"""Which models are taken, that foreign architectures pack right, and which are refused with a reason."""
+
+import pytest
+import torch
+import transformers
+
+from slipstream import records
+from slipstream.errors import ConfigError
+from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.model import PolicyModel, check_isolation
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def save(folder, kind, **changes):
+    """A small model of the architecture `kind`, written to `folder`."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**COMMON, **changes)
+    network = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+    # Wider than usual, so that what one token does to another is far above rounding.
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    network.save_pretrained(folder)
+
+
+MODELS = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0, **WINDOW}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral-window": ("Mistral", {"sliding_window": 5}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2-no-cap": ("Gemma2", {"head_dim": 8, "attn_logit_softcapping": None, **WINDOW}),
+    "gemma3-window": ("Gemma3Text", {"head_dim": 8, **WINDOW}),
+    "phi3": ("Phi3", {}),
+    "olmo2": ("Olmo2", {}),
+    "granite": ("Granite", {"logits_scaling": 4.0}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_logits_equal_the_plain_model(name, tmp_path):
+    kind, changes = MODELS[name]
+    save(tmp_path, kind, **changes)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model = PolicyModel.load(tmp_path)
+    lengths = [40, 3, 17, 39, 5]
+    sequences = [
+        records.Sequence([(7 * i + 3 * j) % 64 for j in range(n)], [j > 0 for j in range(n)])
+        for i, n in enumerate(lengths)
+    ]
+    (micro,) = micro_batches(StepBatch(sequences), 1000)
+    with torch.no_grad():
+        packed = model.logits(micro).split(micro.counts)
+        for index, logits in zip(micro.sequences, packed, strict=True):
+            expected = plain(input_ids=torch.tensor([sequences[index].token_ids])).logits[0, :-1]
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_named_weights_of_fused_experts_are_those_of_the_file(tmp_path):
+    from safetensors.torch import load_file
+
+    kind, changes = MODELS["qwen3-moe"]
+    save(tmp_path, kind, **changes)
+    saved = load_file(tmp_path / "model.safetensors")
+    weights = dict(PolicyModel.load(tmp_path).named_weights())
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+def test_soft_capped_attention_is_refused_when_packed_and_taken_when_not(tmp_path):
+    save(tmp_path, "Gemma2", head_dim=8)
+    with pytest.raises(ConfigError, match=r"needs softcap.*training\.packing = false"):
+        PolicyModel.load(tmp_path)
+    PolicyModel.load(tmp_path, packing=False)
+
+
+def test_recurrent_layers_are_refused_when_packed(tmp_path):
+    config = transformers.Qwen3NextConfig(
+        **COMMON, head_dim=8, num_experts=2, num_experts_per_tok=1, layer_types=["linear_attention", "full_attention"]
+    )
+    config.architectures = ["Qwen3NextForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="layers of kind linear_attention"):
+        PolicyModel.load(tmp_path)
+
+
+def test_a_leak_that_no_configuration_declares_is_found(model_folder):
+    """One layer whose output also depends on earlier positions of the row, whatever sequence they are of."""
+    model = PolicyModel.load(model_folder)
+    check_isolation(model)
+    model.network.model.layers[0].register_forward_hook(lambda _module, _args, out: out + 0.1 * out.cumsum(1))
+    with pytest.raises(ConfigError, match="packed sequences see one another in Qwen3ForCausalLM"):
+        check_isolation(model)
+
+
+def test_attention_that_never_gets_the_layout_is_refused(model_folder):
+    model = PolicyModel.load(model_folder)
+    with pytest.raises(ConfigError, match="does not pass keyword arguments on to its attention"):
+        model.network(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_other_kinds_of_model_are_refused(tmp_path):
+    config = transformers.BertConfig(**{key: COMMON[key] for key in ("vocab_size", "hidden_size")})
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="BertForMaskedLM, not a causal language model"):
+        PolicyModel.load(tmp_path)
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is not a folder"):
+        PolicyModel.load(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="no usable configuration"):
+        PolicyModel.load(tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_variable_length_kernel_equals_the_padded_route(model_folder):
+    sequences = [records.Sequence([j % 90 + 1 for j in range(n)], [j > 0 for j in range(n)]) for n in (200, 3, 77)]
+    (micro,) = micro_batches(StepBatch(sequences), 1000, device="cuda")
+    half = PolicyModel.load(model_folder, "bfloat16", "cuda").logits(micro).float()
+    full = PolicyModel.load(model_folder, "float32", "cuda").logits(micro)
+    assert (half - full).abs().max() < 0.05 * full.std() + 0.02

@@ -1,0 +1,126 @@
+"""Packed rows against the plain model, one sequence at a time; and cuts of a step against each other."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from slipstream import records
+from slipstream.config.schema import GRPOConfig
+from slipstream.trainer.attention import segment_layout
+from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.objectives import GRPOObjective, SFTObjective
+
+SAMPLING = records.SamplingParams(max_tokens=64, temperature=0.8)
+
+
+def plain_sft(folder, batch):
+    """Loss and gradients by transformers' own forward with sdpa, one unpadded sequence at a time."""
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    tokens = sum(sequence.num_trainable for sequence in batch.sequences)
+    total = 0.0
+    for sequence in batch.sequences:
+        ids = torch.tensor([sequence.token_ids])
+        mask = torch.tensor(sequence.mask)[1:]
+        logprobs = network(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        loss = -logprobs.gather(-1, ids[0, 1:, None])[:, 0][mask].sum() / tokens
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad for name, parameter in network.named_parameters()}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("micro_batch_tokens", [100, 150, 10_000])
+def test_sft_equals_the_plain_model_however_it_is_cut(
+    packing, micro_batch_tokens, model_folder, make_learner, make_batch, gradients_of
+):
+    batch = make_batch(advantages=False)
+    loss, gradients = plain_sft(model_folder, batch)
+    learner = make_learner(micro_batch_tokens, packing=packing)
+    metrics = learner.forward_backward(batch, SFTObjective())
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    num_micro_batches = {100: 4, 150: 3, 10_000: 1}[micro_batch_tokens] if packing else 9
+    assert metrics["num_micro_batches"] == num_micro_batches
+    ours = gradients_of(learner)
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("normalize", ["token", "sequence"])
+def test_grpo_does_not_depend_on_the_cut(normalize, make_learner, make_batch, gradients_of):
+    batch = make_batch()
+    batch.old_logprobs = [torch.full((s.num_trainable,), -4.4) for s in batch.sequences]
+    objective = GRPOObjective(GRPOConfig(normalize=normalize), SAMPLING)
+    results = []
+    for micro_batch_tokens in (90, 200, 10_000):
+        learner = make_learner(micro_batch_tokens)
+        metrics = learner.forward_backward(batch, objective)
+        results.append((metrics, gradients_of(learner)))
+    for metrics, gradients in results[1:]:
+        for name, value in results[0][0].items():
+            if name != "num_micro_batches":
+                assert metrics[name] == pytest.approx(value, abs=1e-5), name
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, results[0][1][name], atol=1e-5, rtol=1e-5)
+
+
+def test_packed_rows_repeat_bit_for_bit(make_learner, make_batch, gradients_of):
+    runs = []
+    for _ in range(2):
+        learner = make_learner(300)
+        learner.forward_backward(make_batch(num=20), SFTObjective())
+        runs.append(gradients_of(learner))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
+def test_layout_is_a_bijection_of_bounded_cost(lengths):
+    layout = segment_layout(lengths)
+    slots = sum(number * longest for number, longest in layout.buckets)
+    if layout.gather is None or layout.scatter_T is None:
+        assert len(set(lengths)) == 1
+        assert slots == sum(lengths)
+    else:
+        assert len(layout.gather) == slots
+        assert torch.equal(layout.gather[layout.scatter_T], torch.arange(sum(lengths)))
+    cost = sum(number * longest**2 for number, longest in layout.buckets)
+    assert cost <= 16 / 9 * sum(max(64, length) ** 2 for length in lengths) + 1e-6
+
+
+def test_micro_batches_hold_every_target_once_and_nothing_after_the_last(make_batch):
+    batch = make_batch(num=12)
+    batch.sequences.append(records.Sequence([1, 2, 3], [False] * 3))
+    seen = {}
+    for micro in micro_batches(batch, 120):
+        start = 0
+        for place, index in enumerate(micro.sequences):
+            length = micro.layout.lengths[place]
+            row = micro.token_ids_T[start : start + length]
+            assert row.tolist() == batch.sequences[index].token_ids[:length]
+            assert micro.position_ids_T[start : start + length].tolist() == list(range(length))
+            mine = micro.sequence_index_N == place
+            seen[index] = (micro.predict_index_N[mine] - start + 1).tolist()
+            assert seen[index][-1] == length
+            assert micro.target_ids_N[mine].tolist() == [
+                batch.sequences[index].token_ids[position] for position in seen[index]
+            ]
+            start += length
+    for index, sequence in enumerate(batch.sequences):
+        expected = [position for position, trained in enumerate(sequence.mask) if trained]
+        assert seen.get(index, []) == expected
+
+
+def test_per_token_advantages_of_a_sequence_come_first(make_batch):
+    batch = make_batch(num=2)
+    sequence = copy.copy(batch.sequences[0])
+    sequence.advantages = [float(position) for position in range(len(sequence))]
+    (micro,) = micro_batches(StepBatch([sequence, batch.sequences[1]], [9.0, -1.0]), 10_000)
+    first = micro.sequence_index_N == micro.sequences.index(0)
+    assert micro.advantages_N is not None
+    assert micro.advantages_N[first].tolist() == [float(i) for i, m in enumerate(sequence.mask) if m]
+    assert set(micro.advantages_N[~first].tolist()) == {-1.0}

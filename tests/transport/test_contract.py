@@ -1,0 +1,277 @@
+"""One suite for every transport: add an implementation's factory to `FACTORIES`."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slipstream.errors import DeadlineError
+from slipstream.transport import MemoryTransport, Transport, TransportClosed
+
+FACTORIES = {"memory": lambda capacity: MemoryTransport(capacity, producer="the writer", consumer="the reader")}
+PLENTY_S = 20.0
+
+
+@pytest.fixture(params=FACTORIES.values(), ids=FACTORIES.keys())
+def make(request):
+    return request.param
+
+
+def in_thread(function, *arguments):
+    """Run in another thread; returns a function that waits for the result."""
+    future = ThreadPoolExecutor(1).submit(function, *arguments)
+    return lambda: future.result(PLENTY_S)
+
+
+def test_records_come_in_order(make):
+    transport: Transport[str] = make(3)
+    for record in "abc":
+        transport.put(record, 0)
+    assert [transport.take(0)[1] for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_unacknowledged_records_are_taken_again_before_newer_ones(make):
+    transport = make(4)
+    for record in "abcd":
+        transport.put(record, 0)
+    receipts = [transport.take(0)[0] for _ in range(3)]
+    assert transport.ack(receipts[1])
+    assert transport.requeue() == 2
+    assert transport.requeue() == 0
+    assert [transport.take(0)[1] for _ in range(3)] == ["a", "c", "d"]
+
+
+def test_a_receipt_counts_once_and_not_after_a_requeue(make):
+    transport = make(2)
+    transport.put("a", 0)
+    receipt, _ = transport.take(0)
+    transport.requeue()
+    assert not transport.ack(receipt)
+    receipt, _ = transport.take(0)
+    assert transport.ack(receipt)
+    assert not transport.ack(receipt)
+    assert not transport.ack("unknown")
+
+
+def test_a_full_transport_holds_the_producer_until_an_acknowledgement(make):
+    transport = make(1)
+    transport.put("a", 0)
+    put = in_thread(transport.put, "b", PLENTY_S)
+    receipt, record = transport.take(0)
+    assert record == "a"
+    with pytest.raises(DeadlineError):
+        transport.take(0.1)
+    transport.ack(receipt)
+    put()
+    assert transport.take(PLENTY_S)[1] == "b"
+
+
+def test_deadlines_name_who_was_waited_for(make):
+    transport = make(1)
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"waited 0\.1 s for the writer"):
+        transport.take(0.1)
+    transport.put("a", 0)
+    with pytest.raises(DeadlineError, match=r"waited 0\.1 s for the reader.* 1 records"):
+        transport.put("b", 0.1)
+    assert 0.2 <= time.monotonic() - start < 5
+    transport.take(0)
+    with pytest.raises(DeadlineError):
+        transport.take(0)
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1.0])
+async def test_no_wait_without_a_deadline(make, timeout_s):
+    transport = make(1)
+    with pytest.raises(ValueError, match="no deadline"):
+        transport.put("a", timeout_s)
+    with pytest.raises(ValueError, match="no deadline"):
+        transport.take(timeout_s)
+    with pytest.raises(ValueError, match="no deadline"):
+        await transport.take_async(timeout_s)
+
+
+@pytest.mark.parametrize("side", ["put", "take"])
+def test_close_ends_the_other_sides_wait_at_once(make, side):
+    transport = make(1)
+    if side == "put":
+        transport.put("a", 0)
+        wait = in_thread(transport.put, "b", PLENTY_S)
+    else:
+        wait = in_thread(transport.take, PLENTY_S)
+    time.sleep(0.05)
+    start = time.monotonic()
+    transport.close("the engine died")
+    with pytest.raises(TransportClosed, match="the engine died"):
+        wait()
+    assert time.monotonic() - start < 2
+
+
+def test_after_close_nothing_moves_but_acknowledgements(make):
+    transport = make(3)
+    transport.put("a", 0)
+    transport.put("b", 0)
+    receipt, _ = transport.take(0)
+    transport.close("first")
+    transport.close("second")
+    with pytest.raises(TransportClosed, match="first"):
+        transport.take(0)
+    with pytest.raises(TransportClosed, match="first"):
+        transport.put("c", 0)
+    assert transport.ack(receipt)
+
+
+async def test_coroutines_and_threads_meet(make):
+    transport = make(2)
+
+    def train():
+        records = []
+        for _ in range(50):
+            receipt, record = transport.take(PLENTY_S)
+            records.append(record)
+            transport.ack(receipt)
+        return records
+
+    result = in_thread(train)
+    for number in range(50):
+        await transport.put_async(number, PLENTY_S)
+    assert await asyncio.to_thread(result) == list(range(50))
+
+
+async def test_a_waiting_coroutine_is_woken_by_a_thread(make):
+    transport = make(1)
+    start = time.monotonic()
+    taking = asyncio.create_task(transport.take_async(PLENTY_S))
+    await asyncio.sleep(0.02)
+    put = in_thread(transport.put, "a", PLENTY_S)
+    receipt, record = await taking
+    put()
+    assert record == "a"
+    putting = asyncio.create_task(transport.put_async("b", PLENTY_S))
+    await asyncio.sleep(0.02)
+    assert not putting.done()
+    in_thread(transport.ack, receipt)()
+    await putting
+    taking = asyncio.create_task(transport.put_async("c", PLENTY_S))
+    await asyncio.sleep(0.02)
+    in_thread(transport.close, "enough")()
+    with pytest.raises(TransportClosed, match="enough"):
+        await taking
+    assert time.monotonic() - start < 5
+
+
+async def test_a_waiting_coroutine_leaves_the_loop_free_and_meets_its_deadline(make):
+    transport = make(1)
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    with pytest.raises(DeadlineError, match="the writer"):
+        await transport.take_async(0.2)
+    ticking.cancel()
+    assert ticks >= 5
+
+
+async def test_a_cancelled_take_takes_nothing(make):
+    transport = make(1)
+    for _ in range(50):
+        taking = asyncio.create_task(transport.take_async(PLENTY_S))
+        await asyncio.sleep(0)
+        transport.put("a", 0)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        receipt, _ = transport.take(0)
+        transport.ack(receipt)
+
+
+def test_many_threads_lose_and_double_nothing(make):
+    transport = make(3)
+    num_records, taken, guard = 200, [], threading.Lock()
+
+    def produce(first):
+        for number in range(first, num_records, 2):
+            transport.put(number, PLENTY_S)
+
+    def consume():
+        for _ in range(num_records // 2):
+            receipt, record = transport.take(PLENTY_S)
+            with guard:
+                taken.append(record)
+            assert transport.ack(receipt)
+
+    results = [in_thread(produce, 0), in_thread(produce, 1), in_thread(consume), in_thread(consume)]
+    for result in results:
+        result()
+    assert sorted(taken) == list(range(num_records))
+    with pytest.raises(DeadlineError):
+        transport.take(0)
+
+
+class Model(RuleBasedStateMachine):
+    """Any order of calls behaves as two lists do."""
+
+    factory = staticmethod(FACTORIES["memory"])
+
+    @initialize(capacity=st.integers(1, 4))
+    def start(self, capacity):
+        self.capacity, self.transport = capacity, self.factory(capacity)
+        self.waiting: list[int] = []
+        self.taken: dict[str, int] = {}
+        self.stale: list[str] = []
+        self.next = 0
+
+    @rule()
+    def put(self):
+        if len(self.waiting) + len(self.taken) < self.capacity:
+            self.transport.put(self.next, 0)
+            self.waiting.append(self.next)
+        else:
+            with pytest.raises(DeadlineError):
+                self.transport.put(self.next, 0)
+        self.next += 1
+
+    @rule()
+    def take(self):
+        if self.waiting:
+            receipt, record = self.transport.take(0)
+            assert record == self.waiting.pop(0)
+            assert receipt not in self.taken
+            assert receipt not in self.stale
+            self.taken[receipt] = record
+        else:
+            with pytest.raises(DeadlineError):
+                self.transport.take(0)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def ack(self, data):
+        receipt = data.draw(st.sampled_from(sorted(self.taken)))
+        assert self.transport.ack(receipt)
+        del self.taken[receipt]
+        self.stale.append(receipt)
+
+    @rule()
+    def requeue(self):
+        assert self.transport.requeue() == len(self.taken)
+        self.waiting = sorted([*self.waiting, *self.taken.values()])
+        self.stale.extend(self.taken)
+        self.taken.clear()
+
+    @invariant()
+    def old_receipts_stay_invalid(self):
+        assert not any(self.transport.ack(receipt) for receipt in getattr(self, "stale", []))
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
