@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import uvloop
+from tests.envs.environments import config, task
 
 from slipstream.envs.base import RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scorer import InlineScorer, ScorerPool
 from slipstream.errors import EnvironmentFault
-from tests.envs.environments import config, task
 
 
 def alive(pid):
@@ -238,3 +239,17 @@ async def test_throughput_of_one_worker():
         started = time.monotonic()
         await asyncio.gather(*(pool.score(task("4"), "4") for _ in range(4000)))
         assert 4000 / (time.monotonic() - started) > 1000
+
+
+def test_it_works_on_the_orchestrators_event_loop():
+    async def main():
+        async with ScorerPool(config(timeout_s=0.5), num_workers=2) as pool:
+            return await asyncio.gather(
+                *(pool.score(task("4"), text) for text in ["4", "hang x", "5", "exit 3", "print a"]),
+                return_exceptions=True,
+            )
+
+    right, hung, wrong, ended, printed = uvloop.run(main())
+    assert (right.reward, wrong.reward, printed.reward) == (1.0, 0.0, 1.0)
+    assert isinstance(hung, RewardTimeout)
+    assert isinstance(ended, RewardFailed)

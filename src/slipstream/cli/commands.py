@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from slipstream.errors import ConfigError, EnvironmentFault
 
 Overrides = Annotated[
-    tuple[str, ...],
+    str,
     Parameter(
         allow_leading_hyphen=True,
         show=True,
@@ -186,10 +186,10 @@ def env_test(
 
         from slipstream.view import render_table
 
-        rows = [[c.name, f"{c.mean_reward:.3f}", f"{100 * c.accuracy:.1f} %", str(c.num)] for c in result.kinds]
-        Console().print(render_table(rows, ["answers", "mean reward", "right", "number"]))
+        rows = [[r.kind, f"{r.mean_reward:.3f}", f"{100 * r.accuracy:.1f} %", str(r.num_scored)] for r in result.results]
+        Console().print(render_table(rows, ["answers", "mean reward", "right", "graded"]))
     if not result.passed:
-        raise EnvironmentFault(f"environment {environment.name} cannot be trained on: {'; '.join(result.reasons)}")
+        raise EnvironmentFault(f"environment {environment.name} cannot be trained on: {'; '.join(result.failures)}")
     return 0
 
 

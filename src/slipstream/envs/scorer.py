@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import deque
 
 from slipstream.config.schema import EnvironmentConfig
@@ -23,6 +24,7 @@ from slipstream.errors import EnvironmentFault
 from slipstream.records import Task
 
 _MAX_IN_FLIGHT = 64
+_BATCH_S = 0.02  # slow rewards are sent one by one, so that a free worker does not wait beside a full one
 _MAX_IN_FLIGHT_BYTES = 32 * 1024  # half of a pipe: the requests are with the worker even if this loop is busy
 
 
@@ -84,6 +86,7 @@ class ScorerPool:
         self._num_workers = num_workers
         self._waiting: deque[_Job] = deque()
         self._work = asyncio.Event()
+        self._share = 1
         self._servers: list[asyncio.Task[None]] = []
         self._fault: EnvironmentFault | None = None
         self.num_restarts = 0
@@ -122,7 +125,10 @@ class ScorerPool:
         return await job.future
 
     async def _start(self) -> Worker:
-        worker = await Worker.start(self._setup)
+        try:
+            worker = await Worker.start(self._setup)
+        except OSError as error:
+            raise EnvironmentFault(f"no reward worker of {self._name} can be started: {error}") from error
         try:
             answer = await worker.receive(self._start_timeout_s)
         except TimeoutError:
@@ -159,7 +165,7 @@ class ScorerPool:
 
     def _take(self) -> deque[_Job]:
         """A fair share of what is waiting, within the limits."""
-        share = min(_MAX_IN_FLIGHT, -(-len(self._waiting) // self._num_workers))
+        share = min(self._share, -(-len(self._waiting) // self._num_workers))
         batch: deque[_Job] = deque()
         num_bytes = 0
         while self._waiting and len(batch) < share:
@@ -173,6 +179,7 @@ class ScorerPool:
 
     async def _grade(self, worker: Worker, batch: deque[_Job]) -> bool:
         """Settle `batch`, or its part up to the job that cost the worker's life: then false; the rest waits again."""
+        started = time.monotonic()
         worker.send(b"".join(job.data for job in batch))
         try:
             while batch:
@@ -188,6 +195,8 @@ class ScorerPool:
                     batch.popleft().fail(RewardFailed(said, worker.stderr_tail))
                     return False
                 batch.popleft().settle(answer)
+            quick = time.monotonic() - started < _BATCH_S
+            self._share = min(_MAX_IN_FLIGHT, self._share * 2) if quick else max(1, self._share // 2)
             return True
         finally:
             self._waiting.extendleft(reversed(batch))

@@ -111,6 +111,9 @@ class Worker:
                     return self._decoder.decode(await self._stdout.readexactly(length))
             except asyncio.IncompleteReadError:
                 raise WorkerDied(await self._how_it_ended()) from None
+            except msgspec.DecodeError:  # the reward wrote to a pipe that is not its own
+                await self.kill()
+                raise WorkerDied("an answer that cannot be read") from None
             except TimeoutError:
                 if chance == 2 or loop.time() - due < _LATE_S:
                     raise

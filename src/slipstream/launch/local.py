@@ -6,6 +6,7 @@ engine starts while the trainer loads, so that neither waits for the other's imp
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
@@ -45,7 +46,7 @@ _REQUESTS = 4
 class Progress(Protocol):
     """The terminal, as a run uses it."""
 
-    def start(self, title: str, total_steps: int) -> None:
+    def start(self, title: str, total_steps: int, step: int = 0) -> None:
         """The run begins."""
         ...
 
@@ -114,6 +115,7 @@ class _Run:
         self.log = log
         self.should_stop = stop
         self._exits = contextlib.ExitStack()
+        self._order = DataOrder(prepared.num_items, prepared.config.run.seed)
         self._engine: SupervisedEngine | None = None
         stop.at_once = self._kill
 
@@ -128,13 +130,13 @@ class _Run:
     def carry_out(self, resume: bool) -> RunResult:
         """Start what is needed, train, and say what came of it."""
         config = self.config
-        title = f"{Path(config.model.path).name} {config.algorithm.kind}"
-        if config.environment is not None:
-            title += f" {config.environment.name}"
-        self.progress.start(title, config.training.steps)
         if self.prepared.uses_engine and config.weights.bridge != "restart":
             self._launch_engine()
         loop = self._build_loop(resume)
+        title = f"{Path(config.model.path).name} {config.algorithm.kind}"
+        if config.environment is not None:
+            title += f" {config.environment.name}"
+        self.progress.start(title, config.training.steps, loop.step)
         loop.run()
         checkpoint = loop.store.latest()
         orchestrator = loop.engine if isinstance(loop.engine, Orchestrator) else None
@@ -159,7 +161,6 @@ class _Run:
         return self._engine
 
     def _launch_engine(self) -> None:
-        self.progress.phase("start the engine")
         self._create_engine().launch()
 
     def _build_loop(self, resume: bool) -> TrainingLoop:
@@ -232,7 +233,7 @@ class _Run:
         latest = loop.store.latest()
         if latest is not None:
             loop.resume(latest)
-        self.log.event("resume", step=loop.step, checkpoint=latest.name if latest else None)
+        self.log.resumed(loop.step, checkpoint=latest.name if latest else None)
         if loop.step >= self.config.training.steps:
             raise ConfigError(
                 f"run {self.folder} has already made its {loop.step} steps: raise training.steps to go on"
@@ -240,10 +241,8 @@ class _Run:
 
     def _items_of_step(self, step: int) -> list[int]:
         """Which items of the training set make the batch of `step`; a pure function of seed and step."""
-        order = DataOrder(self.prepared.num_items, self.config.run.seed)
         size = self.config.training.prompts_per_batch
-        order.skip(step * size)
-        return order.take(size)
+        return self._order.at(step * size, size)
 
     def _attach_orchestrator(self, loop: TrainingLoop) -> None:
         """The generating side: engine, bridge, environment, and for RL the rollouts in the background."""
@@ -254,8 +253,14 @@ class _Run:
         thread = EventLoopThread(self.should_stop)
         scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
 
+        async def start() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(scorer.__aenter__())
+                if config.weights.bridge != "restart":
+                    group.create_task(engine.wait_ready())
+
         async def close() -> None:
-            await scorer.close()
+            await scorer.__aexit__(None, None, None)
             await engine.stop()
 
         self._exits.callback(lambda: thread.stop(close()))
@@ -288,7 +293,7 @@ class _Run:
             probe=self._probe(engine).sample,
             evaluate=self._evaluation(runner),
             on_applied=self._applied,
-            start=engine.wait_ready if config.weights.bridge != "restart" else None,
+            start=start,
             waits=Waits(
                 apply_s=config.weights.apply_timeout_s + config.inference.start_timeout_s,
                 evaluate_s=_REQUESTS * config.inference.request_timeout_s,

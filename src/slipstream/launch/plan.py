@@ -31,6 +31,8 @@ from slipstream.launch.totals import Note, batch_notes, check_memory, memory_not
 SMALL_MODEL_PARAMETERS = 20_000_000
 MAX_SEQUENCES = 256
 MAX_MICRO_BATCH_TOKENS = 32_768
+MAX_CPU_MICRO_BATCH_TOKENS = 8_192
+"""Larger rows fall out of a CPU's cache: measured fastest of 1,024 to 36,000 for a 0.8 M parameter model."""
 MIN_KV_CACHE_GIB = 0.25
 MAX_KV_PART, MAX_ACTIVATION_PART = 1 / 4, 1 / 8
 """Parts of a CPU machine's memory."""
@@ -263,10 +265,11 @@ def _plan_micro_batch(draft: _Draft) -> None:
         left = draft.facts.gpu_memory_bytes * (1 - taken)
         room = (left - training_state(draft.original, draft["model.dtype"], model)) / 2
         source = "half of the GPU memory that engine and optimizer leave"
-    fitting = min(MAX_MICRO_BATCH_TOKENS, int(room // each))
+    most = MAX_CPU_MICRO_BATCH_TOKENS if draft.on_cpu else MAX_MICRO_BATCH_TOKENS
+    fitting = min(most, int(room // each))
     if fitting >= longest:
         value = max(longest, fitting // 256 * 256, 1)
-        reason = f"{each / 1024:.3g} KiB a token in {source}, at most {MAX_MICRO_BATCH_TOKENS}"
+        reason = f"{each / 1024:.3g} KiB a token in {source}, at most {most}"
     else:
         value, reason = (
             longest,

@@ -99,17 +99,17 @@ class Orchestrator:
         probe: Callable[[], Awaitable[list[TokenSequence]]],
         evaluate: Callable[[], Awaitable[Evaluation]],
         on_applied: Callable[[ApplyReport], None],
-        start: Callable[[], Awaitable[object]] | None,
+        start: Callable[[], Awaitable[None]],
         waits: Waits,
     ) -> None:
-        """`start` ends when the engine is in service; None: the first version's apply starts it."""
+        """`start` ends when engine and rewards are ready for the first version; awaited before that is applied."""
         self._thread = thread
         self._versions = versions
         self._publish = publish
         self._probe = probe
         self._evaluate = evaluate
         self._on_applied = on_applied
-        self._start = start
+        self._start: Callable[[], Awaitable[None]] | None = start
         self._waits = waits
         self.last_evaluation: Evaluation | None = None
 

@@ -124,8 +124,10 @@ class EngineServer:
             return await asyncio.wait_for(self._generate(request), request.timeout_s)
         except TimeoutError:
             return Completion(request.id, [], None, "abort", error=f"passed its deadline of {request.timeout_s:g} s")
-        except ValueError as error:
-            return Completion(request.id, [], None, "abort", error=f"refused by vLLM: {error}")
+        except Exception as error:
+            if self.host.is_dead:
+                raise
+            return Completion(request.id, [], None, "abort", error=f"was refused by vLLM: {error}")
         finally:
             self.num_running -= 1
 

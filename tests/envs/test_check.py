@@ -1,0 +1,140 @@
+import pytest
+from tests.envs.environments import Behaving, config
+
+from slipstream.config.schema import EnvironmentConfig
+from slipstream.envs.check import KindResult, check_environment, completions, judge_results
+from slipstream.envs.registry import load_environment
+from slipstream.envs.scorer import InlineScorer, ScorerPool
+from slipstream.envs.single_turn import FunctionEnvironment
+from slipstream.records import Message, Task
+
+
+def environment(reward, answers=None, num=40):
+    answers = answers or [f"number {i * 7919 % 997}" for i in range(num)]
+    rows = [{"prompt": f"question {i}", "answer": answer} for i, answer in enumerate(answers)]
+    return FunctionEnvironment("demo", lambda split, num_tasks, seed: rows[:num_tasks], reward)
+
+
+async def check(reward, answers=None, **options):
+    env = environment(reward, answers)
+    return await check_environment(env, InlineScorer(env), **options)
+
+
+async def test_a_strict_reward_passes():
+    result = await check(lambda task, completion: completion == task.answer)
+    assert result.passed
+    assert [(r.kind, r.accuracy, r.mean_reward) for r in result.results] == [
+        ("gold", 1.0, 1.0),
+        ("empty", 0.0, 0.0),
+        ("shuffled", 0.0, 0.0),
+        ("other_row", 0.0, 0.0),
+        ("prompt", 0.0, 0.0),
+    ]
+    assert result.num_tasks == 40
+
+
+@pytest.mark.parametrize("answers", [["yes", "no"] * 20, ["a", "b", "c", "d"] * 10, ["True"] * 39 + ["False"]])
+async def test_choices_pass(answers):
+    assert (await check(lambda task, completion: completion.strip().lower() == task.answer.lower(), answers)).passed
+
+
+async def test_order_may_be_free():
+    answers = [f"{i} {i + 50} {i + 100}" for i in range(40)]
+    assert (
+        await check(lambda task, completion: sorted(completion.split()) == sorted(task.answer.split()), answers)
+    ).passed
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda task, completion: 1.0, "the reward is 1 whatever the completion"),
+        (lambda task, completion: 0.0, "gold answers reach the threshold 1 in 0.0%"),
+        (lambda task, completion: completion != task.answer, "gold answers reach the threshold 1 in 0.0%"),
+        (lambda task, completion: completion in task.answer, "an empty answer counts as right in 100.0%"),
+        (lambda task, completion: sorted(completion) == sorted(task.answer), "characters shuffled counts as right in"),
+        (lambda task, completion: completion.startswith("number"), "another task's answer counts as right in 100.0%"),
+        (
+            lambda task, completion: "question" in completion or completion == task.answer,
+            "the question said back counts",
+        ),
+        (
+            lambda task, completion: 0.99 + 0.01 * (completion == task.answer) if completion else 0.0,
+            "hardly less than gold's 1",
+        ),
+        (
+            lambda task, completion: 1 / len(completion) * 0 + (completion == task.answer),
+            "the reward failed on 40 of 40",
+        ),
+    ],
+)
+async def test_a_reward_that_cannot_tell_fails_with_the_reason(reward, said):
+    result = await check(reward)
+    assert not result.passed
+    assert any(said in failure for failure in result.failures), result.failures
+
+
+async def test_the_threshold_counts():
+    def reward(task, completion):
+        return 0.8 if completion == task.answer else 0.1
+
+    assert not (await check(reward)).passed
+    assert (await check(reward, threshold=0.8)).passed
+
+
+async def test_no_gold_cannot_be_checked():
+    env = Behaving(gold=False)
+    result = await check_environment(env, InlineScorer(env))
+    assert result.failures == ["none of 8 tasks has a gold answer, so nothing can be said about the reward: give them"]
+
+
+async def test_a_hanging_reward_costs_three_deadlines():
+    hanging = config(timeout_s=0.3, size=30)
+
+    class Hangs(Behaving):
+        def gold(self, task):
+            return "hang x"
+
+    async with ScorerPool(hanging) as pool:
+        result = await check_environment(Hangs(size=30), pool)
+    assert pool.num_restarts == 3
+    assert [r.kind for r in result.results] == ["gold"]
+    assert any("killed after 0.3 s" in failure for failure in result.failures)
+
+
+def test_junk_is_never_the_gold_answer():
+    known = [
+        (Task(str(i), (Message("user", gold),)), gold) for i, gold in enumerate(["aa", "7", "Ab", "ab", "", "x y"])
+    ]
+    plays = completions(known)
+    golds = {task.id: gold for task, gold in known}
+    for kind, rows in plays.items():
+        for task, text in rows:
+            assert (text == golds[task.id]) == (kind == "gold")
+    assert {task.id for task, _ in plays["shuffled"]} == {"2", "3", "5"}
+    assert {task.id for task, _ in plays["empty"]} == {"0", "1", "2", "3", "5"}
+    assert plays["prompt"] == []
+    assert completions(known) == plays
+
+
+def test_partial_credit_with_a_slope_passes():
+    results = [
+        KindResult("gold", [1.0] * 20, 1.0),
+        KindResult("shuffled", [0.4] * 19 + [1.0], 1.0),
+        KindResult("other_row", [1.0] * 8 + [0.5] * 12, 1.0),
+        KindResult("empty", [0.0] * 20, 1.0),
+    ]
+    assert judge_results(results) == []
+    assert judge_results([]) == ["no gold answer was graded"]
+
+
+@pytest.mark.parametrize("task", ["spell_backward", "gcd", "coin_flip", "countdown", "word_sorting", "maze"])
+async def test_real_tasks_pass(task):
+    env = load_environment(EnvironmentConfig(name=f"reasoning_gym/{task}"))
+    result = await check_environment(env, InlineScorer(env), 60)
+    assert result.passed, result.failures
+
+
+async def test_a_real_reward_that_accepts_everything_is_found():
+    env = load_environment(EnvironmentConfig(name="reasoning_gym/game_of_life_halting"))
+    assert not (await check_environment(env, InlineScorer(env), 20)).passed

@@ -1,0 +1,164 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.envs.base import Episode
+from slipstream.envs.policy import RecordingPolicy, record_turn
+from slipstream.envs.single_turn import SingleTurn
+from slipstream.errors import EngineError
+from slipstream.records import Completion, Message, Task, VersionSpan
+
+END = 0
+
+
+class Letters:
+    """One token for a character; a turn is its text, then END."""
+
+    def render(self, messages):
+        return [token for message in messages for token in [*map(ord, message.content), END]]
+
+    def decode(self, token_ids):
+        return "".join(chr(token) for token in token_ids if token != END)
+
+
+def script(*turns, finish="stop", logprobs=True):
+    """A generate function that says `turns`, one after another, and the prompts it was given."""
+    prompts = []
+
+    async def generate(prompt_ids):
+        ids = [*map(ord, turns[len(prompts)]), END]
+        prompts.append(prompt_ids)
+        version = VersionSpan(0, f"0.{len(prompts)}")
+        return Completion("r", ids, [-0.5] * len(ids) if logprobs else None, finish, [version])
+
+    return generate, prompts
+
+
+def user(text):
+    return Message("user", text)
+
+
+def assistant(text):
+    return Message("assistant", text)
+
+
+async def test_turns_that_extend_each_other_are_one_sequence():
+    generate, prompts = script("bc", "e")
+    policy = RecordingPolicy(generate, Letters())
+    reply = await policy.chat([user("a")])
+    assert (reply.text, reply.finish_reason) == ("bc", "stop")
+    await policy.chat([user("a"), assistant("bc"), user("d")])
+    (sequence,) = policy.sequences
+    assert sequence.token_ids == [*b"a\0bc\0d\0e\0"] == prompts[1] + [*b"e\0"]
+    assert sequence.mask == [False, False, True, True, True, False, False, True, True]
+    assert sequence.logprobs == [0, 0, -0.5, -0.5, -0.5, 0, 0, -0.5, -0.5]
+    assert sequence.versions == [VersionSpan(2, "0.1"), VersionSpan(7, "0.2")]
+    assert policy.num_turns == 2
+    assert not policy.truncated
+
+
+async def test_a_prompt_that_changes_the_past_begins_a_new_sequence():
+    generate, _ = script("<t>b", "e")
+    policy = RecordingPolicy(generate, Letters())
+    await policy.chat([user("a")])
+    await policy.chat([user("a"), assistant("b"), user("d")])  # the thinking was dropped
+    first, second = policy.sequences
+    assert first.token_ids == [*b"a\0<t>b\0"]
+    assert second.token_ids == [*b"a\0b\0d\0e\0"]
+    assert second.mask == [False] * 6 + [True] * 2
+    assert second.versions == [VersionSpan(6, "0.2")]
+
+
+async def test_conversations_held_in_turns_keep_apart():
+    generate, _ = script("b", "y", "d")
+    policy = RecordingPolicy(generate, Letters())
+    await policy.chat([user("a")])
+    await policy.chat([user("x")])
+    await policy.chat([user("a"), assistant("b"), user("c")])
+    assert [bytes(s.token_ids) for s in policy.sequences] == [b"a\0b\0c\0d\0", b"x\0y\0"]
+
+
+async def test_the_same_prompt_twice_is_two_sequences():
+    generate, _ = script("b", "c")
+    policy = RecordingPolicy(generate, Letters())
+    await policy.chat([user("a")])
+    await policy.chat([user("a")])
+    assert [bytes(s.token_ids) for s in policy.sequences] == [b"a\0b\0", b"a\0c\0"]
+
+
+async def test_missing_logprobs_stay_missing():
+    generate, _ = script("b", logprobs=False)
+    policy = RecordingPolicy(generate, Letters())
+    await policy.chat([user("a")])
+    assert policy.sequences[0].logprobs is None
+
+
+async def test_truncation_is_remembered():
+    generate, _ = script("b", finish="length")
+    policy = RecordingPolicy(generate, Letters())
+    assert (await policy.chat([user("a")])).finish_reason == "length"
+    assert policy.truncated
+
+
+async def test_aborted_and_inconsistent_completions_are_engine_errors():
+    generate, _ = script("b", finish="abort")
+    policy = RecordingPolicy(generate, Letters())
+    with pytest.raises(EngineError, match="aborted after 2 tokens"):
+        await policy.chat([user("a")])
+    assert policy.sequences == []
+    with pytest.raises(EngineError, match="1 log-probabilities for 2 tokens"):
+        record_turn([], [1], Completion("r", [2, 3], [-1.0], "stop"))
+
+
+async def test_thinking_that_the_template_opens_is_part_of_the_reply():
+    generate, _ = script("hm</think>4")
+    policy = RecordingPolicy(generate, Letters())
+    assert (await policy.chat([user("2+2<think>\n")])).text == "<think>hm</think>4"
+    assert policy.sequences[0].token_ids[-len("hm</think>4") - 1 :] == [*b"hm</think>4\0"]
+
+
+turns = st.lists(
+    st.tuples(st.lists(st.integers(1, 3), max_size=3), st.lists(st.integers(1, 3), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(turns)
+def test_one_conversation_is_one_sequence_and_its_trained_tokens_are_the_sampled_ones(turns):
+    sequences, tokens, sampled = [], [9], []
+    for given_ids, said in turns:
+        prompt = tokens + given_ids
+        record_turn(sequences, prompt, Completion("r", said, [-1.0] * len(said), "stop", [VersionSpan(0, "0.0")]))
+        tokens = prompt + said
+        sampled += said
+    (sequence,) = sequences
+    assert sequence.token_ids == tokens
+    assert [t for t, on in zip(sequence.token_ids, sequence.mask, strict=True) if on] == sampled
+    assert [p for p, on in zip(sequence.logprobs, sequence.mask, strict=True) if on] == [-1.0] * len(sampled)
+    assert len(sequence.versions) == 1
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 2), max_size=4), st.lists(st.integers(1, 2), max_size=3)), max_size=6)
+)
+def test_whatever_the_prompts_no_sampled_token_is_lost_or_doubled(turns):
+    sequences = []
+    for prompt, said in turns:
+        record_turn(sequences, prompt, Completion("r", said, [-1.0] * len(said), "stop"))
+    assert sum(s.num_trainable for s in sequences) == sum(len(said) for _, said in turns)
+    assert all(len(s.token_ids) == len(s.mask) == len(s.logprobs) for s in sequences)
+
+
+async def test_a_single_turn_asks_once_and_says_how_it_ended():
+    class Ask(SingleTurn):
+        def tasks(self, split, num_tasks):
+            return []
+
+        def reward(self, task, completion):
+            return 1.0
+
+    task = Task("t", (user("a"),))
+    for finish, outcome in (("stop", "done"), ("length", "truncated")):
+        generate, _ = script("b", finish=finish)
+        assert await Ask().run(task, RecordingPolicy(generate, Letters())) == Episode("b", outcome)
