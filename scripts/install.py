@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("--extras", default="reasoning-gym,dev", help="further extras of pyproject.toml")
     options = parser.parse_args()
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
-        sys.exit(f"Python {sys.version.split()[0]} is not supported: use 3.11 to 3.13, for example PYTHON=python3.12 make")
+        sys.exit(
+            f"Python {sys.version.split()[0]} is not supported: use 3.11 to 3.13, for example PYTHON=python3.12 make"
+        )
     if not (VENV / "bin/python").exists():
         run(sys.executable, "-m", "venv", VENV)
     run(VENV / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "uv>=0.9")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.runtime import EventLoopThread

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from slipstream.errors import EngineError, WeightsError
 from slipstream.records import SamplingParams, Sequence, Ticket, Version
 from slipstream.trainer.learner import score
@@ -56,7 +57,9 @@ def test_disk_and_restart_answer_bit_for_bit_the_same(tiny_model, tmp_path, dtyp
         stop(live)
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
 def test_one_flipped_bit_is_found_and_named_and_takes_the_engine_out_of_service(live, tmp_path, name):
     ticket, receiver = publish(live, tmp_path, 5, seed=5)
     path = Path(ticket.location) / "model.safetensors"

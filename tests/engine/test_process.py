@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.process import EngineProcess
 from slipstream.records import GenerateRequest, SamplingParams
@@ -82,9 +83,7 @@ def test_a_prompt_that_is_too_long_concerns_its_caller_only(live):
 
 
 def test_a_seeded_prompt_may_be_split_over_several_steps(live):
-    requests = [
-        GenerateRequest(f"split-{i}", PROMPTS[7] * 4, SamplingParams(max_tokens=4), seed=i) for i in range(60)
-    ]
+    requests = [GenerateRequest(f"split-{i}", PROMPTS[7] * 4, SamplingParams(max_tokens=4), seed=i) for i in range(60)]
     assert len(live.generate(*requests)) == 60
 
 
@@ -162,5 +161,5 @@ def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
     family = [engine, *engine.children(recursive=True)]
     supervisor.kill()
     supervisor.wait()
-    gone, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive

@@ -35,8 +35,5 @@ def test_one_text_in_ten_is_held_out_and_always_the_same_ones():
     splits = [split_of(f"question {i}") for i in range(5000)]
     assert 400 < splits.count("eval") < 600
     assert [split_of(f"question {i}") for i in range(20)] == splits[:20]
-    assert [i for i in range(40) if split_of(f"question {i}") == "eval"] == EXPECTED
-
-
-# Fixed for good: another division would put questions that were trained on into evaluations of the same model.
-EXPECTED = []
+    # Fixed for good: another division would put questions that were trained on into evaluations of the same model.
+    assert [i for i, split in enumerate(splits[:40]) if split == "eval"] == [16, 25, 32, 33]

@@ -31,7 +31,9 @@ env_app = App(name="env", help="Check environments.")
 model_app = App(name="model", help="Make small models.")
 
 
-def train(run_file: RunFile, /, *overrides: Overrides, resume: Resume = False, plain: Plain = False, json: Json = False) -> int:
+def train(
+    run_file: RunFile, /, *overrides: Overrides, resume: Resume = False, plain: Plain = False, json: Json = False
+) -> int:
     """Train as the run file says, with SFT or GRPO, and leave everything in the run folder."""
     return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json)
 
@@ -136,7 +138,9 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
     return 0
 
 
-def runs(root: Annotated[Path, Parameter(help="Folder that holds run folders.")] = Path("runs"), *, json: Json = False) -> int:
+def runs(
+    root: Annotated[Path, Parameter(help="Folder that holds run folders.")] = Path("runs"), *, json: Json = False
+) -> int:
     """List the runs below a folder, with their state and last numbers."""
     from slipstream.runlog import list_runs
     from slipstream.view import render_runs
@@ -186,7 +190,9 @@ def env_test(
 
         from slipstream.view import render_table
 
-        rows = [[r.kind, f"{r.mean_reward:.3f}", f"{100 * r.accuracy:.1f} %", str(r.num_scored)] for r in result.results]
+        rows = [
+            [r.kind, f"{r.mean_reward:.3f}", f"{100 * r.accuracy:.1f} %", str(r.num_scored)] for r in result.results
+        ]
         Console().print(render_table(rows, ["answers", "mean reward", "right", "graded"]))
     if not result.passed:
         raise EnvironmentFault(f"environment {environment.name} cannot be trained on: {'; '.join(result.failures)}")

@@ -114,4 +114,3 @@ class SupervisedEngine:
         """The same at once, from any thread and without an event loop."""
         self._process.kill()
         self._process.remove_files()
-

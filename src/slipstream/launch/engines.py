@@ -11,7 +11,12 @@ from slipstream.records import ParameterSpec, Version
 
 
 def engine_settings(
-    config: RunConfig, model: str, *, on_cpu: bool, version: Version | None = None, parameters: tuple[ParameterSpec, ...] = ()
+    config: RunConfig,
+    model: str,
+    *,
+    on_cpu: bool,
+    version: Version | None = None,
+    parameters: tuple[ParameterSpec, ...] = (),
 ) -> EngineSettings:
     """How to start the engine on the folder `model`; the config's `auto`s have been replaced by the plan."""
     inference = config.inference
@@ -38,9 +43,7 @@ def engine_settings(
     )
 
 
-def create_engine(
-    config: RunConfig, settings: EngineSettings, log_folder: Path, on_event: OnEvent
-) -> SupervisedEngine:
+def create_engine(config: RunConfig, settings: EngineSettings, log_folder: Path, on_event: OnEvent) -> SupervisedEngine:
     """The engine, not started yet; its output goes to `engine.log` in `log_folder`."""
     return SupervisedEngine(
         settings,

@@ -22,7 +22,9 @@ _POLL_S = 0.2
 def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
     """Start an engine on the run file's model, verify what it loaded, grade the held-out tasks, stop it."""
     if prepared.environment is None or prepared.config.evaluation is None:
-        raise ConfigError("an evaluation needs [environment] and must not be turned off: see evaluation in the run file")
+        raise ConfigError(
+            "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
+        )
     with StopRequest() as stop, tempfile.TemporaryDirectory(prefix="slipstream-eval-") as logs:
         progress.start(f"evaluate {Path(prepared.config.model.path).name}", 1)
         try:
@@ -64,7 +66,9 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
         version=Version(0, 0, digest(parameters)),
         parameters=parameters,
     )
-    engine = create_engine(config, settings, logs, lambda kind, **fields: progress.message(f"{kind}: {fields}", "warning"))
+    engine = create_engine(
+        config, settings, logs, lambda kind, **fields: progress.message(f"{kind}: {fields}", "warning")
+    )
     progress.phase("start the engine")
     try:
         engine.launch()

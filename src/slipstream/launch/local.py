@@ -90,18 +90,19 @@ def run_folder_of(prepared: Prepared, name: str) -> Path:
 
 def train(prepared: Prepared, folder: Path, progress: Progress, *, resume: bool = False) -> RunResult:
     """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
-    with StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop:
-        with RunLog.create(folder, resume=resume) as log:
-            log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-            log.event("start", resume=resume, dropped=prepared.dropped, warnings=list(prepared.plan.warnings))
-            for text in prepared.plan.warnings:
-                progress.message(text, "warning")
-            run = _Run(prepared, folder, progress, log, stop)
-            try:
-                return run.carry_out(resume)
-            finally:
-                run.stop()
-                progress.stop()
+    with StopRequest(
+        on_first=lambda: progress.message("stopping at the next safe place; again to end at once")
+    ) as stop, RunLog.create(folder, resume=resume) as log:
+        log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
+        log.event("start", resume=resume, dropped=prepared.dropped, warnings=list(prepared.plan.warnings))
+        for text in prepared.plan.warnings:
+            progress.message(text, "warning")
+        run = _Run(prepared, folder, progress, log, stop)
+        try:
+            return run.carry_out(resume)
+        finally:
+            run.stop()
+            progress.stop()
 
 
 class _Run:
@@ -280,9 +281,7 @@ class _Run:
         )
 
         def publish(step: int) -> Ticket:
-            ticket = bridge.publisher.publish(
-                loop.learner.named_weights(), step, self.log.lineage, lambda _: None
-            )
+            ticket = bridge.publisher.publish(loop.learner.named_weights(), step, self.log.lineage, lambda _: None)
             self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest)
             return ticket
 

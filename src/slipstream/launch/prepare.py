@@ -88,9 +88,7 @@ def prepare(loaded: Loaded) -> Prepared:
         conversations = _conversations(config, environment, train_tasks, dropped)
         conversations = _short_enough(conversations, tokenizer, context, dropped)
     gold = environment.gold if environment else (lambda task: task.answer)
-    facts = gather_facts(
-        config, train_tasks, tokenizer, eval_tasks=eval_tasks, conversations=conversations, gold=gold
-    )
+    facts = gather_facts(config, train_tasks, tokenizer, eval_tasks=eval_tasks, conversations=conversations, gold=gold)
     plan = make_plan(config, facts)
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
 
@@ -149,8 +147,8 @@ def _short_enough(
         dropped["conversation_too_long"] = len(conversations) - len(kept)
     if not kept:
         raise DataError(
-            f"every one of the {len(conversations)} conversations is longer than the model's context of {context} tokens: "
-            "use shorter ones, or a model with a longer context"
+            f"every one of the {len(conversations)} conversations is longer than the model's context of {context} "
+            "tokens: use shorter ones, or a model with a longer context"
         )
     return kept
 

@@ -63,9 +63,7 @@ async def evaluate(
 
     async def attempt(place: int, task: Task) -> Rollout:
         name = f"eval.{place}"
-        rollout = await runner.run(
-            task, rollout_id=name, group_id=name, sampling=sampling, seed=seed_of(seed, place)
-        )
+        rollout = await runner.run(task, rollout_id=name, group_id=name, sampling=sampling, seed=seed_of(seed, place))
         on_rollout()
         return rollout
 

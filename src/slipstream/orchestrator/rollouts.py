@@ -11,7 +11,7 @@ from typing import Protocol
 
 from slipstream.envs.base import Environment, RewardFailed, RewardTimeout, Scorer
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, EnvironmentFault
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.records import Completion, GenerateRequest, Rollout, SamplingParams, Task
 
@@ -36,7 +36,13 @@ class RolloutRunner:
     """Runs attempts of one environment against one engine."""
 
     def __init__(
-        self, environment: Environment, scorer: Scorer, tokenizer: Tokenizer, engine: Engine, *, request_timeout_s: float
+        self,
+        environment: Environment,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        *,
+        request_timeout_s: float,
     ) -> None:
         self._environment = environment
         self._scorer = scorer
@@ -47,9 +53,7 @@ class RolloutRunner:
         self.num_retried = 0
         """Rollouts that were run again because the engine died under them."""
 
-    async def run(
-        self, task: Task, *, rollout_id: str, group_id: str, sampling: SamplingParams, seed: int
-    ) -> Rollout:
+    async def run(self, task: Task, *, rollout_id: str, group_id: str, sampling: SamplingParams, seed: int) -> Rollout:
         """The finished rollout, whatever became of it. Raises `EngineError` only when the engine cannot come back."""
         started = time.monotonic()
         while True:
@@ -92,13 +96,13 @@ class RolloutRunner:
             rollout.outcome = "truncated" if policy.truncated else episode.outcome
             score = await self._scorer.score(task, episode.completion)
         except RewardTimeout as error:
-            rollout.outcome, rollout.error = "reward_timeout", str(error)
+            rollout.outcome, rollout.error = "reward_timeout", f"{error}\n{error.details}".rstrip()
         except RewardFailed as error:
             rollout.outcome, rollout.error = "reward_error", f"{error}\n{error.details}".rstrip()
         except RequestAborted as error:
             rollout.outcome, rollout.error = "engine_error", str(error)
-        except EngineError:
-            raise
+        except (EngineError, EnvironmentFault):
+            raise  # the engine is gone, or no reward worker can be started any more: not this rollout's outcome
         except Exception:  # noqa: BLE001 (the environment is the user's code: its failure is an outcome, counted as such)
             rollout.outcome, rollout.error = "environment_error", traceback.format_exc(limit=-4)
         else:

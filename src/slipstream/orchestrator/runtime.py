@@ -22,7 +22,8 @@ from slipstream.errors import DeadlineError, Interrupted, SlipstreamError
 from slipstream.orchestrator.batches import Batcher
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import ApplyReport, Batch, Sequence as TokenSequence, Task, Ticket
+from slipstream.records import ApplyReport, Batch, Task, Ticket
+from slipstream.records import Sequence as TokenSequence
 from slipstream.transport import MemoryTransport
 
 T = TypeVar("T")
@@ -133,7 +134,9 @@ class Orchestrator:
     def evaluate(self, step: int) -> dict[str, float]:
         """See the loop's `Engine`."""
 
-        self.last_evaluation = self._thread.call(_awaited(self._evaluate), self._waits.evaluate_s, f"the evaluation of step {step}")
+        self.last_evaluation = self._thread.call(
+            _awaited(self._evaluate), self._waits.evaluate_s, f"the evaluation of step {step}"
+        )
         return self.last_evaluation.metrics()
 
     def release(self, step: int) -> None:

@@ -159,9 +159,7 @@ class TrainingLoop:
             metrics |= self._train(batch)
         self.step += 1
         limit = self.config.training.max_seconds
-        last = self.step >= self.config.training.steps or (
-            limit is not None and time.monotonic() - started >= limit
-        )
+        last = self.step >= self.config.training.steps or (limit is not None and time.monotonic() - started >= limit)
         evaluate = self._evaluates_after(self.step, last)
         if self.engine is not None and (isinstance(self.config.algorithm, GRPOConfig) or evaluate):
             metrics |= self._synchronise(evaluate)
@@ -257,7 +255,8 @@ class TrainingLoop:
         if self._quiet_steps >= limit:
             raise TrainingError(
                 f"no group had any reward variance in {self._quiet_steps} consecutive steps "
-                f"(run.max_steps_without_signal = {limit}): make the task easier or harder, or start from a better model"
+                f"(run.max_steps_without_signal = {limit}): make the task easier or harder, or start from a better "
+                "model"
             )
         return {"train/skipped": 1.0}
 
@@ -286,9 +285,7 @@ class TrainingLoop:
         """Score what the engine just sampled with the same weights: the difference is numerics, or a
         wrong engine."""
         ours = self.learner.forward(sequences, self.sampling).logprobs
-        differences = [
-            d for s, logprobs in zip(sequences, ours, strict=True) for d in differences_of(s, logprobs)
-        ]
+        differences = [d for s, logprobs in zip(sequences, ours, strict=True) for d in differences_of(s, logprobs)]
         mean = statistics.fmean(differences)
         limits = self.config.weights
         if not mean <= limits.probe_stop:
@@ -340,9 +337,7 @@ class TrainingLoop:
 def differences_of(sequence: records.Sequence, logprobs: Tensor) -> list[float]:
     """Absolute differences between a sequence's behaviour log-probabilities and the trainer's."""
     if sequence.logprobs is None:
-        raise TrainingError(
-            "the engine's probe came without log-probabilities: it must return those of sampled tokens"
-        )
+        raise TrainingError("the engine's probe came without log-probabilities: it must return those of sampled tokens")
     theirs = [value for value, trained in zip(sequence.logprobs, sequence.mask, strict=True) if trained]
     return [abs(a - b) for a, b in zip(theirs, logprobs.tolist(), strict=True)]
 
@@ -355,9 +350,7 @@ def batch_advantages(batch: records.Batch, algorithm: GRPOConfig) -> tuple[list[
 
     usable = [i for i, rollout in enumerate(batch.rollouts) if rollout.outcome in records.TRAINABLE_OUTCOMES]
     if not usable:
-        raise TrainingError(
-            f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on"
-        )
+        raise TrainingError(f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on")
     numbers = {group: n for n, group in enumerate(dict.fromkeys(batch.rollouts[i].group_id for i in usable))}
     rewards_S = torch.tensor([batch.rollouts[i].reward for i in usable], dtype=torch.float64)
     group_ids_S = torch.tensor([numbers[batch.rollouts[i].group_id] for i in usable])

@@ -79,7 +79,7 @@ class InProcessHost:
                 for output in self._engine.step():
                     if output.finished:
                         self._finish(output)
-        except BaseException as error:  # noqa: BLE001 (whatever ends the loop ends the engine; the server exits)
+        except BaseException as error:
             self._death = error
             for future in list(self._waiting.values()):
                 future.set_exception(RuntimeError(f"the engine died: {error!r}"))

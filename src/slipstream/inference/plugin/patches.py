@@ -121,7 +121,8 @@ def stale_packed_layers(model: torch.nn.Module, max_products: int = 1 << 32) -> 
     """Names of layers whose kernel does not compute with the weight that the layer shows.
 
     The kernel is asked for its product with the identity matrix, which is the weight itself, exactly: one
-    times a value plus zeros has nothing to round. Layers that need more than `max_products` multiplications are left to the probe.
+    times a value plus zeros has nothing to round. Layers that need more than `max_products` multiplications are
+    left to the probe.
     """
     stale: list[str] = []
     for name, layer in _packed(model):

@@ -37,7 +37,6 @@ from slipstream.records import (
     VersionSpan,
     encode,
 )
-from slipstream.weights.fingerprint import digest
 
 _MAX_BODY_BYTES = 1 << 30
 
@@ -71,10 +70,7 @@ class EngineServer:
     async def _verify(self, version: Version, parameters: tuple[ParameterSpec, ...]) -> ApplyReport:
         started = time.perf_counter()
         text = msgspec.json.encode(parameters).decode()
-        answers = [
-            msgspec.json.decode(answer)
-            for answer in await self.host.rpc("slipstream_fingerprint", text)
-        ]
+        answers = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_fingerprint", text)]
         verdicts: dict[str, list[str]] = {"match": [], "differs": [], "unverified": []}
         for spec in parameters:
             shares = [tensor_map.Share(int(a["shares"][spec.name][0], 16), a["shares"][spec.name][1]) for a in answers]
@@ -137,9 +133,7 @@ class EngineServer:
         output = await self.host.generate(prompt, self._sampling_params(request), request.id)
         out = output.outputs[0]
         token_ids = list(out.token_ids)
-        logprobs = [
-            entry[token].logprob for entry, token in zip(out.logprobs or [], token_ids, strict=True)
-        ]
+        logprobs = [entry[token].logprob for entry, token in zip(out.logprobs or [], token_ids, strict=True)]
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         text = out.text if request.sampling.stop else ""
         return Completion(request.id, token_ids, logprobs, reason, [VersionSpan(0, version)], text)
@@ -244,7 +238,7 @@ async def _errors_as_text(request: web.Request, handler: Any) -> web.StreamRespo
         return web.Response(status=503, text=str(error))
     except msgspec.ValidationError as error:
         return web.Response(status=400, text=f"not a valid request: {error}")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (the caller gets it and decides)
         return web.Response(status=500, text=f"{type(error).__name__}: {error}")
 
 

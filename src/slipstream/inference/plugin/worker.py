@@ -41,7 +41,9 @@ class WorkerExtension:
 
     def slipstream_describe(self) -> str:
         """JSON: patches in force and whether the live weights are verifiable here."""
-        return json.dumps({"patches": patches.applied(), "device": str(next(self._slipstream_model().parameters()).device)})
+        return json.dumps(
+            {"patches": patches.applied(), "device": str(next(self._slipstream_model().parameters()).device)}
+        )
 
     @torch.no_grad()
     def slipstream_load(self, ticket_json: str) -> str:
