@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+import transformers
 
 from slipstream import records
 from slipstream.trainer.batching import StepBatch
@@ -9,6 +10,37 @@ from slipstream.trainer.learner import Learner
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 from slipstream.trainer.optimizer import MasterAdamW
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="session")
+def save_model():
+    """Writes a small model of the architecture `kind` to `folder`."""
+
+    def save(folder, kind, **changes):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**SMALL, **changes)
+        network = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+        # Wider than usual, so that what one token does to another is far above rounding.
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+        network.save_pretrained(folder)
+        return folder
+
+    return save
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.trainer.checkpoint import CheckpointStore, damage, write_weights
+from slipstream.trainer.checkpoint import CheckpointStore, damage
 from slipstream.trainer.objectives import SFTObjective
+from slipstream.weights.files import write_model_folder
 
 
 def advance(learner, batch):
@@ -20,10 +21,15 @@ def advance(learner, batch):
     learner.optim_commit()
 
 
+@pytest.mark.parametrize("durable", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_folder_is_deployable(dtype, make_learner, model_folder, tmp_path):
+def test_weights_folder_is_deployable(dtype, durable, make_learner, model_folder, tmp_path):
     learner = make_learner(dtype=dtype)
-    size = write_weights(tmp_path / "weights", learner.named_weights(), model_folder)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "stale.json").write_text("{}")
+    size = write_model_folder(tmp_path / "weights", learner.named_weights(), model_folder, durable=durable)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+    assert not (tmp_path / "weights" / "stale.json").exists()
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
     assert network.dtype == getattr(torch, dtype)
     assert size == sum(p.numel() * p.element_size() for p in network.parameters())
@@ -42,7 +48,7 @@ def test_companions_are_copied_and_other_weights_are_not(make_learner, model_fol
         (source / name).write_text("{}")
     for name in ("LICENSE", "modeling_own.py", "vocab.txt"):
         (source / name).write_text("kept")
-    write_weights(tmp_path / "weights", make_learner().named_weights(), source)
+    write_model_folder(tmp_path / "weights", make_learner().named_weights(), source)
     names = {path.name for path in (tmp_path / "weights").iterdir()}
     assert names == {path.name for path in model_folder.iterdir()} | {"LICENSE", "modeling_own.py", "vocab.txt"}
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import records
 from slipstream.config.schema import GRPOConfig
-from slipstream.trainer.attention import segment_layout
 from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.layout import segment_layout
 from slipstream.trainer.objectives import GRPOObjective, SFTObjective
 
 SAMPLING = records.SamplingParams(max_tokens=64, temperature=0.8)
@@ -80,15 +80,15 @@ def test_packed_rows_repeat_bit_for_bit(make_learner, make_batch, gradients_of):
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
 def test_layout_is_a_bijection_of_bounded_cost(lengths):
-    layout = segment_layout(lengths)
-    slots = sum(number * longest for number, longest in layout.buckets)
-    if layout.gather is None or layout.scatter_T is None:
-        assert len(set(lengths)) == 1
+    layout = segment_layout(lengths).padded
+    slots = sum(bucket.queries_BQ.numel() for bucket in layout.buckets)
+    if layout.queries is None:
         assert slots == sum(lengths)
     else:
-        assert len(layout.gather) == slots
-        assert torch.equal(layout.gather[layout.scatter_T], torch.arange(sum(lengths)))
-    cost = sum(number * longest**2 for number, longest in layout.buckets)
+        assert len(layout.queries.index) == slots
+        assert torch.equal(layout.queries.index[layout.queries.slot_T], torch.arange(sum(lengths)))
+        assert not layout.queries.repeated
+    cost = sum(bucket.queries_BQ.numel() * bucket.queries_BQ.shape[1] for bucket in layout.buckets)
     assert cost <= 16 / 9 * sum(max(64, length) ** 2 for length in lengths) + 1e-6
 
 

@@ -17,24 +17,24 @@ Overrides = Annotated[
     Parameter(
         allow_leading_hyphen=True,
         show=True,
-        help="Settings that replace those of the run file: --section.key value",
+        help="--section.key VALUE replaces a setting of the run file; --no-evaluation turns that section off.",
     ),
 ]
 RunFile = Annotated[Path, Parameter(help="The run file, TOML.")]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object and nothing else.")]
-Plain = Annotated[bool, Parameter(name="--plain", negative="", help="Plain lines instead of the live view.")]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON and nothing else.")]
+Plain = Annotated[bool, Parameter(name="--plain", negative="", help="Print plain lines instead of the live view.")]
 Resume = Annotated[
     bool, Parameter(name="--resume", negative="", help="Continue the run in run.folder after its last checkpoint.")
 ]
 
-env_app = App(name="env", help="Check environments.")
-model_app = App(name="model", help="Make small models.")
+env_app = App(name="env", help="Check an environment before anything is trained on it.")
+model_app = App(name="model", help="Make a small model to train.")
 
 
 def train(
     run_file: RunFile, /, *overrides: Overrides, resume: Resume = False, plain: Plain = False, json: Json = False
 ) -> int:
-    """Train as the run file says, with SFT or GRPO, and leave everything in the run folder."""
+    """Train as the run file says, with SFT or GRPO; everything that comes of it is in the run folder."""
     return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json)
 
 
@@ -47,7 +47,7 @@ def sft(
     plain: Plain = False,
     json: Json = False,
 ) -> int:
-    """Supervised fine-tuning on an environment's gold answers, or on the conversations of a file."""
+    """Train with SFT, on an environment's gold answers or on the conversations of a file."""
     extra = ("--data.path", data) if data else ()
     return _train(run_file, (*overrides, *extra), "sft", resume=resume, plain=plain, as_json=json)
 
@@ -99,7 +99,7 @@ def evaluate(
     plain: Plain = False,
     json: Json = False,
 ) -> int:
-    """Held-out accuracy of a model, with its 95 % confidence interval."""
+    """Measure a model's accuracy on held-out tasks, with its 95 % confidence interval; train nothing."""
     from slipstream.config import load_config
 
     extra = ("--model.path", model) if model else ()
@@ -119,7 +119,7 @@ def evaluate(
 
 
 def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int:
-    """Show every setting that is derived from the run file, and why; start nothing."""
+    """Check a run file and show every setting that is derived from it, and why; start nothing."""
     from slipstream.config import load_config
 
     loaded = load_config(run_file, overrides)
@@ -141,7 +141,7 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
 def runs(
     root: Annotated[Path, Parameter(help="Folder that holds run folders.")] = Path("runs"), *, json: Json = False
 ) -> int:
-    """List the runs below a folder, with their state and last numbers."""
+    """List the runs in a folder, with their state and last numbers."""
     from slipstream.runlog import list_runs
     from slipstream.view import render_runs
 
@@ -160,10 +160,10 @@ def env_test(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    num_tasks: Annotated[int, Parameter(help="How many tasks to play.")] = 64,
+    num_tasks: Annotated[int, Parameter(help="How many training tasks to grade.")] = 64,
     json: Json = False,
 ) -> int:
-    """Play gold answers against deliberate junk; fails when the rewards cannot tell them apart."""
+    """Grade gold answers and deliberate junk; fails when the rewards cannot tell them apart."""
     import asyncio
 
     from slipstream.config import load_config
@@ -171,16 +171,18 @@ def env_test(
     config = load_config(run_file, overrides).config
     if config.environment is None:
         raise ConfigError(f"{run_file} names no environment to test: add [environment] name = ...")
+    from slipstream.config.schema import EvaluationConfig
     from slipstream.envs.check import check_environment
     from slipstream.envs.registry import load_environment
     from slipstream.envs.scorer import ScorerPool
 
     section = config.environment
     environment = load_environment(section)
+    threshold = (config.evaluation or EvaluationConfig()).threshold
 
     async def check() -> Any:
         async with ScorerPool(section, timeout_s=section.reward_timeout_s) as scorer:
-            return await check_environment(environment, scorer, num_tasks)
+            return await check_environment(environment, scorer, num_tasks, threshold=threshold)
 
     result = asyncio.run(check())
     if json:
@@ -191,9 +193,12 @@ def env_test(
         from slipstream.view import render_table
 
         rows = [
-            [r.kind, f"{r.mean_reward:.3f}", f"{100 * r.accuracy:.1f} %", str(r.num_scored)] for r in result.results
+            {"answers": r.kind, "mean reward": r.mean_reward, "right, %": 100 * r.accuracy, "graded": r.num_scored}
+            for r in result.results
         ]
-        Console().print(render_table(rows, ["answers", "mean reward", "right", "graded"]))
+        Console().print(render_table(rows, ["answers", "mean reward", "right, %", "graded"]))
+        if result.passed:
+            print(f"passed: the rewards of {environment.name} tell right answers from wrong ones")
     if not result.passed:
         raise EnvironmentFault(f"environment {environment.name} cannot be trained on: {'; '.join(result.failures)}")
     return 0
@@ -204,16 +209,20 @@ def model_new(
     folder: Annotated[Path, Parameter(help="New folder for the model.")],
     /,
     *,
-    tokenizer: Literal["byte", "char"] = "char",
-    hidden_size: int = 128,
-    num_layers: int = 4,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 32,
-    intermediate_size: int | None = None,
-    context_length: int = 512,
-    seed: int = 0,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    tokenizer: Annotated[
+        Literal["byte", "char"], Parameter(help="A token is a byte (any text) or a character (printable ASCII).")
+    ] = "char",
+    hidden_size: Annotated[int, Parameter(help="Width of the residual stream.")] = 128,
+    num_layers: Annotated[int, Parameter(help="Decoder layers.")] = 4,
+    num_heads: Annotated[int, Parameter(help="Attention heads.")] = 4,
+    num_kv_heads: Annotated[int, Parameter(help="Key-value heads; must divide the attention heads.")] = 2,
+    head_dim: Annotated[int, Parameter(help="Size of a head, a multiple of 32.")] = 32,
+    intermediate_size: Annotated[
+        int | None, Parameter(help="Width of the MLP; three times the hidden size if not given.")
+    ] = None,
+    context_length: Annotated[int, Parameter(help="Longest prompt and completion together, in tokens.")] = 512,
+    seed: Annotated[int, Parameter(help="The same seed gives the same weights.")] = 0,
+    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Type of the weights.")] = "float32",
     json: Json = False,
 ) -> int:
     """Make a small model from scratch: Qwen3 architecture, byte- or character-level tokenizer, chat template."""

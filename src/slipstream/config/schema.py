@@ -54,14 +54,16 @@ class EnvironmentConfig(Section):
     system_prompt: str = ""
     """Put before every conversation that has no system message of its own."""
     seed: int = 0
-    """Seeds the tasks. Held-out tasks come from another stream and never repeat a training prompt."""
+    """Seeds the tasks. In reasoning_gym a question's text alone decides whether it is held out, so no run of any
+    seed trains on a held-out one; for an environment of your own `slipstream.envs.split_of` does the same."""
     num_train_tasks: PositiveInt = 10_000
     """Size of the training set; it repeats in a fresh shuffle when used up."""
     reward_timeout_s: PositiveFloat = 10.0
     """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
     trained on."""
     max_reward_failures: Fraction = 0.1
-    """The run stops when more than this part of a batch's rewards fail."""
+    """The run stops when more than this part of a batch's rollouts fail, in the reward, the environment or the
+    engine."""
 
 
 class DataConfig(Section):
@@ -129,7 +131,8 @@ class TrainingConfig(Section):
     steps: PositiveInt
     """Number of batches to train on."""
     max_seconds: PositiveFloat | None = None
-    """End the run well after this time, counted from the first step, even if steps are left."""
+    """After this time the run ends in good order even if steps are left. Counted from when the trainer is ready: the
+    engine's start and the first evaluation are included."""
     prompts_per_batch: PositiveInt = 32
     """Prompts (SFT: conversations) in a batch."""
     updates_per_batch: PositiveInt = 1
@@ -180,6 +183,7 @@ class WeightsConfig(Section):
     bridge: Literal["disk", "restart"] = "disk"
     """`disk`: files loaded in place into the running engine. `restart`: the engine is started anew."""
     apply_timeout_s: PositiveFloat = 300.0
+    """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8
     """Prompts that engine and trainer both score after every apply."""
     probe_warn: PositiveFloat = 0.05
@@ -195,11 +199,13 @@ class EvaluationConfig(Section):
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
     at_start: bool = True
+    """Also evaluate before the first step: what the starting model can do."""
     temperature: NonNegativeFloat | Literal["auto"] = "auto"
     """0 is greedy. `auto`: the same as `sampling.temperature`."""
     threshold: float = 1.0
     """A completion is right when its reward is at least this."""
     seed: int = 1_000_003
+    """Seeds the draws of every evaluation, so that two of them differ only by their weights."""
 
 
 class RunSection(Section):

@@ -85,7 +85,13 @@ class SupervisedEngine:
         """See `weights.Engine`."""
         if not self._process.is_alive():
             await self.revive()
-        report = await self._process.client.apply(ticket, timeout_s)
+        try:
+            report = await self._process.client.apply(ticket, timeout_s)
+        except EngineError:
+            if self._process.is_alive():
+                raise
+            await self.revive()
+            report = await self._process.client.apply(ticket, timeout_s)
         if not report.mismatched:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report

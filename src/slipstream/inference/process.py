@@ -106,8 +106,7 @@ class EngineProcess:
             await asyncio.sleep(_POLL_S)
         await self.stop()
         raise DeadlineError(
-            f"the engine was not ready after {self.start_timeout_s:g} s (inference.start_timeout_s): "
-            f"{self.describe()}"
+            f"the engine was not ready after {self.start_timeout_s:g} s (inference.start_timeout_s): {self.describe()}"
         )
 
     async def start(self) -> None:

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
+from slipstream import weights
 from slipstream.config import RunConfig
 from slipstream.inference.engine import OnEvent, SupervisedEngine
 from slipstream.inference.settings import EngineSettings
+from slipstream.orchestrator import rollouts
 from slipstream.records import ParameterSpec, Version
+
+
+class RunEngine(rollouts.Engine, weights.Engine, Protocol):
+    """An engine as a run owns it: started beside other work, stopped in any case."""
+
+    def launch(self) -> None:
+        """Begin to start."""
+        ...
+
+    async def wait_ready(self) -> object:
+        """Wait until it is in service, with a deadline."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop for good."""
+        ...
+
+    def kill(self) -> None:
+        """The same at once, from any thread and without an event loop."""
+        ...
+
+
+EngineMaker = Callable[[RunConfig, EngineSettings, Path, OnEvent], RunEngine]
+"""Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
 
 
 def engine_settings(

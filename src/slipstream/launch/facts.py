@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         """Prompt tokens, with the generation prompt."""
         ...
 
-    def training_tokens(self, messages: Sequence[Message], train_on: str) -> TokenSequence:
+    def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"]) -> TokenSequence:
         """The tokens of a whole conversation; `mask` is set on what the assistant says."""
         ...
 

@@ -6,10 +6,9 @@ engine starts while the trainer loads, so that neither waits for the other's imp
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,8 +17,7 @@ from slipstream.config import dump_resolved
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.errors import ConfigError
-from slipstream.inference.engine import SupervisedEngine
-from slipstream.launch.engines import create_engine, engine_settings
+from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.stop import StopRequest
 from slipstream.orchestrator.batches import Batcher
@@ -28,6 +26,7 @@ from slipstream.orchestrator.gold import GoldReader
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, RolloutReader, Waits
+from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
 from slipstream.runlog import RunLog
@@ -88,16 +87,24 @@ def run_folder_of(prepared: Prepared, name: str) -> Path:
     return folder if folder is not None else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def train(prepared: Prepared, folder: Path, progress: Progress, *, resume: bool = False) -> RunResult:
+def train(
+    prepared: Prepared,
+    folder: Path,
+    progress: Progress,
+    *,
+    resume: bool = False,
+    make_engine: EngineMaker = create_engine,
+) -> RunResult:
     """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
-    with StopRequest(
-        on_first=lambda: progress.message("stopping at the next safe place; again to end at once")
-    ) as stop, RunLog.create(folder, resume=resume) as log:
+    with (
+        StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
+        RunLog.create(folder, resume=resume) as log,
+    ):
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         log.event("start", resume=resume, dropped=prepared.dropped, warnings=list(prepared.plan.warnings))
         for text in prepared.plan.warnings:
             progress.message(text, "warning")
-        run = _Run(prepared, folder, progress, log, stop)
+        run = _Run(prepared, folder, progress, log, stop, make_engine)
         try:
             return run.carry_out(resume)
         finally:
@@ -108,7 +115,15 @@ def train(prepared: Prepared, folder: Path, progress: Progress, *, resume: bool 
 class _Run:
     """The parts of one run and their order of coming and going."""
 
-    def __init__(self, prepared: Prepared, folder: Path, progress: Progress, log: RunLog, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: Path,
+        progress: Progress,
+        log: RunLog,
+        stop: StopRequest,
+        make_engine: EngineMaker,
+    ) -> None:
         self.prepared = prepared
         self.config = prepared.config
         self.folder = folder
@@ -117,7 +132,8 @@ class _Run:
         self.should_stop = stop
         self._exits = contextlib.ExitStack()
         self._order = DataOrder(prepared.num_items, prepared.config.run.seed)
-        self._engine: SupervisedEngine | None = None
+        self._make_engine = make_engine
+        self._engine: RunEngine | None = None
         stop.at_once = self._kill
 
     def _kill(self) -> None:
@@ -148,7 +164,7 @@ class _Run:
             checkpoint / "weights" if checkpoint else None,
         )
 
-    def _create_engine(self) -> SupervisedEngine:
+    def _create_engine(self) -> RunEngine:
         from slipstream.trainer.model import resolve_folder
 
         if self._engine is None:
@@ -157,7 +173,7 @@ class _Run:
             settings = engine_settings(
                 self.config, str(resolve_folder(self.config.model.path)), on_cpu=not torch.cuda.is_available()
             )
-            self._engine = create_engine(self.config, settings, self.folder / "logs", self.log.event)
+            self._engine = self._make_engine(self.config, settings, self.folder / "logs", self.log.event)
             self._exits.callback(self._engine.kill)
         return self._engine
 
@@ -255,10 +271,11 @@ class _Run:
         scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
 
         async def start() -> None:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(scorer.__aenter__())
-                if config.weights.bridge != "restart":
-                    group.create_task(engine.wait_ready())
+            # The restart bridge starts the engine itself, on the first version.
+            waits: list[Coroutine[Any, Any, object]] = [scorer.__aenter__()]
+            if config.weights.bridge != "restart":
+                waits.append(engine.wait_ready())
+            await all_of(waits)
 
         async def close() -> None:
             await scorer.__aexit__(None, None, None)
@@ -302,7 +319,7 @@ class _Run:
         if config.algorithm.kind == "grpo":
             loop.reader = self._rollouts(thread, versions, runner, loop.step)
 
-    def _probe(self, engine: SupervisedEngine) -> Probe:
+    def _probe(self, engine: RunEngine) -> Probe:
         """Prompts of the first held-out tasks, or of the first training tasks."""
         config, prepared = self.config, self.prepared
         tasks = (prepared.eval_tasks or prepared.train_tasks)[: config.weights.probe_tasks]

@@ -7,7 +7,6 @@ that lost its engine is run again once the engine is back.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from slipstream.errors import EnvironmentFault, TrainingError
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.seeds import seed_of
+from slipstream.orchestrator.tasks import all_of
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 
 
@@ -43,13 +43,11 @@ class Batcher:
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
         """Run `group_size` attempts at every task, all at once."""
         started = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            attempts = [
-                group.create_task(self._attempt(step, place, number, task))
-                for place, task in enumerate(tasks)
-                for number in range(self._group_size)
-            ]
-        rollouts = [attempt.result() for attempt in attempts]
+        rollouts = await all_of(
+            self._attempt(step, place, number, task)
+            for place, task in enumerate(tasks)
+            for number in range(self._group_size)
+        )
         self._check(step, version, rollouts)
         kept = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
         seconds = time.monotonic() - started

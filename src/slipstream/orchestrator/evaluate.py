@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from slipstream.algo.statistics import wilson_interval
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.seeds import seed_of
+from slipstream.orchestrator.tasks import all_of
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
 
 
@@ -67,9 +67,7 @@ async def evaluate(
         on_rollout()
         return rollout
 
-    async with asyncio.TaskGroup() as group:
-        attempts = [group.create_task(attempt(place, task)) for place, task in enumerate(tasks)]
-    rollouts = [a.result() for a in attempts]
+    rollouts = await all_of(attempt(place, task) for place, task in enumerate(tasks))
     graded = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
     return Evaluation(
         num_tasks=len(rollouts),

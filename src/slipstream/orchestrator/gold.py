@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from slipstream.records import Batch, Message, Rollout, Version
 from slipstream.records import Sequence as TokenSequence
 
 
 class _Tokenizer(Protocol):
-    def training_tokens(self, messages: Sequence[Message], train_on: str) -> TokenSequence:
+    def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"]) -> TokenSequence:
         """A conversation's tokens; the mask is set on what the assistant says."""
         ...
 
@@ -24,12 +24,12 @@ class GoldReader:
         tokenizer: _Tokenizer,
         items_of_step: Callable[[int], list[int]],
         *,
-        train_on: str,
+        train_on: Literal["last", "all"],
     ) -> None:
         self._conversations = conversations
         self._tokenizer = tokenizer
         self._items_of_step = items_of_step
-        self._train_on = train_on
+        self._train_on: Literal["last", "all"] = train_on
 
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`."""

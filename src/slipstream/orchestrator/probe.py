@@ -6,12 +6,12 @@ that does not compute with the weights it shows; policy drift has no part in it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from slipstream.errors import EngineError
 from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.seeds import seed_of
+from slipstream.orchestrator.tasks import all_of, outliving
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.records import Sequence as TokenSequence
 
@@ -42,7 +42,7 @@ class Probe:
             )
             for place, prompt in enumerate(self._prompts)
         ]
-        completions = await asyncio.gather(*(self._engine.generate(request) for request in requests))
+        completions = await outliving(self._engine, lambda: all_of(map(self._engine.generate, requests)))
         sequences: list[TokenSequence] = []
         for prompt, completion in zip(self._prompts, completions, strict=True):
             if completion.finish_reason == "abort" or completion.logprobs is None:

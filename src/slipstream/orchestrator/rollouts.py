@@ -13,18 +13,15 @@ from slipstream.envs.base import Environment, RewardFailed, RewardTimeout, Score
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault
 from slipstream.orchestrator.seeds import seed_of
+from slipstream.orchestrator.tasks import Revivable, outliving
 from slipstream.records import Completion, GenerateRequest, Rollout, SamplingParams, Task
 
 
-class Engine(Protocol):
+class Engine(Revivable, Protocol):
     """What rollouts need of the engine."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Tokens in, tokens out."""
-        ...
-
-    async def revive(self) -> None:
-        """Bring a dead engine back; raises when it may not be started again."""
         ...
 
 
@@ -50,19 +47,11 @@ class RolloutRunner:
         self._engine = engine
         self._request_timeout_s = request_timeout_s
         self._serial = itertools.count()
-        self.num_retried = 0
-        """Rollouts that were run again because the engine died under them."""
 
     async def run(self, task: Task, *, rollout_id: str, group_id: str, sampling: SamplingParams, seed: int) -> Rollout:
         """The finished rollout, whatever became of it. Raises `EngineError` only when the engine cannot come back."""
         started = time.monotonic()
-        while True:
-            try:
-                rollout = await self._attempt(task, rollout_id, group_id, sampling, seed)
-                break
-            except EngineError:
-                await self._engine.revive()
-                self.num_retried += 1
+        rollout = await outliving(self._engine, lambda: self._attempt(task, rollout_id, group_id, sampling, seed))
         rollout.seconds = time.monotonic() - started
         return rollout
 

@@ -183,7 +183,7 @@ class RolloutReader:
                 self._on_begin(len(tasks))
                 await self._transport.put_async(await self._batcher.make(step, version, tasks), self._timeout_s)
         except BaseException as error:
-            self._failure = unwrap(error)
+            self._failure = error
             self._transport.close("the orchestrator failed")
             raise
 
@@ -208,10 +208,3 @@ class RolloutReader:
 
 async def _awaited(start: Callable[[], Awaitable[T]]) -> T:
     return await start()
-
-
-def unwrap(error: BaseException) -> BaseException:
-    """The first real failure inside exception groups: tasks that were cancelled for its sake say nothing."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, and deployable model folders.
+"""Checkpoints that are whole or absent.
 
 `step-000012/weights/` is a Hugging Face folder, `step-000012/state/` what resuming needs (safetensors and
 JSON; no pickle), `step-000012/manifest.json` says what must be there. Guarantees: a kill at any moment leaves
@@ -13,51 +13,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-
 from slipstream.errors import ConfigError, TrainingError
+from slipstream.weights.files import sync, write_model_folder
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from slipstream.trainer.learner import Learner
 
-WEIGHTS_FILE = "model.safetensors"
 _MANIFEST = "manifest.json"
 _EXTRA = "state.json"
 _STEP = re.compile(r"step-\d+(\.old)?")
 _HASHED_BYTES = 1 << 20
 """Files up to this size are proved by SHA-256; larger ones by their size, so that looking stays cheap."""
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
-
-
-def write_weights(folder: Path, named_weights: Iterable[tuple[str, Tensor]], source: Path) -> int:
-    """Make `folder` a deployable model: these tensors in one safetensors file, the rest copied from `source`.
-
-    `config.json` gets the tensors' dtype. Tensors are written as they are. Returns the bytes of all tensors.
-    The files are on the disk (fsync) when this returns; making the folder appear at once is the caller's
-    business.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().contiguous() for name, tensor in named_weights}
-    for path in sorted(source.iterdir()):
-        if path.is_dir() and path.name == "additional_chat_templates":
-            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-        elif path.is_file() and not path.name.startswith(".") and _is_companion(path):
-            shutil.copyfile(path, folder / path.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(_common_dtype(weights)).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        _sync(path)
-    _sync(folder)
-    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
 class CheckpointStore:
@@ -76,14 +45,14 @@ class CheckpointStore:
         for leftover in self.folder.glob(".unfinished-*"):
             shutil.rmtree(leftover)
         temporary = self.folder / f".unfinished-{step:06d}-{os.getpid()}"
-        write_weights(temporary / "weights", learner.named_weights(), source)
+        write_model_folder(temporary / "weights", learner.named_weights(), source, durable=True)
         learner.save(temporary / "state")
         (temporary / "state" / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
         _write_manifest(temporary, step)
         final = self.folder / f"step-{step:06d}"
         self._step_aside(final)
         temporary.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
         self._remove_old(final)
         return final
 
@@ -158,39 +127,17 @@ def _write_manifest(folder: Path, step: int) -> None:
     """The last file of a checkpoint; after it everything inside is on the disk."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        _sync(path)
+        sync(path)
         size = path.stat().st_size
         facts: dict[str, Any] = {"size_bytes": size}
         if size <= _HASHED_BYTES:
             facts["sha256"] = _sha256(path)
         files[path.relative_to(folder).as_posix()] = facts
     (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
-    _sync(folder / _MANIFEST)
+    sync(folder / _MANIFEST)
     for path in (folder / "weights", folder / "state", folder):
-        _sync(path)
-
-
-def _is_companion(path: Path) -> bool:
-    """Whether a file beside the weights belongs into a deployable folder: configuration, tokenizer, code."""
-    return path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")
-
-
-def _common_dtype(weights: dict[str, Tensor]) -> object:
-    """The dtype that most of the numbers have."""
-    counts: dict[object, int] = {}
-    for tensor in weights.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
-    return max(counts, key=lambda dtype: counts[dtype])
+        sync(path)
 
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Force a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

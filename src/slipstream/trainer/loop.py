@@ -133,6 +133,14 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train to the end; see the module for what ends it."""
+        try:
+            self._run()
+        except Interrupted:
+            # Every wait that a stop request ends lies between two updates.
+            self._save()
+            raise
+
+    def _run(self) -> None:
         training, started = self.config.training, time.monotonic()
         if self.engine is not None:
             metrics = self._synchronise(evaluate=self._evaluates_at_start())
@@ -140,7 +148,6 @@ class TrainingLoop:
             self.engine.release(self.step)
         while self.step < training.steps:
             if self.should_stop():
-                self._save()
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
             if training.max_seconds is not None and time.monotonic() - started >= training.max_seconds:
                 self.log.event("time_limit", step=self.step, max_seconds=training.max_seconds)

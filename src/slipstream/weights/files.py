@@ -1,9 +1,11 @@
-"""Deployable model folders: written whole or not at all, described by the fingerprints of what was written."""
+"""Deployable model folders: a Hugging Face folder of one safetensors file, whole under its name or not there."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,30 +14,33 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 WEIGHTS_FILE = "model.safetensors"
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
-def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy configuration, tokenizer and code files of a model folder: everything but weights and sub-folders."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(path, folder / path.name)
+def write_model_folder(
+    folder: Path, named_weights: Iterable[tuple[str, Tensor]], source: Path, *, durable: bool = False
+) -> int:
+    """Make `folder` a model of these tensors, with the configuration, tokenizer and code files of `source`.
 
-
-def write_model_folder(folder: Path, named_weights: Iterable[tuple[str, Tensor]], source: Path) -> int:
-    """Write `folder` as a Hugging Face model folder with these weights; returns the weights' size in bytes.
-
-    `source` gives configuration and tokenizer. The folder appears under its name only when it is complete.
+    Tensors are written as they are; `config.json` gets the dtype that most of the numbers have. The folder, and
+    what is in it, is for its owner alone, appears when it is complete, and replaces one of the same name.
+    `durable`: it is on the disk (fsync) when this returns. Returns the bytes of all tensors.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True, mode=0o700)
-    copy_model_files(source, temporary)
-    tensors = {name: tensor.detach().contiguous() for name, tensor in named_weights}
-    save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+    weights = {name: tensor.detach().contiguous() for name, tensor in named_weights}
+    _copy_companions(source, temporary)
+    _write_config(source, temporary, weights.values())
+    save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+    if durable:
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
-    return sum(tensor.nbytes for tensor in tensors.values())
+    if durable:
+        sync(folder.parent)
+    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -44,3 +49,35 @@ def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 yield name, file.get_tensor(name)
+
+
+def sync(path: Path) -> None:
+    """Force a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    """All visible files but weights and their indices, and the one sub-folder that tokenizers have."""
+    for path in source.iterdir():
+        if path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, folder / path.name)
+        elif path.is_file() and not path.name.startswith(".") and not _holds_weights(path):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _holds_weights(path: Path) -> bool:
+    return path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+
+
+def _write_config(source: Path, folder: Path, weights: Iterable[Tensor]) -> None:
+    numbers: Counter[str] = Counter()
+    for tensor in weights:
+        numbers[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = max(numbers, key=lambda dtype: numbers[dtype])
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,0 +1,128 @@
+"""An engine that answers from a script, at once: for failures that cannot be provoked otherwise, and to measure
+everything around the engine.
+
+It has the whole face of `SupervisedEngine` and keeps its promises (versions, restarts, errors). What goes wrong is
+set on the object while it runs, usually by `on_request`, which sees every request before it is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from slipstream.errors import DeadlineError, EngineError
+from slipstream.records import (
+    ApplyReport,
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    ParameterSpec,
+    Ticket,
+    Version,
+    VersionSpan,
+)
+
+Script = Callable[[list[int], int], list[int]]
+"""(prompt's tokens, seed) -> the completion's tokens, its end token included."""
+Logprobs = Callable[[str, GenerateRequest, list[int]], list[float]]
+"""(folder of the weights in service, request, sampled tokens) -> their log-probabilities."""
+
+
+class ScriptedEngine:
+    """Answers what `script` says; without `logprobs`, every token has the log-probability 0."""
+
+    def __init__(
+        self,
+        script: Script,
+        logprobs: Logprobs | None = None,
+        *,
+        max_restarts: int = 0,
+        on_event: Callable[..., None] = lambda kind, **fields: None,
+    ) -> None:
+        self._script = script
+        self._logprobs = logprobs
+        self._max_restarts = max_restarts
+        self.on_event = on_event
+        self.on_request: Callable[[GenerateRequest], None] = lambda request: None
+        self.is_alive = True
+        self.is_hanging = False
+        self.returns_logprobs = True
+        self.logprob_offset = 0.0
+        """Added to every log-probability."""
+        self.mismatched: tuple[str, ...] = ()
+        """What the next reports say."""
+        self.version: Version | None = None
+        self.location = ""
+        """Folder of the weights in service; empty before the first version."""
+        self.num_restarts = 0
+        self.num_requests = 0
+
+    def launch(self) -> None:
+        """Nothing: it is there."""
+
+    async def wait_ready(self) -> EngineHealth:
+        """See `SupervisedEngine`."""
+        self._check_alive()
+        return EngineHealth("ready", self.version)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `SupervisedEngine`."""
+        if not self.is_alive:
+            await self.revive()
+        self.num_requests += 1
+        self.on_request(request)
+        if self.is_hanging:
+            await asyncio.sleep(request.timeout_s)
+            raise DeadlineError(f"the engine did not answer /generate in {request.timeout_s:g} s: it is told to hang")
+        self._check_alive()
+        wanted = self._script(request.prompt_ids, request.seed or 0)
+        tokens = wanted[: request.sampling.max_tokens]
+        ended = len(tokens) == len(wanted) and tokens[-1:] and tokens[-1] in request.sampling.stop_token_ids
+        logprobs = None
+        if self.returns_logprobs:
+            exact = self._logprobs(self.location, request, tokens) if self._logprobs else [0.0] * len(tokens)
+            logprobs = [value + self.logprob_offset for value in exact]
+        spans = [VersionSpan(0, self.version.name)] if self.version else []
+        return Completion(request.id, tokens, logprobs, "stop" if ended else "length", spans)
+
+    async def revive(self) -> None:
+        """See `SupervisedEngine`."""
+        if self.is_alive:
+            return
+        if self.num_restarts >= self._max_restarts:
+            raise EngineError(
+                f"the engine died {self.num_restarts + 1} times, more than inference.max_restarts = "
+                f"{self._max_restarts} allows: it is told to die"
+            )
+        self.num_restarts += 1
+        self.on_event("engine_restart", number=self.num_restarts, reason="it was told to die")
+        self.is_alive = True
+
+    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """See `SupervisedEngine`."""
+        if not self.is_alive:
+            await self.revive()
+        if not self.mismatched:
+            self.version, self.location = ticket.version, ticket.location
+        return await self.verify(ticket, timeout_s)
+
+    async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """See `SupervisedEngine`."""
+        self._check_alive()
+        return ApplyReport(ticket.version, self.mismatched, num_bytes=ticket.num_bytes)
+
+    async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
+        """See `SupervisedEngine`."""
+        self.is_alive, self.version, self.location = True, version, model
+
+    async def stop(self) -> None:
+        """See `SupervisedEngine`."""
+        self.kill()
+
+    def kill(self) -> None:
+        """See `SupervisedEngine`."""
+        self.is_alive = False
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineError("the engine died: it is told to")

@@ -1,0 +1,66 @@
+"""Work that runs at the same time, and work that outlives a dead engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
+
+from slipstream.errors import DeadlineError, EngineError
+
+T = TypeVar("T")
+
+_PATIENCE_S = 15.0
+"""How long a living engine may refuse: one that is about to end takes a moment to do so."""
+_PAUSE_S = 0.25
+
+
+class Revivable(Protocol):
+    """An engine that can be started again."""
+
+    num_restarts: int
+
+    async def revive(self) -> None:
+        """Bring a dead engine back; nothing when it is alive. Raises when it may not be started again."""
+        ...
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. The first failure cancels the others and is raised itself, not in a group."""
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks += [group.create_task(each) for each in work]
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None
+    return [task.result() for task in tasks]
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def outliving(engine: Revivable, attempt: Callable[[], Awaitable[T]]) -> T:
+    """What `attempt` gives, made again whenever the engine died under it and came back.
+
+    Raises the engine's own error when it may not be started again, answers nothing within a deadline, or lives
+    and goes on refusing.
+    """
+    refused_since: float | None = None
+    while True:
+        num_restarts = engine.num_restarts
+        try:
+            return await attempt()
+        except DeadlineError:
+            raise
+        except EngineError:
+            await engine.revive()
+            if engine.num_restarts > num_restarts:
+                refused_since = None
+                continue
+            refused_since = refused_since or time.monotonic()
+            if time.monotonic() - refused_since > _PATIENCE_S:
+                raise
+        await asyncio.sleep(_PAUSE_S)

@@ -1,0 +1,289 @@
+"""Where the sequences of a packed row lie, and how attention kernels want them laid out.
+
+A row holds segments, one after the other: whole sequences, and shared prefixes each followed by its
+continuations. Guarantees: whole segments are padded to a cost of at most 16/9 of sum(length**2), plus what those
+shorter than 64 share; the gradient of a token that is laid out several times is added up in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_BUCKET_RATIO = 0.75
+_BUCKET_FLOOR = 64
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Row positions laid out anew, in slots: padding repeats a real token, prefixes are there several times."""
+
+    index: Tensor
+    """Row position of each slot."""
+    slot_T: Tensor
+    """A real slot of each row position."""
+    repeated: tuple[tuple[Tensor, Tensor], ...]
+    """Row positions `[n]` that have R > 1 real slots, and those slots `[n, R]`; one entry for each R."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Blocks of similar size laid side by side, right-padded: queries `[B, Q]` onto keys `[B, J]`."""
+
+    queries_BQ: Tensor
+    """Row position of each query."""
+    keys_BJ: Tensor
+    real_BQ: Tensor
+    """Which queries are no padding."""
+    real_BJ: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Each block is one whole segment, so that the causal rule is all it needs."""
+        return self.queries_BQ is self.keys_BJ
+
+
+@dataclass(frozen=True)
+class Padded:
+    """For kernels that take rectangles: the slots of all buckets, one bucket after the other."""
+
+    buckets: tuple[Bucket, ...]
+    queries: Gather | None
+    """None: the row as it is."""
+    keys: Gather | None
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """For variable-length kernels: segment after segment, the keys of a continuation with its prefix's."""
+
+    keys: Gather | None
+    """None: the row as it is."""
+    query_ends: Tensor
+    """Cumulated lengths `[num_segments + 1]`, int32."""
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+
+
+class _Block(NamedTuple):
+    """Tokens that are queries together: continuations of one prefix that lie side by side."""
+
+    start: int
+    length: int
+    origin: int
+    """Where the prefix starts."""
+    shared: int
+    """Its length; 0: none."""
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where the segments of a row lie. Made once for each micro-batch; each kernel's layout when first asked for."""
+
+    lengths: tuple[int, ...]
+    prefixes: tuple[int | None, ...]
+    """The segment that each one continues. A prefix continues nothing; its continuations follow it at once."""
+    device: torch.device | str = "cpu"
+    windows_seen: set[int] = field(default_factory=set[int])
+    """Sliding windows that layers asked for (0: none), so that a caller can see that the layout was used."""
+    _masks: dict[tuple[int, torch.dtype], list[Tensor | None]] = field(
+        default_factory=dict[tuple[int, torch.dtype], list[Tensor | None]]
+    )
+
+    @cached_property
+    def padded(self) -> Padded:
+        """Buckets of whole segments, then buckets of blocks of continuations."""
+        buckets: list[Bucket] = []
+        segments = self._segments
+        whole = [segments[index] for index, prefix in enumerate(self.prefixes) if prefix is None]
+        for group in _similar(whole, [block.length for block in whole]):
+            index_BL, real_BL = _slots(group)
+            buckets.append(Bucket(index_BL, index_BL, real_BL, real_BL))
+        blocks = self._blocks()
+        for similar in _similar(blocks, [block.length for block in blocks]):
+            for group in _similar(similar, [block.shared + block.length for block in similar]):
+                keys_BJ, real_BJ = _slots(group)
+                queries_BQ, real_BQ = _slots([block._replace(shared=0) for block in group])
+                buckets.append(Bucket(queries_BQ, keys_BJ, real_BQ, real_BJ))
+        queries = [(bucket.queries_BQ, bucket.real_BQ) for bucket in buckets]
+        keys = [(bucket.keys_BJ, bucket.real_BJ) for bucket in buckets]
+        return Padded(tuple(buckets), self._gather(queries), self._gather(keys))
+
+    @cached_property
+    def ragged(self) -> Ragged:
+        """Boundaries, and the keys' order when there are continuations."""
+        num_keys = [block.shared + block.length for block in self._segments]
+        index_SJ, real_SJ = _slots(self._segments)
+        index = index_SJ[real_SJ]
+        return Ragged(
+            self._gather([(index, torch.ones_like(index, dtype=torch.bool))]),
+            _ends(self.lengths).to(self.device, torch.int32),
+            _ends(num_keys).to(self.device, torch.int32),
+            max(self.lengths),
+            max(num_keys),
+        )
+
+    def masks(self, window: int, dtype: torch.dtype) -> list[Tensor | None]:
+        """What is added to the scores of each bucket of `padded`, to be broadcast to `[B, heads, Q, J]`. None:
+        the bucket is plain causal. `window`: how many tokens back a query sees, itself included; 0: all."""
+        if (window, dtype) not in self._masks:
+            self._masks[window, dtype] = [self._mask(bucket, window, dtype) for bucket in self.padded.buckets]
+        return self._masks[window, dtype]
+
+    def _mask(self, bucket: Bucket, window: int, dtype: torch.dtype) -> Tensor | None:
+        if bucket.is_whole:
+            num_keys = bucket.keys_BJ.shape[1]
+            if not 0 < window < num_keys:
+                return None
+            places_L = torch.arange(num_keys)
+            back = (places_L[:, None] - places_L)[None]
+            visible = back >= 0
+        else:
+            place_T, segment_T, prefix_T = self._tokens
+            segment_BJ = segment_T[bucket.keys_BJ][:, None]
+            queries_BQ1 = bucket.queries_BQ[:, :, None]
+            back = place_T[queries_BQ1] - place_T[bucket.keys_BJ][:, None]
+            visible = (segment_BJ == segment_T[queries_BQ1]) | (segment_BJ == prefix_T[queries_BQ1])
+            visible &= (back >= 0) & bucket.real_BJ[:, None]
+        if window:
+            visible &= back < window
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+        return mask[:, None].to(self.device)
+
+    @cached_property
+    def _tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row position: place within its sequence, segment, and the segment's prefix or -1."""
+        lengths_S = torch.tensor(self.lengths)
+        shared_S = torch.tensor([block.shared for block in self._segments])
+        starts_S = torch.tensor([block.start for block in self._segments])
+        prefix_S = torch.tensor([-1 if prefix is None else prefix for prefix in self.prefixes])
+        segment_T = torch.arange(len(self.lengths)).repeat_interleave(lengths_S)
+        place_T = torch.arange(len(segment_T)) + (shared_S - starts_S)[segment_T]
+        return place_T, segment_T, prefix_S[segment_T]
+
+    @cached_property
+    def _segments(self) -> list[_Block]:
+        """Each segment by itself."""
+        starts = _ends(self.lengths).tolist()
+        return [
+            _Block(start, length, *((0, 0) if prefix is None else (starts[prefix], self.lengths[prefix])))
+            for start, length, prefix in zip(starts, self.lengths, self.prefixes, strict=False)
+        ]
+
+    def _blocks(self) -> list[_Block]:
+        """Continuations of one prefix are one block, as long as together they are no longer than the prefix or
+        64 tokens: attention between them, only to be masked, then costs less than the prefix copied for each.
+        """
+        blocks: list[_Block] = []
+        for segment in self._segments:
+            last = blocks[-1] if blocks else segment
+            length = last.length + segment.length
+            if not segment.shared:
+                continue
+            if blocks and last.origin == segment.origin and length <= max(segment.shared, _BUCKET_FLOOR):
+                blocks[-1] = last._replace(length=length)
+            else:
+                blocks.append(segment)
+        return blocks
+
+    def _gather(self, slots: list[tuple[Tensor, Tensor]]) -> Gather | None:
+        """From row positions, and which of them are real. None: together they are the row as it is."""
+        index, real = (torch.cat([part.flatten() for part in parts]) for parts in zip(*slots, strict=True))
+        num_tokens = sum(self.lengths)
+        if torch.equal(index, torch.arange(num_tokens)):
+            return None
+        order = real.nonzero()[:, 0]
+        order = order[index[order].argsort(stable=True)]
+        counts_T = index[real].bincount(minlength=num_tokens)
+        starts_T = counts_T.cumsum(0) - counts_T
+        repeated: list[tuple[Tensor, Tensor]] = []
+        for count in counts_T.unique().tolist():
+            if count > 1:
+                positions = (counts_T == count).nonzero()[:, 0]
+                places = starts_T[positions][:, None] + torch.arange(count)
+                repeated.append((positions.to(self.device), order[places].to(self.device)))
+        return Gather(index.to(self.device), order[starts_T].to(self.device), tuple(repeated))
+
+
+def segment_layout(
+    lengths: Sequence[int], device: torch.device | str = "cpu", prefixes: Sequence[int | None] | None = None
+) -> SegmentLayout:
+    """The layout of segments of these lengths, one after the other; `prefixes` as SegmentLayout has them."""
+    return SegmentLayout(tuple(lengths), tuple(prefixes or [None] * len(lengths)), device)
+
+
+def _ends(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def _similar(blocks: list[_Block], lengths: Sequence[int]) -> list[list[_Block]]:
+    """The blocks, longest first, in groups in which none is much shorter than the first."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(blocks)), key=lambda i: (-lengths[i], i)):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if longest and (longest <= _BUCKET_FLOOR or lengths[place] >= _BUCKET_RATIO * longest):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return [[blocks[place] for place in group] for group in groups]
+
+
+def _slots(blocks: list[_Block]) -> tuple[Tensor, Tensor]:
+    """Row positions `[B, L]` of each block's prefix and own tokens, padded with the last, and which are real."""
+    start_B1, length_B1, origin_B1, shared_B1 = torch.tensor(blocks).T[:, :, None]
+    total_B1 = shared_B1 + length_B1
+    slots_L = torch.arange(int(total_B1.max()))
+    place_BL = torch.minimum(slots_L, total_B1 - 1)
+    index_BL = torch.where(place_BL < shared_B1, origin_B1 + place_BL, start_B1 + place_BL - shared_B1)
+    return index_BL, slots_L < total_B1
+
+
+class _Take(torch.autograd.Function):
+    """Row to slots. Padding gets no gradient, under a causal mask as under a continuation's; so most gradients
+    are plain copies and only a shared prefix's is a sum. index_select's own would add atomically, slower and
+    in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, gather: Gather) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.gather = gather
+        return row.index_select(0, gather.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        row = grad.index_select(0, ctx.gather.slot_T)
+        for positions, slots in ctx.gather.repeated:
+            shares = grad.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+            row.index_copy_(0, positions, shares.sum(1))
+        return row, None
+
+
+class _PutBack(torch.autograd.Function):
+    """Slots to row; the padding's gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, slot_T: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(slot_T)
+        ctx.num_slots = slots.shape[0]
+        return slots.index_select(0, slot_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        (slot_T,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.num_slots, *grad.shape[1:])).index_copy_(0, slot_T, grad), None
+
+
+def take(row: Tensor, gather: Gather | None) -> Tensor:
+    """The row `[T, ...]` laid out in slots."""
+    return row if gather is None else _Take.apply(row, gather)  # pyright: ignore[reportReturnType]
+
+
+def put_back(slots: Tensor, gather: Gather | None) -> Tensor:
+    """The row from slots in which each token is once."""
+    return slots if gather is None else _PutBack.apply(slots, gather.slot_T)  # pyright: ignore[reportReturnType]

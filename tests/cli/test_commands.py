@@ -1,0 +1,191 @@
+"""The commands as a person types them: help, output, exit codes. Those that train are in tests/system."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.runlog import read_exit
+from slipstream.trainer.new_model import new_model
+
+COMMANDS = ["train", "sft", "eval", "plan", "runs", "env", "env test", "model", "model new"]
+RUN_FILE = """
+[model]
+path = "{model}"
+[environment]
+name = "{environment}"
+[algorithm]
+kind = "grpo"
+[training]
+steps = 2
+"""
+SFT = """
+[model]
+path = "{model}"
+[algorithm]
+kind = "sft"
+[training]
+steps = 2
+"""
+CONSTANT = """
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{split} {i}", "answer": str(i)} for i in range(min(num_tasks, 20))]
+
+def reward(task, completion):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("models") / "tiny", hidden_size=32, num_layers=1)
+
+
+@pytest.fixture
+def run_file(model, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE.format(model=model, environment="reasoning_gym/spell_backward"))
+    return path
+
+
+@pytest.fixture
+def slipstream(capsys, tmp_path, monkeypatch):
+    """Runs a command in this process; returns exit code, output and error output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return (ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(slipstream, command):
+    code, out, err = slipstream(*command.split(), "--help")
+    assert (code, err) == (0, "")
+    assert f"slipstream {command}" in out
+
+
+def test_the_real_command_answers_without_heavy_imports():
+    program = "import sys; sys.argv[1:] = ['--help']; from slipstream.cli import main; main()"
+    report = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; {report}; {program}"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert result.stderr.strip() == "False"
+    assert all(f"{command.split()[0]}" in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["trian", "run.toml"],
+        ["train"],
+        ["train", "missing.toml"],
+        ["train", "RUN", "--training.stepps", "3"],
+        ["train", "RUN", "--training.steps", "many"],
+        ["train", "RUN", "--training.steps"],
+        ["train", "RUN", "another.toml"],
+        ["train", "RUN", "--resume"],
+        ["train", "RUN", "--resume", "--run.folder", "nothing-here"],
+        ["train", "RUN", "--run.folder", "full"],
+        ["train", "RUN", "--model.path", "./no-model"],
+        ["train", "RUN", "--environment.name", "reasoning_gym/spell_backwards"],
+        ["sft", "RUN", "--data", "missing.jsonl"],
+        ["eval", "RUN", "--model", "./no-model"],
+        ["eval", "RUN", "--evaluation", "false"],
+        ["plan", "RUN", "--sampling.temperature", "-1"],
+        ["runs", "--jsn"],
+        ["env", "test", "RUN", "--num-tasks", "few"],
+        ["env", "tset", "RUN"],
+        ["model", "new", "full"],
+        ["model", "new", "model", "--num-heads", "3"],
+        ["model", "new", "model", "--tokenizer", "word"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(slipstream, run_file, tmp_path, arguments):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    code, out, err = slipstream(*(run_file if argument == "RUN" else argument for argument in arguments))
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ")
+    assert len(err.strip().splitlines()) == 1, err
+    assert "Traceback" not in err
+
+
+def test_plan(slipstream, run_file):
+    code, out, _ = slipstream("plan", run_file, "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert "sampling.max_tokens" in json.dumps(plan)
+    code, out, _ = slipstream("plan", run_file)
+    assert code == 0
+    assert "sampling.max_tokens" in out
+
+
+def test_plan_says_what_was_left_out(slipstream, run_file):
+    tight = ("--inference.max_model_len", "80", "--sampling.max_tokens", "8", "--evaluation", "false")
+    code, out, _ = slipstream("plan", run_file, *tight)
+    assert code == 0
+    assert "(train_prompt_too_long)" in out
+
+
+def test_runs_lists_none(slipstream):
+    assert slipstream("runs", "--json")[:2] == (0, "[]\n")
+    assert slipstream("runs")[0] == 0
+
+
+def test_sft_on_a_file_of_conversations_then_runs(slipstream, model, run_file, tmp_path):
+    rows = [[("user", f"{letter}?"), ("assistant", f"{letter}!")] for letter in "ab"]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    (tmp_path / "messages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_file.write_text(SFT.format(model=model))
+    common = ("--no-evaluation", "--run.threads", "1", "--training.prompts_per_batch", "2", "--json")
+    code, out, err = slipstream("sft", run_file, "--data", "messages.jsonl", "--run.folder", "runs/one", *common)
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["steps"] == 2
+    assert os.path.isfile(os.path.join(summary["weights"], "model.safetensors"))
+    assert read_exit("runs/one").status == "finished"
+    code, out, _ = slipstream("runs", "--json")
+    (listed,) = json.loads(out)
+    assert (code, listed["name"], listed["status"], listed["step"]) == (0, "one", "finished", 2)
+    code, out, _ = slipstream("runs")
+    assert "finished" in out
+    code, out, _ = slipstream("train", run_file, "--run.folder", "runs/one", "--resume", *common)
+    assert code == 2
+
+
+def test_env_test_passes_on_a_reasoning_gym_task(slipstream, run_file):
+    code, out, _ = slipstream("env", "test", run_file, "--json", "--num-tasks", "16")
+    result = json.loads(out)
+    assert code == 0
+    assert {"gold"} <= {row["kind"] for row in result["results"]}
+    assert result["failures"] == []
+
+
+def test_env_test_fails_on_an_environment_that_cannot_tell_right_from_wrong(slipstream, run_file, tmp_path):
+    (tmp_path / "constant.py").write_text(CONSTANT)
+    code, out, err = slipstream(
+        "env", "test", run_file, "--environment.name", tmp_path / "constant.py", "--num-tasks", "16", "--json"
+    )
+    assert code == 4
+    assert json.loads(out)["failures"]
+    assert err.startswith("error: environment constant cannot be trained on: ")
+
+
+def test_model_new(slipstream, tmp_path):
+    code, out, _ = slipstream(
+        "model", "new", "model", "--hidden-size", "32", "--num-layers", "1", "--tokenizer", "byte", "--json"
+    )
+    assert (code, json.loads(out)) == (0, {"folder": "model"})
+    assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -1,0 +1,272 @@
+"""The orchestrator's parts against a scripted engine: revival, outcomes, batches, versions, waits."""
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.envs import SingleTurn, Task
+from slipstream.envs.scorer import InlineScorer
+from slipstream.errors import DeadlineError, EngineError, EnvironmentFault, Interrupted, TrainingError, WeightsError
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator import tasks as tasks_module
+from slipstream.orchestrator.batches import Batcher
+from slipstream.orchestrator.evaluate import evaluate
+from slipstream.orchestrator.probe import Probe
+from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.orchestrator.seeds import seed_of
+from slipstream.orchestrator.tasks import all_of, outliving
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import ApplyReport, Message, SamplingParams, Ticket, Version
+from slipstream.weights.disk import DiskReceiver
+
+END = 0
+SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(END,))
+TASKS = [Task(f"t{i}", (Message("user", f"q{i}"),), "b") for i in range(3)]
+
+
+class Letters:
+    """One token for a letter."""
+
+    def render(self, messages):
+        return [ord(letter) for message in messages for letter in message.content]
+
+    def decode(self, token_ids):
+        return "".join(chr(token) for token in token_ids if token != END)
+
+
+class Odd(SingleTurn):
+    """Right is "b"; "x" makes the reward raise."""
+
+    def tasks(self, split, num_tasks):
+        return TASKS
+
+    def reward(self, task, completion):
+        if completion == "x":
+            raise ValueError("x is not graded")
+        return float(completion == task.answer)
+
+
+class Crashing(Odd):
+    async def run(self, task, policy):
+        await policy.chat(task.prompt)
+        raise KeyError("lost")
+
+
+def say(text):
+    return lambda prompt_ids, seed: [*map(ord, text), END]
+
+
+def make_runner(engine, environment=None):
+    environment = environment or Odd()
+    return RolloutRunner(environment, InlineScorer(environment), Letters(), engine, request_timeout_s=0.2)
+
+
+def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True):
+    return Batcher(
+        make_runner(engine, environment),
+        group_size=2,
+        sampling=SAMPLING,
+        seed=0,
+        max_reward_failures=max_reward_failures,
+        needs_logprobs=needs_logprobs,
+    )
+
+
+def attempt(runner, seed=1):
+    return runner.run(TASKS[0], rollout_id="r", group_id="g", sampling=SAMPLING, seed=seed)
+
+
+def ticket(step):
+    return Ticket(Version(0, step, f"digest{step}"), "disk", f"folder{step}", ())
+
+
+async def test_all_of_keeps_the_order_and_raises_the_first_failure_itself():
+    async def after(seconds, value):
+        await asyncio.sleep(seconds)
+        return value
+
+    assert await all_of(after(seconds, seconds) for seconds in (0.02, 0.0, 0.01)) == [0.02, 0.0, 0.01]
+
+    async def fail():
+        raise EngineError("gone")
+
+    waiting = asyncio.Event()
+
+    async def wait():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            waiting.set()
+
+    with pytest.raises(EngineError, match="gone"):
+        await all_of([wait(), all_of([fail(), wait()])])
+    assert waiting.is_set()
+
+
+async def test_an_engine_that_lives_and_refuses_is_given_up(monkeypatch):
+    monkeypatch.setattr(tasks_module, "_PATIENCE_S", 0.5)
+    engine = ScriptedEngine(say("b"), max_restarts=5)
+    num_attempts = 0
+
+    async def refused():
+        nonlocal num_attempts
+        num_attempts += 1
+        raise EngineError("out of service")
+
+    with pytest.raises(EngineError, match="out of service"):
+        await outliving(engine, refused)
+    assert 2 <= num_attempts <= 5
+    assert engine.num_restarts == 0
+
+
+async def test_a_rollout_and_its_outcomes():
+    done = await attempt(make_runner(ScriptedEngine(say("b"))))
+    assert (done.outcome, done.reward, done.completion) == ("done", 1.0, "b")
+    assert done.sequences[0].mask == [False, False, True, True]
+    assert done.sequences[0].logprobs == [0.0] * 4
+    long = await attempt(make_runner(ScriptedEngine(say("bbbbbbbb"))))
+    assert (long.outcome, long.reward, long.num_sampled) == ("truncated", 0.0, 4)
+    bad = await attempt(make_runner(ScriptedEngine(say("x"))))
+    assert (bad.outcome, bad.reward) == ("reward_error", 0.0)
+    assert "x is not graded" in bad.error
+    crashed = await attempt(make_runner(ScriptedEngine(say("b")), Crashing()))
+    assert crashed.outcome == "environment_error"
+    assert "KeyError" in crashed.error
+
+
+async def test_a_rollout_that_lost_its_engine_is_made_again_with_the_same_seed():
+    seeds = []
+    engine = ScriptedEngine(lambda prompt, seed: seeds.append(seed) or [ord("b"), END], max_restarts=1)
+
+    def die_once(request):
+        if engine.num_requests == 1:
+            engine.kill()
+
+    engine.on_request = die_once
+    assert (await attempt(make_runner(engine), seed=7)).outcome == "done"
+    assert (seeds, engine.num_restarts) == ([7], 1)
+
+
+async def test_a_rollout_whose_engine_may_not_come_back_raises():
+    engine = ScriptedEngine(say("b"))
+    engine.kill()
+    with pytest.raises(EngineError, match="max_restarts"):
+        await attempt(make_runner(engine))
+    engine.is_alive = engine.is_hanging = True
+    with pytest.raises(DeadlineError):
+        await attempt(make_runner(engine))
+    assert engine.num_requests == 1, "an engine that does not answer is not asked again"
+
+
+async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
+    engine = ScriptedEngine(lambda prompt, seed: [ord("x" if prompt[-1] == ord("2") else "b"), END])
+    batch = await make_batcher(engine, max_reward_failures=0.5).make(4, Version(0, 4), TASKS)
+    assert [rollout.group_id for rollout in batch.rollouts] == ["4.0", "4.0", "4.1", "4.1"]
+    assert len({rollout.id for rollout in batch.rollouts}) == 4
+    assert batch.dropped == {"reward_error": 2}
+    with pytest.raises(EnvironmentFault, match=r"(?s)2 of 6 rollouts of step 4.*x is not graded"):
+        await make_batcher(engine, max_reward_failures=0.3).make(4, Version(0, 4), TASKS)
+
+
+async def test_a_batch_of_two_versions_is_refused():
+    engine = ScriptedEngine(say("b"))
+    engine.version = Version(0, 3)
+    with pytest.raises(TrainingError, match=r"version 0\.3 in a batch of 0\.4"):
+        await make_batcher(engine).make(4, Version(0, 4), TASKS)
+
+
+async def test_missing_logprobs_are_refused_where_they_are_needed():
+    engine = ScriptedEngine(say("b"))
+    engine.returns_logprobs = False
+    with pytest.raises(TrainingError, match="importance_sampling"):
+        await make_batcher(engine).make(0, Version(0, 0), TASKS)
+    batch = await make_batcher(engine, needs_logprobs=False).make(0, Version(0, 0), TASKS)
+    assert batch.rollouts[0].sequences[0].logprobs is None
+
+
+async def test_an_evaluation_counts_failures_as_wrong():
+    engine = ScriptedEngine(lambda prompt, seed: [ord("bax"[prompt[-1] - ord("0")]), END])
+    evaluation = await evaluate(make_runner(engine), TASKS, sampling=SAMPLING, threshold=1.0, seed=0)
+    assert (evaluation.num_tasks, evaluation.num_right, evaluation.num_failed) == (3, 1, 1)
+    low, high = evaluation.interval
+    assert low < evaluation.accuracy < high
+    engine.kill()
+    with pytest.raises(EngineError):
+        await evaluate(make_runner(engine), TASKS, sampling=SAMPLING, threshold=1.0, seed=0)
+
+
+async def test_the_probe_repeats_itself_and_needs_logprobs():
+    engine = ScriptedEngine(lambda prompt, seed: [ord("ab"[seed % 2]), END], lambda *_: [-1.0, -2.0])
+    probe = Probe(engine, [[1, 2], [3]], SAMPLING, seed=0, timeout_s=1.0)
+    first, second = await probe.sample(), await probe.sample()
+    assert first == second
+    assert first[0].logprobs == [0.0, 0.0, -1.0, -2.0]
+    engine.returns_logprobs = False
+    with pytest.raises(EngineError, match="no log-probabilities"):
+        await probe.sample()
+
+
+async def test_only_a_verified_version_becomes_current():
+    engine = ScriptedEngine(say("b"))
+    versions = Versions(DiskReceiver(engine), apply_timeout_s=1.0)
+    await versions.apply(ticket(1))
+    assert versions.current == ticket(1).version
+    engine.mismatched = ("model.norm.weight",)
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        await versions.apply(ticket(2))
+    assert versions.current == ticket(1).version
+    other = SimpleNamespace(apply=lambda *_: asyncio.sleep(0, ApplyReport(ticket(1).version)))
+    with pytest.raises(WeightsError, match=r"reports version 0\.1"):
+        await Versions(other, apply_timeout_s=1.0).apply(ticket(2))
+
+
+async def test_waiting_for_a_version_ends_with_its_release_or_its_deadline():
+    versions = Versions(DiskReceiver(ScriptedEngine(say("b"))), apply_timeout_s=1.0)
+    await versions.apply(ticket(1))
+    with pytest.raises(DeadlineError, match="did not release version 1"):
+        await versions.wait_for(1, 0.05)
+    waiting = asyncio.create_task(versions.wait_for(1, 5.0))
+    await asyncio.sleep(0)
+    await versions.release(1)
+    assert await waiting == ticket(1).version
+
+
+def test_a_call_to_the_event_loop_ends_by_result_failure_deadline_or_stop_request():
+    stop = threading.Event()
+    thread = EventLoopThread(stop.is_set)
+    cancelled = []
+
+    async def forever():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def fail():
+        raise EngineError("gone")
+
+    assert thread.call(asyncio.sleep(0, 3), 5.0, "three") == 3
+    with pytest.raises(EngineError, match="gone"):
+        thread.call(fail(), 5.0, "nothing")
+    with pytest.raises(DeadlineError, match="the sun did not end within 0 s"):
+        thread.call(forever(), 0.4, "the sun")
+    stop.set()
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match="--resume"):
+        thread.call(forever(), 60.0, "the sun")
+    assert time.monotonic() - began < 2
+    thread.submit(forever())
+    thread.stop(asyncio.sleep(0))
+    assert len(cancelled) == 3
+
+
+def test_seeds_depend_on_all_parts_and_their_order():
+    seeds = {seed_of(*parts) for parts in ((1,), (1, 2), (2, 1), (12,), ("1", 2, 0))}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert seed_of(1, 2) == seed_of("1", "2")

@@ -1,0 +1,207 @@
+"""Small runs: in this process with a scripted engine, or through the real command with a real one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from slipstream import records
+from slipstream.config import load_config
+from slipstream.data.chat import ChatTokenizer
+from slipstream.errors import SlipstreamError
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.launch.local import train
+from slipstream.launch.prepare import prepare
+from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.trainer.learner import score
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.new_model import new_model
+from slipstream.view import make_view
+
+LETTERS = Path(__file__).with_name("letters.py")
+GRPO = """
+[model]
+path = "{model}"
+[environment]
+name = "{environment}"
+[algorithm]
+kind = "grpo"
+group_size = 4
+[training]
+steps = 3
+prompts_per_batch = 4
+learning_rate = 1e-3
+[weights]
+probe_tasks = 2
+[evaluation]
+num_tasks = 8
+[run]
+threads = 1
+"""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return new_model(folder, hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, context_length=64)
+
+
+@pytest.fixture
+def run_file(model, tmp_path):
+    """A GRPO run of three steps."""
+    path = tmp_path / "run.toml"
+    path.write_text(GRPO.format(model=model, environment=LETTERS))
+    return path
+
+
+class Scripted:
+    """Runs with a scripted engine, and what they left. Log-probabilities are those of the published weights."""
+
+    def __init__(self, model, run_file, folder):
+        self.folder = folder
+        self._run_file = run_file
+        self._tokenizer = ChatTokenizer(model)
+        self._load = functools.lru_cache(4)(lambda location: PolicyModel.load(location, "float32"))
+        self.engine = None
+
+    def say(self, text):
+        """A completion's tokens."""
+        messages = [records.Message("user", ""), records.Message("assistant", text)]
+        sequence = self._tokenizer.training_tokens(messages)
+        return [token for token, trained in zip(sequence.token_ids, sequence.mask, strict=True) if trained]
+
+    def letter(self, prompt_ids, seed):
+        """a or b, as chance will have it."""
+        return self.say("ab"[seed % 2])
+
+    def _logprobs(self, location, request, tokens):
+        given = request.prompt_ids
+        sequence = records.Sequence([*given, *tokens], [False] * len(given) + [True] * len(tokens))
+        if not tokens:
+            return []
+        scores = score(self._load(location), [sequence], request.sampling, micro_batch_tokens=256)
+        return scores.logprobs[0].tolist()
+
+    def run(self, *overrides, script=None, change=lambda engine: None, resume=False):
+        """Train; returns how it ended. `change` sets what is to go wrong."""
+
+        def make_engine(config, settings, logs, on_event):
+            self.engine = ScriptedEngine(
+                script or self.letter,
+                self._logprobs,
+                max_restarts=config.inference.max_restarts,
+                on_event=on_event,
+            )
+            change(self.engine)
+            return self.engine
+
+        prepared = prepare(load_config(self._run_file, overrides))
+        self.error = None
+        try:
+            train(prepared, self.folder, make_view("none"), resume=resume, make_engine=make_engine)
+        except SlipstreamError as error:
+            self.error = error
+        report = read_exit(self.folder)
+        assert report.error == (type(self.error).__name__ if self.error else "")
+        return report
+
+    @property
+    def metrics(self):
+        return read_metrics(self.folder)
+
+    def events(self, kind):
+        return [event for event in read_events(self.folder) if event["kind"] == kind]
+
+
+@pytest.fixture
+def scripted(model, run_file, tmp_path):
+    before = torch.get_num_threads()
+    yield Scripted(model, run_file, tmp_path / "run")
+    torch.set_num_threads(before)
+
+
+class Command:
+    """`slipstream ...` in a process of its own, and everything that it starts."""
+
+    def __init__(self, *arguments, cwd=None):
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream.cli", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
+        self._family = {}
+
+    def children(self):
+        """Every process it has started so far, also those that have sessions of their own; by id."""
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            found = []
+        self._family |= {child.pid: child for child in found}
+        return self._family
+
+    def engines(self):
+        """The engine's processes that are alive."""
+        found = []
+        for child in self.children().values():
+            try:
+                if "slipstream.inference.plugin.server" in child.cmdline():
+                    found.append(child)
+            except psutil.Error:
+                continue
+        return found
+
+    def until(self, condition, timeout_s=240.0):
+        """Wait for something while the command runs."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            self.children()
+            if self.process.poll() is not None:
+                raise AssertionError(f"the command ended with {self.process.returncode}: {self.process.stderr.read()}")
+            assert time.monotonic() < deadline, "what was waited for did not come"
+            time.sleep(0.05)
+
+    def wait(self, timeout_s=240.0):
+        """(exit code, standard output, standard error)."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def left_behind(self, timeout_s=5.0):
+        """Children that live on after the command's end."""
+        _, alive = psutil.wait_procs(list(self._family.values()), timeout=timeout_s)
+        return alive
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+        for child in self.left_behind(15.0):
+            child.kill()
+
+
+@pytest.fixture
+def command():
+    """Starts commands; none of them outlives the test."""
+    started = []
+
+    def start(*arguments, **options):
+        started.append(Command(*arguments, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()

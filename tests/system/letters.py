@@ -1,0 +1,19 @@
+"""A task for tests: say the letter. The reward says 1 for it, 0 for anything else; with `coin` it alternates."""
+
+import itertools
+
+_coin = itertools.cycle((0.0, 1.0))
+
+
+def tasks(split, num_tasks, seed, size=64, lengths=(1,), letters="a", coin=False):
+    rows = []
+    for i in range(min(num_tasks, size)):
+        padding = "." * lengths[i % len(lengths)]
+        # Nothing in the prompt gives the letter away to a model that was trained for some seconds.
+        answer = letters[(i * i // 7) % len(letters)]
+        rows.append({"prompt": f"{split} {i}{padding}", "answer": answer, "coin": coin})
+    return rows
+
+
+def reward(task, completion):
+    return next(_coin) if task.info["coin"] else float(completion == task.answer)

@@ -1,0 +1,212 @@
+"""Each guard of a run, provoked: judged by the exit report, the metrics and the events."""
+
+import math
+import os
+import signal
+
+import pytest
+
+from slipstream.config import load_config
+from slipstream.errors import DataError
+from slipstream.launch.prepare import prepare
+
+WITHOUT_EVALUATION = ("--evaluation", "false")
+
+
+def test_a_run_without_faults_finishes(scripted):
+    report = scripted.run()
+    assert (report.status, report.exit_code, report.step) == ("finished", 0, 3)
+    assert [row["step"] for row in scripted.metrics] == [0, 1, 2, 3]
+    assert max(row["probe/abs_logprob_diff"] for row in scripted.metrics) < 1e-5
+    assert all(0 < row["reward/mean"] < 1 for row in scripted.metrics[1:])
+    assert scripted.metrics[-1]["eval/num_tasks"] == 8
+    assert [event["version"] for event in scripted.events("apply")] == ["0.0", "0.1", "0.2", "0.3"]
+
+
+def test_no_trainable_token_in_a_batch(scripted):
+    report = scripted.run(
+        "--environment.settings", "{coin = true}", "--training.prompts_per_batch", "3", script=after_probe(scripted, [])
+    )
+    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)
+    assert "no trainable token" in report.message
+
+
+def test_nothing_but_truncated_completions_where_they_are_not_trained_on(scripted):
+    settings = ("--environment.settings", "{coin = true}", "--sampling.max_tokens", "2")
+    report = scripted.run(
+        *settings, "--algorithm.train_on_truncated", "false", script=lambda prompt, seed: scripted.say("aaaaaa")
+    )
+    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)
+    assert scripted.metrics[0]["eval/truncated_fraction"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("offset", "says"), [(200.0, "it is zero"), (math.nan, "NaN or infinite")], ids=["zero", "not finite"]
+)
+def test_a_gradient_that_is_zero_or_not_finite(scripted, offset, says):
+    def change(engine):
+        # Importance weights of exp(-200) are zero in float32; the probe sees honest values.
+        engine.on_request = lambda request: setattr(
+            engine, "logprob_offset", 0.0 if request.id.startswith("probe") else offset
+        )
+
+    report = scripted.run(*WITHOUT_EVALUATION, change=change)
+    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)
+    assert says in report.message
+
+
+def test_no_reward_variance_ends_the_run_at_the_limit(scripted):
+    report = scripted.run(
+        *WITHOUT_EVALUATION, "--run.max_steps_without_signal", "2", script=lambda prompt, seed: scripted.say("b")
+    )
+    assert (report.error, report.exit_code) == ("TrainingError", 7)
+    assert "max_steps_without_signal = 2" in report.message
+    assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
+    assert scripted.metrics[-1]["reward/signal_fraction"] == 0.0
+
+
+def test_a_whole_short_run_without_reward_variance_has_failed(scripted):
+    report = scripted.run(*WITHOUT_EVALUATION, script=lambda prompt, seed: scripted.say("a"))
+    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 3)
+    assert "nothing was trained in 3 steps" in report.message
+
+
+def test_an_engine_that_holds_other_weights_than_were_published(scripted):
+    def change(engine):
+        def bit_flip(request):
+            engine.mismatched = ("model.norm.weight",) if engine.version.step == 1 else ()
+
+        engine.on_request = bit_flip
+
+    report = scripted.run(*WITHOUT_EVALUATION, change=change)
+    assert (report.error, report.exit_code, report.step) == ("WeightsError", 6, 1)
+    assert "model.norm.weight" in report.message
+    assert [event["version"] for event in scripted.events("apply")] == ["0.0", "0.1"]
+
+
+def test_a_small_probe_difference_warns(scripted):
+    report = scripted.run(*WITHOUT_EVALUATION, change=lambda engine: setattr(engine, "logprob_offset", 0.1))
+    assert report.status == "finished"
+    assert [event["step"] for event in scripted.events("warning")] == [0, 1, 2, 3]
+    assert scripted.metrics[-1]["probe/abs_logprob_diff"] == pytest.approx(0.1, abs=1e-4)
+
+
+@pytest.mark.parametrize("offset", [0.3, math.nan])
+def test_a_large_probe_difference_stops(scripted, offset):
+    report = scripted.run(*WITHOUT_EVALUATION, change=lambda engine: setattr(engine, "logprob_offset", offset))
+    assert (report.error, report.exit_code, report.step) == ("MismatchError", 7, 0)
+    assert "weights.probe_stop = 0.2" in report.message
+
+
+def test_behaviour_logprobs_that_are_missing(scripted):
+    report = scripted.run(*WITHOUT_EVALUATION, change=without_logprobs)
+    assert (report.error, report.exit_code) == ("TrainingError", 7)
+    assert "algorithm.importance_sampling" in report.message
+
+
+def test_without_importance_sampling_they_may_be_missing(scripted):
+    report = scripted.run(*WITHOUT_EVALUATION, "--algorithm.importance_sampling", "none", change=without_logprobs)
+    assert (report.status, report.step) == ("finished", 3)
+
+
+def test_prompts_that_leave_no_room_are_dropped_and_counted(run_file):
+    settings = ("--environment.settings", "{size = 12, lengths = [1, 1, 90]}", "--environment.num_train_tasks", "12")
+    prepared = prepare(load_config(run_file, settings))
+    assert prepared.dropped == {"train_prompt_too_long": 4, "eval_prompt_too_long": 2}
+    assert (len(prepared.train_tasks), len(prepared.eval_tasks)) == (8, 6)
+
+
+def test_dropped_prompts_are_in_the_run_folder_too(scripted):
+    scripted.run("--environment.settings", "{size = 12, lengths = [1, 90]}", "--environment.num_train_tasks", "12")
+    assert scripted.events("start")[0]["dropped"] == {"train_prompt_too_long": 6, "eval_prompt_too_long": 4}
+
+
+def test_prompts_of_which_none_leaves_room(run_file):
+    with pytest.raises(DataError, match="every one of the 64 train prompts") as raised:
+        prepare(load_config(run_file, ("--environment.settings", "{lengths = [90]}")))
+    assert raised.value.exit_code == 3
+
+
+def test_more_prompts_per_batch_than_there_are(scripted):
+    report = scripted.run(
+        *WITHOUT_EVALUATION, "--environment.settings", "{size = 3}", "--training.prompts_per_batch", "32"
+    )
+    assert report.status == "finished"
+    assert [row["rollout/num"] for row in scripted.metrics[1:]] == [12.0] * 3
+    assert any("lowered from 32" in text for text in scripted.events("start")[0]["warnings"])
+
+
+def test_an_engine_that_dies_is_restarted_and_its_rollouts_are_made_again(scripted):
+    report = scripted.run(change=dying_at(20))
+    assert (report.status, report.step) == ("finished", 3)
+    assert [event["number"] for event in scripted.events("engine_restart")] == [1]
+    assert [row["rollout/num"] for row in scripted.metrics[1:]] == [16.0] * 3
+
+
+def test_an_engine_that_dies_under_its_probe_is_restarted(scripted):
+    report = scripted.run(change=dying_at(1))
+    assert (report.status, len(scripted.events("engine_restart"))) == ("finished", 1)
+
+
+@pytest.mark.parametrize("at", [1, 5, 20], ids=["probe", "evaluation", "rollouts"])
+def test_an_engine_that_dies_too_often(scripted, at):
+    report = scripted.run("--inference.max_restarts", "0", change=dying_at(at))
+    assert (report.error, report.exit_code) == ("EngineError", 5)
+    assert "inference.max_restarts = 0" in report.message
+
+
+def test_an_engine_that_does_not_start(scripted):
+    report = scripted.run("--inference.max_restarts", "0", change=lambda engine: engine.kill())
+    assert (report.error, report.exit_code, report.step) == ("EngineError", 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "at", "step"),
+    [(signal.SIGINT, 1, 0), (signal.SIGTERM, 5, 0), (signal.SIGINT, 15, 0), (signal.SIGTERM, 30, 1)],
+    ids=["probe", "evaluation", "first rollouts", "second rollouts"],
+)
+def test_a_signal_leaves_a_checkpoint_and_the_run_can_be_resumed(scripted, number, at, step):
+    def change(engine):
+        def on_request(request):
+            if engine.num_requests == at:
+                engine.is_hanging = True
+                os.kill(os.getpid(), number)
+
+        engine.on_request = on_request
+
+    report = scripted.run(change=change)
+    assert (report.status, report.exit_code) == ("interrupted", 130)
+    assert [event["step"] for event in scripted.events("checkpoint")][-1] == step
+    report = scripted.run(resume=True)
+    assert (report.status, report.step, report.lineage) == ("finished", 3, 1)
+    assert [row["step"] for row in scripted.metrics] == [0, 1, 2, 3]
+
+
+def test_an_engine_that_hangs_is_not_waited_for(scripted):
+    def change(engine):
+        engine.on_request = lambda request: setattr(engine, "is_hanging", engine.num_requests > 14)
+
+    report = scripted.run("--inference.request_timeout_s", "0.5", change=change)
+    assert (report.error, report.exit_code) == ("DeadlineError", 5)
+    assert report.seconds < 30
+
+
+def after_probe(scripted, answer):
+    """Letters for the probe's two prompts, then always `answer`."""
+    calls = iter(range(10_000))
+    return lambda prompt, seed: answer if next(calls) >= 2 + 8 else scripted.say("a")
+
+
+def without_logprobs(engine):
+    engine.on_request = lambda request: setattr(engine, "returns_logprobs", request.id.startswith("probe"))
+
+
+def dying_at(number):
+    def change(engine):
+        def on_request(request):
+            if engine.num_requests == number:
+                engine.kill()
+
+        engine.on_request = on_request
+
+    return change

@@ -1,0 +1,168 @@
+"""Whole runs through the real command with real vLLM: from a new model to an accuracy; signals; dead engines.
+
+Judged by `metrics.jsonl`, `events.jsonl`, `exit.json` and exit codes.
+"""
+
+import json
+import signal
+import time
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.weights.files import read_model_folder
+from slipstream.weights.fingerprint import describe, digest
+
+from .conftest import LETTERS
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false")
+SHORT, LONG, ENDLESS = (("--training.steps", str(steps)) for steps in (2, 25, 100_000))
+
+
+def test_from_a_new_model_to_an_accuracy(command, run_file, tmp_path):
+    shape = ("--hidden-size", "64", "--num-layers", "2", "--context-length", "64")
+    assert command("model", "new", tmp_path / "model", *shape).wait()[0] == 0
+    common = ("--environment.settings", '{letters = "ab", size = 500}', "--run.folder")
+    tuned = command(
+        "sft", sft_file(run_file), *common, tmp_path / "sft", "--model.path", tmp_path / "model", "--json"
+    ).wait()  # fmt: skip
+    assert tuned[0] == 0, tuned[2]
+    weights = json.loads(tuned[1])["weights"]
+    assert read_exit(tmp_path / "sft").status == "finished"
+    losses = [row["train/loss"] for row in read_metrics(tmp_path / "sft")]
+    assert losses[-1] < 0.5 * losses[0]
+
+    options = ("--evaluation.num_tasks", "100", "--training.prompts_per_batch", "16", "--model.path")
+    trained = command("train", run_file, *common, tmp_path / "grpo", *options, weights, "--json").wait()
+    assert trained[0] == 0, trained[2]
+    summary = json.loads(trained[1])
+    assert summary["steps"] == 3
+    check_run(tmp_path / "grpo", steps=3)
+    rows = read_metrics(tmp_path / "grpo")
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 3]
+    assert summary["eval/accuracy"] == rows[-1]["eval/accuracy"]
+
+    graded = command("eval", run_file, *common[:2], *options, summary["weights"], "--json").wait()
+    assert graded[0] == 0, graded[2]
+    metrics = json.loads(graded[1])
+    assert metrics["eval/num_tasks"] == 100
+    assert metrics["eval/num_failed"] == 0
+    assert 0 < metrics["eval/accuracy_low"] < metrics["eval/accuracy"] < metrics["eval/accuracy_high"] < 1
+    assert abs(metrics["eval/accuracy"] - summary["eval/accuracy"]) <= 0.1
+
+
+def test_the_restart_bridge(command, run_file, tmp_path):
+    run = command(
+        "train",
+        run_file,
+        *COIN,
+        "--training.steps",
+        "2",
+        "--weights.bridge",
+        "restart",
+        "--run.folder",
+        tmp_path / "run",
+    )
+    code, _, err = run.wait()
+    assert code == 0, err
+    check_run(tmp_path / "run", steps=2)
+    assert run.left_behind() == []
+
+
+@pytest.mark.parametrize("max_restarts", [1, 0])
+def test_an_engine_that_is_killed(command, run_file, tmp_path, max_restarts):
+    folder = tmp_path / "run"
+    run = command("train", run_file, *COIN, *LONG, "--run.folder", folder, "--inference.max_restarts", max_restarts)
+    run.until(lambda: num_steps(folder) >= 2)
+    run.engines()[0].kill()
+    code, _, err = run.wait()
+    report = read_exit(folder)
+    restarts = [event for event in read_events(folder) if event["kind"] == "engine_restart"]
+    if max_restarts:
+        assert code == 0, err
+        assert len(restarts) == 1
+        check_run(folder, steps=25)
+    else:
+        assert (code, report.status, report.error, report.exit_code) == (5, "failed", "EngineError", 5)
+        assert "inference.max_restarts = 0" in report.message
+        assert "error: the engine died" in err
+        assert restarts == []
+    assert run.left_behind() == []
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_no_process(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    run = command("train", run_file, *COIN, *ENDLESS, "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 2)
+    assert run.engines()
+    run.process.send_signal(signal.SIGINT)
+    check_interrupted(run, folder)
+
+
+def test_sigterm_during_sft(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    run = command("sft", sft_file(run_file), *ENDLESS, "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 5)
+    run.process.send_signal(signal.SIGTERM)
+    check_interrupted(run, folder)
+
+
+def test_a_second_signal_ends_at_once(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    run = command("train", run_file, *COIN, *LONG, "--run.folder", folder)
+    run.until(lambda: run.engines() and (folder / "events.jsonl").exists())
+    began = time.monotonic()
+    # One that arrives before the first was handled counts as the same: so they are repeated.
+    while run.process.poll() is None and time.monotonic() - began < 20:
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert run.wait()[0] == 128 + signal.SIGTERM
+    assert read_exit(folder) is None
+    assert run.left_behind() == []
+
+
+def sft_file(run_file):
+    """The same as an SFT run without evaluation."""
+    text = run_file.read_text().replace('kind = "grpo"\ngroup_size = 4', 'kind = "sft"')
+    text = text.replace("steps = 3", "steps = 60").replace("learning_rate = 1e-3", "learning_rate = 4e-3")
+    path = run_file.with_name("sft.toml")
+    path.write_text("evaluation = false\n" + text[: text.index("[weights]")] + text[text.index("[run]") :])
+    assert str(LETTERS) in path.read_text()
+    return path
+
+
+def num_steps(folder):
+    """Steps whose metrics are written; -1 before the first row."""
+    rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    return rows[-1]["step"] if rows else -1
+
+
+def check_run(folder, steps):
+    """A finished run proved every version, and its checkpoint is the version that it proved last."""
+    assert read_exit(folder).status == "finished"
+    rows, events = read_metrics(folder), read_events(folder)
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert max(row["probe/abs_logprob_diff"] for row in rows) <= 0.001
+    published, applied = (
+        [(event["version"], event["digest"]) for event in events if event["kind"] == kind]
+        for kind in ("publish", "apply")
+    )
+    assert applied == published
+    assert [version for version, _ in applied] == [f"0.{step}" for step in range(steps + 1)]
+    weights = folder / "checkpoints" / f"step-{steps:06d}" / "weights"
+    assert digest(describe(read_model_folder(weights))) == applied[-1][1]
+    assert AutoModelForCausalLM.from_pretrained(weights).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(weights).chat_template
+
+
+def check_interrupted(run, folder):
+    code, _, _ = run.wait(60)
+    report = read_exit(folder)
+    assert (code, report.status, report.exit_code) == (130, "interrupted", 130)
+    checkpoints = [event["step"] for event in read_events(folder) if event["kind"] == "checkpoint"]
+    assert checkpoints[-1] >= num_steps(folder) > 0
+    assert (folder / "checkpoints" / f"step-{checkpoints[-1]:06d}" / "manifest.json").is_file()
+    assert run.left_behind() == []

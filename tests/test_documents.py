@@ -1,0 +1,56 @@
+"""What the documents show is what the repository holds."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import load_config
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("dev/*.md"), *ROOT.glob("docs/*.md")])
+RUN_FILES = sorted((ROOT / "examples").rglob("*.toml"))
+
+
+def block(language: str) -> str:
+    (text,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    return text
+
+
+def without_docstring(source: str) -> str:
+    tree = ast.parse(source)
+    if ast.get_docstring(tree) is not None:
+        tree.body = tree.body[1:]
+    return ast.unparse(tree)
+
+
+def test_the_readme_shows_the_example_environment():
+    example = ROOT / "examples/environments/reverse.py"
+    assert without_docstring(block("python")) == without_docstring(example.read_text(encoding="utf-8"))
+
+
+def test_the_readme_shows_the_quickstarts_run_file():
+    example = ROOT / "examples/quickstart/grpo.toml"
+    assert tomllib.loads(block("toml")) == tomllib.loads(example.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_shipped_run_file_is_valid(path):
+    load_config(path)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_named_modules_exist(path):
+    """Code that a document names by its path below `src/slipstream`, or below the root, is there."""
+    names = re.findall(r"`([a-z_/]+/[a-z_/]+\.py)`", path.read_text(encoding="utf-8"))
+    missing = [name for name in names if not ((ROOT / "src/slipstream" / name).exists() or (ROOT / name).exists())]
+    assert missing == []
