@@ -65,6 +65,8 @@ def main() -> None:
     if kind == "cpu":
         arguments += ["--override", "constraints/cpu-overrides.txt", *torch_source()]
     extras = ",".join([kind, *filter(None, options.extras.split(","))])
+    # Compiled once here, and not by the first import of every process that may not write there.
+    arguments.append("--compile-bytecode")
     run(VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python", *arguments, "--editable", f".[{extras}]")
 
 

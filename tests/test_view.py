@@ -103,6 +103,7 @@ def test_plain_shows_only_numbers_that_the_run_has(plain):
     plain.step(1, {"train/loss": 2.0})
     plain.step(2, {"train/loss": 1.5, "eval/accuracy": 0.25})
     plain.step(3, {"train/loss": 1.0})
+    plain.stop()
     texts = lines_of(plain.console)[1:]
     assert "accuracy" not in texts[0]
     assert "accuracy   0.250" in texts[1]
@@ -132,6 +133,24 @@ def test_plain_reports_long_phases_and_no_others(plain, clock):
     ]
 
 
+def test_plain_leaves_out_quick_steps_but_not_those_with_an_accuracy_nor_the_last(plain, clock):
+    plain.start(TITLE, 12)
+    for step in range(1, 13):
+        clock.now += 0.5
+        plain.step(step, {"eval/accuracy": 0.5} if step == 7 else {})
+    assert [line.split()[1] for line in lines_of(plain.console)[1:]] == ["1/12", "5/12", "7/12", "11/12", "12/12"]
+
+
+def test_a_phase_that_ended_is_no_longer_counted(plain, clock):
+    plain.start(TITLE, 3)
+    plain.phase("evaluate", 2)
+    clock.now += 11
+    plain.end_phase()
+    clock.now += 50
+    plain.stop()
+    assert lines_of(plain.console)[1:] == ["   evaluate  0/2  took 11.0 s", "stopped after step 0 of 3 steps"]
+
+
 def test_plain_counts_warnings_at_the_end(plain):
     plain.start(TITLE, 3)
     plain.message("checkpoint [step-1] written")
@@ -144,7 +163,7 @@ def test_plain_counts_warnings_at_the_end(plain):
         "warning: probe is high",
         "error: the engine died",
         "error: again",
-        "stopped after step 0 of 3  1 warning  2 errors",
+        "stopped after step 0 of 3 steps  1 warning  2 errors",
     ]
 
 
@@ -333,17 +352,17 @@ def test_which_view_is_made():
 
 
 def test_runs_are_listed_as_they_are():
-    console = terminal(120)
+    console = terminal(80)
     runs = [
         RunSummary("one[bold]", Path("runs/one"), "finished", 50, 50, 0.91, 0.875, 0.0, 3725.0),
         RunSummary("two", Path("runs/two"), "killed", 3, None, None, None, 0.0, 4.25, "line\nbreak"),
     ]
     console.print(render_runs(runs))
-    heading, first, second = lines_of(console)
-    assert heading.split() == ["run", "status", "step", "reward", "accuracy", "time", "started", "why"]
+    heading, first, second, empty, reason = (line.strip() for line in lines_of(console))
+    assert heading.split() == ["run", "status", "step", "reward", "accuracy", "time", "started"]
     assert first.split()[:6] == ["one[bold]", "finished", "50/50", "0.910", "0.875", "1:02:05"]
     assert second.split()[:7] == ["two", "killed", "3/?", "-", "-", "4.2", "s"]
-    assert "line break" in second
+    assert (empty, reason) == ("", "two: line break")
 
 
 def test_tables_show_what_rows_have():

@@ -98,7 +98,7 @@ def test_every_auto_gets_its_value_and_reason():
         "inference.max_num_seqs": 256,  # 32 * 8
         "inference.kv_cache_gib": 0.25,
         "inference.enforce_eager": True,
-        "training.micro_batch_tokens": 32_768,
+        "training.micro_batch_tokens": 8192,
         "run.threads": 2,
         "run.checkpoint_every": 4,
         "evaluation.temperature": 1.0,

@@ -56,9 +56,11 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run_file(model, tmp_path):
-    """A GRPO run of three steps."""
+    """A GRPO run of three steps; `sft.toml` beside it is the same as SFT."""
     path = tmp_path / "run.toml"
-    path.write_text(GRPO.format(model=model, environment=LETTERS))
+    text = GRPO.format(model=model, environment=LETTERS)
+    path.write_text(text)
+    path.with_name("sft.toml").write_text(text.replace('kind = "grpo"\ngroup_size = 4', 'kind = "sft"'))
     return path
 
 

@@ -1,5 +1,6 @@
 """Each guard of a run, provoked: judged by the exit report, the metrics and the events."""
 
+import json
 import math
 import os
 import signal
@@ -69,6 +70,39 @@ def test_a_whole_short_run_without_reward_variance_has_failed(scripted):
     report = scripted.run(*WITHOUT_EVALUATION, script=lambda prompt, seed: scripted.say("a"))
     assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 3)
     assert "nothing was trained in 3 steps" in report.message
+
+
+def test_an_update_whose_groups_all_agree_is_left_out(scripted):
+    def script(prompt, seed):
+        return scripted.letter(prompt, seed) if prompt[-20] % 2 else scripted.say("a")
+
+    halves = ("--training.prompts_per_batch", "2", "--training.updates_per_batch", "2", "--training.steps", "6")
+    report = scripted.run(*WITHOUT_EVALUATION, *halves, script=script)
+    assert (report.status, report.step) == ("finished", 6)
+    assert {row.get("train/skipped_updates") for row in scripted.metrics[1:]} >= {0.0, 1.0}
+
+
+def test_a_training_question_that_is_held_out_is_left_out(run_file, tmp_path):
+    rows = [{"prompt": "eval 0.", "completion": "a"}, {"prompt": "another", "completion": "a"}]
+    for number, kept in ((2, 1), (1, 0)):
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows[:number]))
+        settings = ("--data.path", str(data), "--training.prompts_per_batch", "1")
+        if kept:
+            prepared = prepare(load_config(run_file.with_name("sft.toml"), settings))
+            assert (prepared.num_items, prepared.dropped) == (kept, {"also_held_out": 1})
+        else:
+            with pytest.raises(DataError, match="every one of the 1 training questions is also a held-out one"):
+                prepare(load_config(run_file.with_name("sft.toml"), settings))
+
+
+def test_a_resumed_run_says_which_settings_changed(scripted):
+    scripted.run(*WITHOUT_EVALUATION)
+    scripted.run(*WITHOUT_EVALUATION, "--training.steps", "4", "--training.learning_rate", "0.002", resume=True)
+    changed = scripted.events("start")[-1]["changed"]
+    assert "training.steps was 3 and is 4" in changed
+    assert "training.learning_rate was 0.001 and is 0.002" in changed
+    assert not any(text.startswith("model.") for text in changed)
 
 
 def test_an_engine_that_holds_other_weights_than_were_published(scripted):

@@ -1,4 +1,5 @@
 import filecmp
+import math
 
 import pytest
 import torch
@@ -86,6 +87,16 @@ def test_first_predictions_are_near_uniform(model_folder):
     network = AutoModelForCausalLM.from_pretrained(model_folder)
     probs = network(input_ids=torch.arange(50)[None]).logits[0].softmax(-1)
     assert probs.max() < 0.05
+
+
+@pytest.mark.parametrize(("context_length", "head_dim"), [(64, 32), (256, 32), (4096, 64)])
+def test_the_slowest_rotation_makes_half_a_turn_in_the_context(context_length, head_dim, tmp_path):
+    sizes = SMALL | {"context_length": context_length, "head_dim": head_dim}
+    network = AutoModelForCausalLM.from_pretrained(new_model(tmp_path / "model", **sizes))
+    slowest = network.model.rotary_emb.inv_freq.min().item()
+    assert slowest * context_length == pytest.approx(math.pi, rel=0.01)
+    given = AutoModelForCausalLM.from_pretrained(new_model(tmp_path / "given", rope_theta=5e5, **SMALL))
+    assert given.config.rope_parameters["rope_theta"] == 5e5
 
 
 def test_what_cannot_work_is_refused(tmp_path):

@@ -186,7 +186,13 @@ def env_test(
 
     result = asyncio.run(check())
     if json:
-        _print_json(dataclasses.asdict(result))
+        kinds = [
+            {"kind": r.kind, "mean_reward": r.mean_reward, "accuracy": r.accuracy, "num_scored": r.num_scored}
+            | {"num_failed": r.num_failed, "num_timeouts": r.num_timeouts, "first_failure": r.first_failure}
+            for r in result.results
+        ]
+        summary = {"environment": result.environment, "passed": result.passed, "failures": result.failures}
+        _print_json({**summary, "num_tasks": result.num_tasks, "threshold": result.threshold, "results": kinds})
     else:
         from rich.console import Console
 
@@ -221,6 +227,9 @@ def model_new(
         int | None, Parameter(help="Width of the MLP; three times the hidden size if not given.")
     ] = None,
     context_length: Annotated[int, Parameter(help="Longest prompt and completion together, in tokens.")] = 512,
+    rope_theta: Annotated[
+        float | None, Parameter(help="Base of the rotary embedding; fitted to the context if not given.")
+    ] = None,
     seed: Annotated[int, Parameter(help="The same seed gives the same weights.")] = 0,
     dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Type of the weights.")] = "float32",
     json: Json = False,
@@ -238,6 +247,7 @@ def model_new(
         head_dim=head_dim,
         intermediate_size=intermediate_size,
         context_length=context_length,
+        rope_theta=rope_theta,
         seed=seed,
         dtype=dtype,
     )

@@ -202,7 +202,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
         existing = [candidate for candidate in candidates if os.path.exists(candidate)]
         if not existing and not always:
             return text
-        return os.path.realpath((existing or candidates[-1:])[0])
+        return os.path.realpath((existing or candidates)[0])
 
     def text_at(section: str, name: str) -> str:
         table = tree.get(section)

@@ -87,6 +87,8 @@ class GRPOConfig(Section):
     kind: Literal["grpo"] = "grpo"
     group_size: Annotated[int, Field(ge=2)] = 8
     """Completions for each prompt; their mean reward is the baseline."""
+    reward_threshold: float | None = None
+    """Train on right or wrong: a reward of at least this counts as 1, a lower one as 0. Not set: on the reward."""
     scale_rewards: Literal["std", "none"] = "std"
     """Divide advantages by the group's standard deviation (GRPO), or not (Dr. GRPO, arXiv 2503.20783)."""
     normalize: Literal["token", "sequence"] = "token"
@@ -131,8 +133,8 @@ class TrainingConfig(Section):
     steps: PositiveInt
     """Number of batches to train on."""
     max_seconds: PositiveFloat | None = None
-    """After this time the run ends in good order even if steps are left. Counted from when the trainer is ready: the
-    engine's start and the first evaluation are included."""
+    """After this time the run ends in good order even if steps are left. Counted from the first step; what comes
+    before it and the last evaluation are not included."""
     prompts_per_batch: PositiveInt = 32
     """Prompts (SFT: conversations) in a batch."""
     updates_per_batch: PositiveInt = 1

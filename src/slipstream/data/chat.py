@@ -7,6 +7,7 @@ assistant says and the token that ends its turn; what the template puts after th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -30,6 +31,8 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         self.path = str(path)
+        if os.path.isabs(self.path) and not os.path.isdir(self.path):
+            raise ConfigError(f"model.path = {self.path}: there is no such folder: correct it, or make a model first")
         self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)

@@ -66,15 +66,16 @@ class SupervisedEngine:
         return await self._process.client.generate(request)
 
     async def revive(self) -> None:
-        """Start a dead engine again on its last verified version; raises when it has died too often."""
+        """Start a dead engine again on its last verified version (before the first, on the model's own folder);
+        raises when it has died too often."""
         async with self._reviving:
             if self._process.is_alive():
                 return
             why = self._process.describe()
             if self.num_restarts >= self._max_restarts:
                 raise EngineError(
-                    f"the engine died {self.num_restarts + 1} times, more than inference.max_restarts = "
-                    f"{self._max_restarts} allows: {why}"
+                    f"the engine died, and inference.max_restarts = {self._max_restarts} allows no further restart: "
+                    f"{why}"
                 )
             self.num_restarts += 1
             self._on_event("engine_restart", number=self.num_restarts, reason=why)

@@ -91,8 +91,8 @@ class ScriptedEngine:
             return
         if self.num_restarts >= self._max_restarts:
             raise EngineError(
-                f"the engine died {self.num_restarts + 1} times, more than inference.max_restarts = "
-                f"{self._max_restarts} allows: it is told to die"
+                f"the engine died, and inference.max_restarts = {self._max_restarts} allows no further restart: it was "
+                "told to die"
             )
         self.num_restarts += 1
         self.on_event("engine_restart", number=self.num_restarts, reason="it was told to die")

@@ -50,6 +50,7 @@ def gather_facts(
     eval_tasks: Sequence[Task] = (),
     conversations: Sequence[Sequence[Message]] = (),
     gold: Callable[[Task], str | None] = lambda task: task.answer,
+    max_turns: int = 1,
 ) -> Facts:
     """Measure the machine, the model at `config.model.path` and the tasks.
 
@@ -61,7 +62,9 @@ def gather_facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
         model=read_model(config.model.path, trust_remote_code=config.model.trust_remote_code),
-        data=measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
+        data=dataclasses.replace(
+            measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold), max_turns=max_turns
+        ),
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
     )

@@ -29,7 +29,7 @@ from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, Rollo
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
-from slipstream.runlog import RunLog
+from slipstream.runlog import RunLog, read_settings
 from slipstream.weights import create_bridge
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ class Progress(Protocol):
 
     def advance(self, n: int = 1) -> None:
         """Part of the phase is done."""
+        ...
+
+    def end_phase(self) -> None:
+        """The calling thread's phase is over."""
         ...
 
     def step(self, step: int, metrics: Any) -> None:
@@ -100,16 +104,29 @@ def train(
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
     ):
+        before = read_settings(folder) if resume else {}
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-        log.event("start", resume=resume, dropped=prepared.dropped, warnings=list(prepared.plan.warnings))
-        for text in prepared.plan.warnings:
+        changed = _changes(before, read_settings(folder)) if before else []
+        warnings = list(prepared.plan.warnings)
+        log.event("start", resume=resume, dropped=prepared.dropped, warnings=warnings, changed=changed)
+        for text in warnings:
             progress.message(text, "warning")
+        for reason, count in prepared.dropped.items():
+            progress.message(f"left out: {count} ({reason})")
+        if changed:
+            progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
         run = _Run(prepared, folder, progress, log, stop, make_engine)
         try:
             return run.carry_out(resume)
         finally:
             run.stop()
             progress.stop()
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Which settings two resolved configs differ in."""
+    names = [name for name in {**before, **after} if name != "run.folder" and before.get(name) != after.get(name)]
+    return [f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}" for name in names]
 
 
 class _Run:
@@ -339,14 +356,17 @@ class _Run:
             assert evaluation is not None
             assert evaluation.temperature != "auto"
             self.progress.phase("evaluate", len(self.prepared.eval_tasks))
-            return await evaluate(
-                runner,
-                self.prepared.eval_tasks,
-                sampling=self.prepared.sampling(evaluation.temperature),
-                threshold=evaluation.threshold,
-                seed=evaluation.seed,
-                on_rollout=self.progress.advance,
-            )
+            try:
+                return await evaluate(
+                    runner,
+                    self.prepared.eval_tasks,
+                    sampling=self.prepared.sampling(evaluation.temperature),
+                    threshold=evaluation.threshold,
+                    seed=evaluation.seed,
+                    on_rollout=self.progress.advance,
+                )
+            finally:
+                self.progress.end_phase()
 
         return run
 
@@ -383,6 +403,7 @@ class _Run:
             should_stop=self.should_stop,
             timeout_s=_REQUESTS * config.inference.request_timeout_s,
             on_begin=lambda num_tasks: self.progress.phase("generate", num_tasks * algorithm.group_size),
+            on_end=self.progress.end_phase,
         )
         reader.start(first_step, config.training.steps)
         return reader

@@ -170,6 +170,9 @@ def _plan_lengths(draft: _Draft) -> None:
             f"sampling.max_tokens = {max_tokens} is below the longest gold answer of {answer} tokens, "
             "so that task cannot be solved"
         )
+    if data.max_turns > 1:
+        reason = f"the model's context: how long {data.max_turns} turns get is not known before"
+        draft.derive_auto("inference.max_model_len", context, reason)
     draft.derive_auto(
         "inference.max_model_len",
         min(context, round_up(prompt + max_tokens, 16)),

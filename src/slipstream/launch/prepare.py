@@ -4,10 +4,12 @@ beyond reading files, so `slipstream plan` does exactly this and stops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from slipstream.config import Loaded, RunConfig
+from slipstream.config.checks import uses_engine
 from slipstream.data.chat import ChatTokenizer
 from slipstream.data.files import read_conversations
 from slipstream.envs.base import Environment
@@ -16,6 +18,8 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.launch.facts import gather_facts, read_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.records import Message, SamplingParams, Task
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Prepared:
     @property
     def uses_engine(self) -> bool:
         """Whether anything is generated in this run."""
-        return self.config.algorithm.kind != "sft" or self.config.evaluation is not None
+        return uses_engine(self.config)
 
     @property
     def num_items(self) -> int:
@@ -78,6 +82,8 @@ def prepare(loaded: Loaded) -> Prepared:
         if config.evaluation is not None:
             eval_tasks = list(environment.tasks("eval", config.evaluation.num_tasks))
     dropped: dict[str, int] = {}
+    held_out = {_question(task.prompt) for task in eval_tasks}
+    train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
     context = read_model(config.model.path, trust_remote_code=config.model.trust_remote_code).context_length
     is_sft = config.algorithm.kind == "sft"
     if not is_sft:
@@ -86,11 +92,42 @@ def prepare(loaded: Loaded) -> Prepared:
     conversations: list[Sequence[Message]] = []
     if is_sft:
         conversations = _conversations(config, environment, train_tasks, dropped)
+        conversations = _not_held_out(conversations, _question, held_out, dropped)
         conversations = _short_enough(conversations, tokenizer, context, dropped)
     gold = environment.gold if environment else (lambda task: task.answer)
-    facts = gather_facts(config, train_tasks, tokenizer, eval_tasks=eval_tasks, conversations=conversations, gold=gold)
+    facts = gather_facts(
+        config,
+        train_tasks,
+        tokenizer,
+        eval_tasks=eval_tasks,
+        conversations=conversations,
+        gold=gold,
+        max_turns=environment.max_turns if environment else 1,
+    )
     plan = make_plan(config, facts)
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+
+
+def _question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+    """What a conversation says before the assistant speaks, as far as two of them can be the same."""
+    turns = [(message.role, message.content) for message in messages if message.role != "system"]
+    first = next((place for place, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
+    return tuple(turns[:first])
+
+
+def _not_held_out(
+    items: list[T], question_of: Callable[[T], object], held_out: Collection[object], dropped: dict[str, int]
+) -> list[T]:
+    """Those whose question is not among the held-out ones: accuracy on what was trained on would mean nothing."""
+    kept = [item for item in items if question_of(item) not in held_out]
+    if len(kept) < len(items):
+        dropped["also_held_out"] = dropped.get("also_held_out", 0) + len(items) - len(kept)
+    if items and not kept:
+        raise DataError(
+            f"every one of the {len(items)} training questions is also a held-out one: give other training data, or "
+            "let the environment's tasks depend on the split (slipstream.envs.split_of)"
+        )
+    return kept
 
 
 def _fitting(

@@ -157,6 +157,7 @@ class RolloutReader:
         should_stop: Callable[[], bool],
         timeout_s: float,
         on_begin: Callable[[int], None],
+        on_end: Callable[[], None],
     ) -> None:
         self._thread = thread
         self._versions = versions
@@ -165,6 +166,7 @@ class RolloutReader:
         self._should_stop = should_stop
         self._timeout_s = timeout_s
         self._on_begin = on_begin
+        self._on_end = on_end
         self._transport: MemoryTransport[Batch] = MemoryTransport(
             1, producer="the rollouts of the next batch", consumer="the trainer"
         )
@@ -181,7 +183,9 @@ class RolloutReader:
                 version = await self._versions.wait_for(step, self._timeout_s)
                 tasks = self._tasks_of_step(step)
                 self._on_begin(len(tasks))
-                await self._transport.put_async(await self._batcher.make(step, version, tasks), self._timeout_s)
+                batch = await self._batcher.make(step, version, tasks)
+                self._on_end()
+                await self._transport.put_async(batch, self._timeout_s)
         except BaseException as error:
             self._failure = error
             self._transport.close("the orchestrator failed")

@@ -30,6 +30,7 @@ from slipstream.runlog.reader import (
     read_exit,
     read_metrics,
     read_samples,
+    read_settings,
     summarize,
 )
 from slipstream.runlog.redaction import REDACTED
@@ -50,6 +51,7 @@ __all__ = [
     "read_exit",
     "read_metrics",
     "read_samples",
+    "read_settings",
     "summarize",
     "versions",
 ]

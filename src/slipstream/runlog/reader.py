@@ -80,6 +80,17 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
+def read_settings(folder: str | Path) -> dict[str, Any]:
+    """The settings in `resolved.toml` as `section.key` and value; empty when it was never written."""
+    tables = read_toml(Path(folder) / "resolved.toml")
+    return {
+        f"{section}.{name}": value
+        for section, table in tables.items()
+        if isinstance(table, dict)
+        for name, value in table.items()
+    }
+
+
 def read_samples(folder: str | Path) -> list[dict[str, Any]]:
     """The samples of the surviving history; their `step` is that of their batch, which counts from 0."""
     return _surviving(read_lines(Path(folder) / "samples.jsonl"), _resumed_from(folder))

@@ -43,6 +43,12 @@ class StepBatch:
         return sum(sequence.num_trainable for sequence in self.sequences)
 
     @property
+    def has_signal(self) -> bool:
+        """Whether any sequence has an advantage other than 0; if none has, a policy gradient is exactly 0."""
+        own = any(any(sequence.advantages or ()) for sequence in self.sequences)
+        return own or any(self.advantages or ())
+
+    @property
     def num_sequences(self) -> int:
         """Sequences with at least one trainable token."""
         return sum(any(sequence.mask) for sequence in self.sequences)

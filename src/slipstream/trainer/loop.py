@@ -141,11 +141,12 @@ class TrainingLoop:
             raise
 
     def _run(self) -> None:
-        training, started = self.config.training, time.monotonic()
+        training = self.config.training
         if self.engine is not None:
             metrics = self._synchronise(evaluate=self._evaluates_at_start())
             self._report(metrics)
             self.engine.release(self.step)
+        started = time.monotonic()
         while self.step < training.steps:
             if self.should_stop():
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
@@ -203,28 +204,34 @@ class TrainingLoop:
             truncated = algorithm.train_on_truncated
             if signal == 0.0 and algorithm.kl_coef == 0.0:
                 return metrics | self._skip(batch.step)
-        self._quiet_steps = 0
-        steps = make_step_batches(
+        planned = make_step_batches(
             batch,
             advantages,
             updates_per_batch=training.updates_per_batch,
             epochs=training.epochs_per_batch,
             train_on_truncated=truncated,
         )
-        self._fill_references(steps)
-        self.learner.fill_old_logprobs(steps, self.sampling)
+        always = not isinstance(algorithm, GRPOConfig) or algorithm.kl_coef > 0.0
+        steps = [(place, step) for place, step in enumerate(planned) if always or step.has_signal]
+        if isinstance(algorithm, GRPOConfig):
+            metrics["train/skipped_updates"] = float(len(planned) - len(steps))
+            if not steps:
+                return metrics | self._skip(batch.step)
+        self._quiet_steps = 0
+        self._fill_references([step for _, step in steps])
+        self.learner.fill_old_logprobs([step for _, step in steps], self.sampling)
         self.progress.phase("train", len(steps))
-        rows = [self._update(step) for step in steps]
+        rows = [self._update(step, batch.step * len(planned) + place) for place, step in steps]
         self._trained_steps += 1
         self._keep_samples(batch)
         return metrics | {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
 
-    def _update(self, step: StepBatch) -> dict[str, float]:
-        """One optimizer step."""
+    def _update(self, step: StepBatch, number: int) -> dict[str, float]:
+        """Optimizer step `number` of the run, those left out for want of signal counted."""
         training = self.config.training
         metrics = self.learner.forward_backward(step, self.objective)
         rate = learning_rate_at(
-            self.learner.step,
+            number,
             peak=training.learning_rate,
             schedule=training.schedule,
             warmup_steps=training.warmup_steps,
@@ -360,6 +367,8 @@ def batch_advantages(batch: records.Batch, algorithm: GRPOConfig) -> tuple[list[
         raise TrainingError(f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on")
     numbers = {group: n for n, group in enumerate(dict.fromkeys(batch.rollouts[i].group_id for i in usable))}
     rewards_S = torch.tensor([batch.rollouts[i].reward for i in usable], dtype=torch.float64)
+    if algorithm.reward_threshold is not None:
+        rewards_S = (rewards_S >= algorithm.reward_threshold).double()
     group_ids_S = torch.tensor([numbers[batch.rollouts[i].group_id] for i in usable])
     advantages_S = group_advantages(rewards_S, group_ids_S, algorithm.scale_rewards)
     advantages = [0.0] * len(batch.rollouts)

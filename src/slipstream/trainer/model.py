@@ -51,6 +51,7 @@ class PolicyModel:
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        hide_progress_bars()
         folder = resolve_folder(path)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -109,6 +110,13 @@ class PolicyModel:
         network: Any = self.network
         weights = remove_tied_weights_from_state_dict(dict(network.state_dict()), network)
         yield from revert_weight_conversion(network, weights).items()
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers' bars, which last a moment, out of the run's own view."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:

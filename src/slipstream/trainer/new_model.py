@@ -7,6 +7,7 @@ bytes.
 
 from __future__ import annotations
 
+import math
 import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +38,7 @@ def new_model(
     head_dim: int = 32,
     intermediate_size: int | None = None,
     context_length: int = 512,
+    rope_theta: float | None = None,
     seed: int = 0,
     tie_embeddings: bool = True,
     alphabet: str | None = None,
@@ -44,13 +46,18 @@ def new_model(
 ) -> Path:
     """Write the model into `folder` (new or empty) and return it.
 
-    `intermediate_size`: by default three times `hidden_size`. `alphabet`: the characters of a `"char"`
+    `intermediate_size`: by default three times `hidden_size`. `rope_theta`: by default so that the slowest rotation
+    makes half a turn within the context; the 10,000 of large models leaves a short context with few frequencies that
+    tell its positions apart, and what depends on positions is learned later. `alphabet`: the characters of a `"char"`
     tokenizer, by default printable ASCII and the newline; others become `<unk>`. A `"byte"` tokenizer has no
     unknown text. The model's numbers are drawn from `seed` and leave torch's own generator alone.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+    from slipstream.trainer.model import hide_progress_bars
+
+    hide_progress_bars()
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: give a new folder")
     if num_heads % num_kv_heads:
@@ -68,7 +75,7 @@ def new_model(
         intermediate_size=intermediate_size or 3 * hidden_size,
         max_position_embeddings=context_length,
         tie_word_embeddings=tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta or _rope_theta(context_length, head_dim)},
         bos_token_id=None,
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
@@ -119,6 +126,11 @@ def new_tokenizer(
         clean_up_tokenization_spaces=False,
         **special,
     )
+
+
+def _rope_theta(context_length: int, head_dim: int) -> float:
+    """The base at which the longest wavelength, 2 pi theta**((d - 2) / d), is twice the context."""
+    return round((context_length / math.pi) ** (head_dim / (head_dim - 2)), 1)
 
 
 def _initialize(network: Any, num_layers: int) -> None:

@@ -66,6 +66,10 @@ class RunView(Protocol):
         """`n` more parts of the phase are done."""
         ...
 
+    def end_phase(self) -> None:
+        """The calling thread's phase is over, and the next has not begun."""
+        ...
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done; ends the calling thread's phase."""
         ...
@@ -89,6 +93,9 @@ class NullView:
         """Nothing."""
 
     def advance(self, n: int = 1) -> None:
+        """Nothing."""
+
+    def end_phase(self) -> None:
         """Nothing."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -167,6 +174,13 @@ class StatefulView:
                 return
             phase.done += n
         self._show(lambda: self._on_advance(phase))
+
+    def end_phase(self) -> None:
+        """See `RunView`."""
+        with self._lock:
+            ended = self.phases.pop(threading.get_ident(), None)
+        if ended:
+            self._show(lambda: self._on_phase_end(ended))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `RunView`. The time of the step is measured here unless the metrics have it."""

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from slipstream.view.base import COLUMNS, Phase, StatefulView
+from slipstream.view.base import ACCURACY_COLUMN, COLUMNS, Phase, StatefulView
 
 LONG_PHASE_S = 10.0
+QUICK_STEP_S = 2.0
 
 
 class PlainView(StatefulView):
-    """One line for each step, and lines for phases that take long."""
+    """A line for each step, every two seconds at most; and lines for phases that take long."""
+
+    _written = -QUICK_STEP_S
 
     def _on_start(self) -> None:
         self._line(self.title, f"{self.total_steps} steps")
@@ -30,6 +33,11 @@ class PlainView(StatefulView):
             self._line(" ", phase.name, phase.text(), f"took {seconds:.1f} s")
 
     def _on_step(self, row: Mapping[str, float]) -> None:
+        now = self._clock()
+        is_notable = ACCURACY_COLUMN.of(row) is not None or self.steps_done >= self.total_steps
+        if now - self._written < QUICK_STEP_S and not is_notable:
+            return
+        self._written = now
         width = len(str(self.total_steps))
         shown = [column for column in COLUMNS if column.of(self.row) is not None]
         cells = [f"{column.label} {column.text(column.of(row)):>7}" for column in shown]
@@ -41,7 +49,8 @@ class PlainView(StatefulView):
     def _on_stop(self) -> None:
         counts = [(self.num_messages[level], level) for level in ("warning", "error")]
         shown = [f"{count} {level}{'s' * (count > 1)}" for count, level in counts if count]
-        self._line(f"stopped after step {self.steps_done} of {self.total_steps}", *shown)
+        ended = "done: all" if self.steps_done >= self.total_steps else f"stopped after step {self.steps_done} of"
+        self._line(f"{ended} {self.total_steps} steps", *shown)
 
     def _line(self, *parts: str) -> None:
         text = Text("  ".join(part for part in parts if part))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -13,8 +14,8 @@ from slipstream.view.base import ACCURACY_COLUMN, REWARD_COLUMN
 from slipstream.view.text import as_duration, clean
 
 
-def render_runs(runs: Sequence[RunSummary]) -> Table:
-    """A table of runs, one line each."""
+def render_runs(runs: Sequence[RunSummary]) -> Group:
+    """A table of runs, one line each, and below it why those ended that have something to say."""
     styles = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red", "damaged": "red"}
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, overflow="ellipsis")
@@ -22,7 +23,6 @@ def render_runs(runs: Sequence[RunSummary]) -> Table:
     for heading in ("step", "reward", "accuracy", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("started", no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1)
     for run in runs:
         table.add_row(
             Text(clean(run.name), "bold"),
@@ -32,9 +32,9 @@ def render_runs(runs: Sequence[RunSummary]) -> Table:
             ACCURACY_COLUMN.text(run.accuracy),
             as_duration(run.duration_s),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)),
-            Text(clean(run.message)),
         )
-    return table
+    reasons = [Text.assemble((clean(run.name), "bold"), ": ", clean(run.message)) for run in runs if run.message]
+    return Group(table, *([Text(), *reasons] if reasons else []))
 
 
 def render_table(rows: Iterable[Mapping[str, object]], columns: Sequence[str]) -> Table:

@@ -59,9 +59,20 @@ class Receiver(Protocol):
 class Bridge(Protocol):
     """Both halves, and what they need of the run."""
 
-    name: str
-    publisher: Publisher
-    receiver: Receiver
+    @property
+    def name(self) -> str:
+        """What `weights.bridge` calls it."""
+        ...
+
+    @property
+    def publisher(self) -> Publisher:
+        """The trainer's half."""
+        ...
+
+    @property
+    def receiver(self) -> Receiver:
+        """The engine's half."""
+        ...
 
 
 def check_report(report: ApplyReport, ticket: Ticket) -> None:

@@ -2,6 +2,7 @@
 
 `disk` has the running engine load the files in place; `restart` starts the engine anew on them. Both publish
 the same way: a whole model folder for each version, under its final name only when complete, then the ticket.
+The folder is the publisher's own: the first version removes what a killed process left there.
 Guarantees: a folder is never changed after it was announced; the two newest versions are kept, so that a
 receiver that is still reading the last one finds it, and so that a dead engine can be started on it.
 """
@@ -43,6 +44,8 @@ class FolderPublisher:
         weights = list(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
+        if not self._published:
+            shutil.rmtree(self.folder, ignore_errors=True)
         folder = self.folder / version.name
         num_bytes = write_model_folder(folder, weights, self.source)
         ticket = Ticket(version, self.bridge, str(folder), parameters, num_bytes)

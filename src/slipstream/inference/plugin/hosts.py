@@ -22,7 +22,7 @@ from typing import Any, Protocol
 class Host(Protocol):
     """What the server needs of an engine."""
 
-    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
         """The finished request output; cancelling the call aborts the request inside the engine."""
         ...
 
@@ -104,7 +104,7 @@ class InProcessHost:
         self._commands.put(command)
         return future
 
-    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
         """See `Host`."""
         done: Future[Any] = Future()
 
@@ -157,7 +157,7 @@ class AsyncHost:
         """True once the engine core has failed."""
         return bool(self._engine.errored)
 
-    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
         """See `Host`."""
         final: Any = None
         async for output in self._engine.generate(prompt, params, request_id):

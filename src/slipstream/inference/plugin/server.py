@@ -64,6 +64,10 @@ class EngineServer:
             report = await self._verify(self.settings.version, self.settings.parameters)
             if report.mismatched:
                 raise RuntimeError(f"loaded weights differ from version {report.version.name}: {report.mismatched}")
+            if report.unverified:
+                raise RuntimeError(
+                    f"loaded weights of version {report.version.name} cannot be verified: {report.unverified}"
+                )
             self.version = self.settings.version
         self.reason = ""
 

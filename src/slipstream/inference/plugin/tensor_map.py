@@ -75,8 +75,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
-        is_write = func.overloadpacket.__name__ in _WRITES and isinstance(target, Tensor)
-        if not is_write or target.untyped_storage().data_ptr() not in self.targets:
+        if (
+            not isinstance(target, Tensor)
+            or func.overloadpacket.__name__ not in _WRITES
+            or target.untyped_storage().data_ptr() not in self.targets
+        ):
             return func(*args, **(kwargs or {}))
         source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else None
         found = self.sources.get(source.untyped_storage().data_ptr()) if source is not None else None
