@@ -366,14 +366,18 @@ class TestPaths:
     def test_a_hub_id_stays(self, run_file, elsewhere):
         assert load_config(run_file()).config.model.path == "some/model"
 
-    def test_a_leading_dot_is_never_a_hub_id(self, run_file, elsewhere):
-        config = load_config(run_file(MINIMAL.replace("some/model", "./some/model"))).config
-        assert config.model.path == str(elsewhere / "some/model")
+    def test_a_leading_dot_is_never_a_hub_id(self, run_file, tmp_path, elsewhere):
+        path = run_file(MINIMAL.replace("some/model", "./some/model"))
+        assert load_config(path).config.model.path == str(tmp_path / "some/model")
+        (elsewhere / "some/model").mkdir(parents=True)
+        assert load_config(path).config.model.path == str(elsewhere / "some/model")
 
     @pytest.mark.parametrize("suffix", ["", ":Spelling"])
     def test_environment_files(self, run_file, tmp_path, elsewhere, suffix):
         text = MINIMAL.replace("reasoning_gym/spell_backward", f"envs/spelling.py{suffix}")
         path = run_file(text)
+        (elsewhere / "envs").mkdir()
+        (elsewhere / "envs/spelling.py").touch()
         assert load_config(path).config.environment.name == f"{elsewhere}/envs/spelling.py{suffix}"
         (tmp_path / "envs").mkdir()
         (tmp_path / "envs/spelling.py").touch()

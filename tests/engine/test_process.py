@@ -67,7 +67,7 @@ def test_a_cancelled_call_frees_the_engine(live):
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
+            print(await task)
 
     live.call(cancel_soon())
     wait_until_idle(live)
@@ -120,11 +120,13 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
         before = live.sample("before", SamplingParams(max_tokens=16))
 
         async def killed_under_way():
-            request = GenerateRequest("lost", PROMPTS[0], SamplingParams(max_tokens=200))
-            task = asyncio.create_task(live.engine.generate(request))
+            # Many, because any of them may sample its end token at once.
+            requests = [GenerateRequest(f"lost {i}", PROMPTS[i % 8], SamplingParams(max_tokens=200)) for i in range(64)]
+            tasks = [asyncio.create_task(live.engine.generate(request)) for request in requests]
             await asyncio.sleep(0.05)
             os.kill(live.engine.process.process.pid, signal.SIGKILL)
-            await task
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            raise next(result for result in results if isinstance(result, Exception))
 
         with pytest.raises(EngineError, match="died"):
             live.call(killed_under_way())
