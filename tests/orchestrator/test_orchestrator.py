@@ -12,7 +12,7 @@ from slipstream.envs.scorer import InlineScorer
 from slipstream.errors import DeadlineError, EngineError, EnvironmentFault, Interrupted, TrainingError, WeightsError
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import tasks as tasks_module
-from slipstream.orchestrator.batches import Batcher
+from slipstream.orchestrator.batches import Batcher, staleness_metrics
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
@@ -20,7 +20,16 @@ from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of, outliving
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import ApplyReport, Message, SamplingParams, Ticket, Version
+from slipstream.records import (
+    ApplyReport,
+    Message,
+    Rollout,
+    SamplingParams,
+    Sequence,
+    Ticket,
+    Version,
+    VersionSpan,
+)
 from slipstream.weights.disk import DiskReceiver
 
 END = 0
@@ -172,11 +181,24 @@ async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
         await make_batcher(engine, max_reward_failures=0.3).make(4, Version(0, 4), TASKS)
 
 
-async def test_a_batch_of_two_versions_is_refused():
+async def test_a_batch_holds_no_older_tokens_than_the_staleness_allows():
     engine = ScriptedEngine(say("b"))
     engine.version = Version(0, 3)
-    with pytest.raises(TrainingError, match=r"version 0\.3 in a batch of 0\.4"):
+    with pytest.raises(TrainingError, match=r"version 0\.3 in the batch of step 4: training\.staleness = 0"):
         await make_batcher(engine).make(4, Version(0, 4), TASKS)
+    batch = await make_batcher(engine, staleness=1).make(4, Version(0, 3), TASKS)
+    assert batch.metrics["staleness/mean"] == batch.metrics["staleness/max"] == 1.0
+    engine.version = Version(1, 4)
+    with pytest.raises(TrainingError, match=r"allows only 0\.3, 0\.4"):
+        await make_batcher(engine, staleness=1).make(4, Version(0, 4), TASKS)
+
+
+def test_staleness_counts_sampled_tokens():
+    spans = [VersionSpan(2, "0.6"), VersionSpan(4, "0.7")]
+    sequence = Sequence([1] * 7, [False, False, True, True, True, False, True], versions=spans)
+    rollout = Rollout("a", "task", "group", [sequence], reward=0.0, outcome="done")
+    metrics = staleness_metrics(7, [rollout])
+    assert metrics == {"staleness/mean": 0.5, "staleness/max": 1.0, "staleness/mixed_fraction": 1.0}
 
 
 async def test_missing_logprobs_are_refused_where_they_are_needed():

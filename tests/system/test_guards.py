@@ -244,3 +244,12 @@ def dying_at(number):
         engine.on_request = on_request
 
     return change
+
+
+def test_one_step_of_staleness(scripted):
+    report = scripted.run(*WITHOUT_EVALUATION, "--training.staleness", "1", "--training.steps", "6")
+    assert (report.status, report.step) == ("finished", 6)
+    stale = [row["staleness/max"] for row in scripted.metrics[1:]]
+    assert stale[0] == 0.0
+    assert max(stale) == 1.0
+    assert max(row["probe/abs_logprob_diff"] for row in scripted.metrics) < 1e-5

@@ -44,6 +44,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found["algorithm.importance_cap"] = 'has no effect while algorithm.importance_sampling is "none"'
         return found
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
+    found["training.staleness"] = "applies to grpo, not to sft, whose batches no engine makes"
     if config.data is not None and environment is not None:
         if config.evaluation is None:
             found["environment"] = "has no use when data is given and evaluation is off"

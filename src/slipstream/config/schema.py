@@ -139,6 +139,9 @@ class TrainingConfig(Section):
     """Prompts (SFT: conversations) in a batch."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps that one batch is split into."""
+    staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """How many versions older than the newest a batch's tokens may be. 0: generation and training take turns. 1: the
+    next batch is generated while this one is trained on, and new weights reach the engine between two tokens."""
     epochs_per_batch: PositiveInt = 1
     """How often a batch is gone through."""
     learning_rate: PositiveFloat = 1e-5
@@ -182,8 +185,9 @@ class InferenceConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engine, and how that is proved."""
 
-    bridge: Literal["disk", "restart"] = "disk"
-    """`disk`: files loaded in place into the running engine. `restart`: the engine is started anew."""
+    bridge: Literal["disk", "broadcast", "restart"] = "disk"
+    """`disk`: files loaded in place into the running engine. `broadcast`: from memory to memory over a process group.
+    `restart`: the engine is started anew."""
     apply_timeout_s: PositiveFloat = 300.0
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from slipstream.trainer.model import PolicyModel
 
 _START_GRACE_S = 60.0
+_HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
 _REQUESTS = 4
 """A batch or an evaluation may take as long as this many requests one after the other."""
 
@@ -287,11 +288,27 @@ class _Run:
         thread = EventLoopThread(self.should_stop)
         scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
 
+        bridge = create_bridge(
+            config.weights.bridge,
+            folder=self.folder / "weights",
+            source=loop.learner.model.folder,
+            engine=engine,
+            timeout_s=config.weights.apply_timeout_s,
+        )
+        self._exits.callback(bridge.publisher.close)
+        versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s)
+
+        async def start_engine() -> None:
+            health = await engine.wait_ready()
+            if health.keeps_requests:
+                versions.allow_in_flight()
+            self.log.event("engine", **{name: getattr(health, name) for name in _HEALTH_SHOWN})
+
         async def start() -> None:
             # The restart bridge starts the engine itself, on the first version.
             waits: list[Coroutine[Any, Any, object]] = [scorer.__aenter__()]
             if config.weights.bridge != "restart":
-                waits.append(engine.wait_ready())
+                waits.append(start_engine())
             await all_of(waits)
 
         async def close() -> None:
@@ -299,13 +316,6 @@ class _Run:
             await engine.stop()
 
         self._exits.callback(lambda: thread.stop(close()))
-        bridge = create_bridge(
-            config.weights.bridge,
-            folder=self.folder / "weights",
-            source=loop.learner.model.folder,
-            engine=engine,
-        )
-        versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s)
         runner = RolloutRunner(
             prepared.environment,
             scorer,
@@ -314,8 +324,8 @@ class _Run:
             request_timeout_s=config.inference.request_timeout_s,
         )
 
-        def publish(step: int) -> Ticket:
-            ticket = bridge.publisher.publish(loop.learner.named_weights(), step, self.log.lineage, lambda _: None)
+        def publish(step: int, announce: Callable[[Ticket], None]) -> Ticket:
+            ticket = bridge.publisher.publish(loop.learner.named_weights(), step, self.log.lineage, announce)
             self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest)
             return ticket
 
@@ -328,7 +338,10 @@ class _Run:
             on_applied=self._applied,
             start=start,
             waits=Waits(
-                apply_s=config.weights.apply_timeout_s + config.inference.start_timeout_s,
+                # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
+                apply_s=config.weights.apply_timeout_s
+                + config.inference.start_timeout_s
+                + bool(config.training.staleness) * _REQUESTS * config.inference.request_timeout_s,
                 evaluate_s=_REQUESTS * config.inference.request_timeout_s,
                 start_s=config.inference.start_timeout_s + _START_GRACE_S,
             ),
@@ -393,6 +406,7 @@ class _Run:
             seed=config.run.seed,
             max_reward_failures=config.environment.max_reward_failures,
             needs_logprobs=algorithm.importance_sampling == "truncated",
+            staleness=config.training.staleness,
             on_rollout=self.progress.advance,
         )
         reader = RolloutReader(
@@ -402,6 +416,7 @@ class _Run:
             lambda step: [self.prepared.train_tasks[item] for item in self._items_of_step(step)],
             should_stop=self.should_stop,
             timeout_s=_REQUESTS * config.inference.request_timeout_s,
+            staleness=config.training.staleness,
             on_begin=lambda num_tasks: self.progress.phase("generate", num_tasks * algorithm.group_size),
             on_end=self.progress.end_phase,
         )
