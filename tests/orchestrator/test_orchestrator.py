@@ -74,7 +74,7 @@ def make_runner(engine, environment=None):
     return RolloutRunner(environment, InlineScorer(environment), Letters(), engine, request_timeout_s=0.2)
 
 
-def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True):
+def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True, staleness=0):
     return Batcher(
         make_runner(engine, environment),
         group_size=2,
@@ -82,6 +82,7 @@ def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_log
         seed=0,
         max_reward_failures=max_reward_failures,
         needs_logprobs=needs_logprobs,
+        staleness=staleness,
     )
 
 
