@@ -69,9 +69,16 @@ def say(text):
     return lambda prompt_ids, seed: [*map(ord, text), END]
 
 
-def make_runner(engine, environment=None):
+def make_runner(engine, environment=None, run_timeout_s=10.0):
     environment = environment or Odd()
-    return RolloutRunner(environment, InlineScorer(environment), Letters(), engine, request_timeout_s=0.2)
+    return RolloutRunner(
+        environment,
+        InlineScorer(environment),
+        Letters(),
+        engine,
+        request_timeout_s=0.2,
+        run_timeout_s=run_timeout_s,
+    )
 
 
 def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True, staleness=0):
@@ -148,6 +155,26 @@ async def test_a_rollout_and_its_outcomes():
     assert "KeyError" in crashed.error
 
 
+async def test_an_environment_that_does_nothing_is_given_up_but_the_engines_time_is_not_its_own():
+    class Slow(Odd):
+        async def run(self, task, policy):
+            reply = await super().run(task, policy)
+            await asyncio.sleep(10.0 if task.id == "t1" else 0.0)
+            return reply
+
+    class SlowEngine(ScriptedEngine):
+        async def generate(self, request):
+            await asyncio.sleep(0.3)
+            return await super().generate(request)
+
+    runner = make_runner(SlowEngine(say("b")), Slow(), run_timeout_s=0.1)
+    common = {"rollout_id": "r", "group_id": "g", "sampling": SAMPLING, "seed": 0}
+    assert (await runner.run(TASKS[0], **common)).outcome == "done"
+    rollout = await runner.run(TASKS[1], **common)
+    assert rollout.outcome == "environment_error"
+    assert "did nothing for 0.1 s (environment.run_timeout_s)" in rollout.error
+
+
 async def test_a_rollout_that_lost_its_engine_is_made_again_with_the_same_seed():
     seeds = []
     engine = ScriptedEngine(lambda prompt, seed: seeds.append(seed) or [ord("b"), END], max_restarts=1)
@@ -213,13 +240,16 @@ async def test_missing_logprobs_are_refused_where_they_are_needed():
 
 async def test_an_evaluation_counts_failures_as_wrong():
     engine = ScriptedEngine(lambda prompt, seed: [ord("bax"[prompt[-1] - ord("0")]), END])
-    evaluation = await evaluate(make_runner(engine), TASKS, sampling=SAMPLING, threshold=1.0, seed=0)
+    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0}
+    evaluation = await evaluate(make_runner(engine), TASKS, **how, max_failures=0.5)
     assert (evaluation.num_tasks, evaluation.num_right, evaluation.num_failed) == (3, 1, 1)
     low, high = evaluation.interval
     assert low < evaluation.accuracy < high
+    with pytest.raises(EnvironmentFault, match=r"(?s)1 of 3 rollouts of the evaluation failed.*x is not graded"):
+        await evaluate(make_runner(engine), TASKS, **how, max_failures=0.3)
     engine.kill()
     with pytest.raises(EngineError):
-        await evaluate(make_runner(engine), TASKS, sampling=SAMPLING, threshold=1.0, seed=0)
+        await evaluate(make_runner(engine), TASKS, **how, max_failures=0.5)
 
 
 async def test_the_probe_repeats_itself_and_needs_logprobs():

@@ -101,7 +101,7 @@ class SupervisedEngine:
             await self.revive()
             report = await self._process.client.apply(ticket, timeout_s)
         self._only_in_memory = ticket.bridge == "broadcast"
-        if not report.mismatched and not self._only_in_memory:
+        if not report.mismatched and not report.unverified and not self._only_in_memory:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
 

@@ -29,7 +29,7 @@ from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, Rollo
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
-from slipstream.runlog import RunLog, read_settings
+from slipstream.runlog import RunLog, read_exit, read_settings
 from slipstream.weights import create_bridge
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ def train(
     make_engine: EngineMaker = create_engine,
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
+    if resume:
+        _check_unfinished(prepared, folder)
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
@@ -120,8 +122,17 @@ def train(
         try:
             return run.carry_out(resume)
         finally:
-            run.stop()
-            progress.stop()
+            try:
+                run.stop()
+            finally:
+                progress.stop()
+
+
+def _check_unfinished(prepared: Prepared, folder: Path) -> None:
+    """Refuse to resume a run that has nothing left to do, before its exit report is replaced."""
+    report = read_exit(folder)
+    if report is not None and report.status == "finished" and report.step >= prepared.config.training.steps:
+        raise ConfigError(f"run {folder} has already made its {report.step} steps: raise training.steps to go on")
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -230,6 +241,7 @@ class _Run:
             sampling=sampling,
             reference=self._load_model() if algorithm.kind == "grpo" and algorithm.kl_coef > 0 else None,
             should_stop=self.should_stop,
+            num_items=self.prepared.num_items,
         )
         if resume:
             self._resume(loop)
@@ -269,10 +281,6 @@ class _Run:
         if latest is not None:
             loop.resume(latest)
         self.log.resumed(loop.step, checkpoint=latest.name if latest else None)
-        if loop.step >= self.config.training.steps:
-            raise ConfigError(
-                f"run {self.folder} has already made its {loop.step} steps: raise training.steps to go on"
-            )
 
     def _items_of_step(self, step: int) -> list[int]:
         """Which items of the training set make the batch of `step`; a pure function of seed and step."""
@@ -322,6 +330,7 @@ class _Run:
             prepared.tokenizer,
             engine,
             request_timeout_s=config.inference.request_timeout_s,
+            run_timeout_s=config.environment.run_timeout_s,
         )
 
         def publish(step: int, announce: Callable[[Ticket], None]) -> Ticket:
@@ -363,7 +372,8 @@ class _Run:
         )
 
     def _evaluation(self, runner: RolloutRunner) -> Callable[[], Awaitable[Evaluation]]:
-        evaluation = self.config.evaluation
+        evaluation, section = self.config.evaluation, self.config.environment
+        assert section is not None
 
         async def run() -> Evaluation:
             assert evaluation is not None
@@ -376,6 +386,7 @@ class _Run:
                     sampling=self.prepared.sampling(evaluation.temperature),
                     threshold=evaluation.threshold,
                     seed=evaluation.seed,
+                    max_failures=section.max_reward_failures,
                     on_rollout=self.progress.advance,
                 )
             finally:

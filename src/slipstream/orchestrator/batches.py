@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from slipstream.errors import EnvironmentFault, TrainingError
-from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.errors import TrainingError
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
@@ -81,13 +81,7 @@ class Batcher:
 
     def _check(self, step: int, version: Version, rollouts: list[Rollout]) -> None:
         allowed = {Version(version.lineage, k).name for k in range(max(0, step - self._staleness), step + 1)}
-        failed = [rollout for rollout in rollouts if rollout.outcome not in TRAINABLE_OUTCOMES]
-        if len(failed) > self._max_reward_failures * len(rollouts):
-            raise EnvironmentFault(
-                f"{len(failed)} of {len(rollouts)} rollouts of step {step} failed, more than "
-                f"environment.max_reward_failures = {self._max_reward_failures:g} allows; the first "
-                f"({failed[0].outcome}): {failed[0].error}"
-            )
+        check_failures(rollouts, f"step {step}", self._max_reward_failures)
         for rollout in rollouts:
             for sequence in rollout.sequences:
                 if self._needs_logprobs and sequence.logprobs is None:

@@ -9,6 +9,7 @@ engine and the reward workers whatever state they are in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -76,7 +77,9 @@ class EventLoopThread:
             await last
 
         try:
-            self.submit(wind_up()).result(timeout_s)
+            # Work that swallows its cancellation or blocks the loop must not hide what ended the run.
+            with contextlib.suppress(FutureTimeout):
+                self.submit(wind_up()).result(timeout_s)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)
@@ -195,7 +198,8 @@ class RolloutReader:
         try:
             for step in range(first, num_steps):
                 # A resumed run's first version is the one it begins with.
-                version = await self._versions.wait_for(max(first, step - self._staleness), self._timeout_s)
+                # No deadline: the trainer is in this process, and when it ends, so does this wait.
+                version = await self._versions.wait_for(max(first, step - self._staleness), None)
                 tasks = self._tasks_of_step(step)
                 self._on_begin(len(tasks))
                 async with self._versions.generating():

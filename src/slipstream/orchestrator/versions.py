@@ -49,7 +49,7 @@ class Versions:
             self._released = max(self._released, step)
             self._changed.notify_all()
 
-    async def wait_for(self, step: int, timeout_s: float) -> Version:
+    async def wait_for(self, step: int, timeout_s: float | None) -> Version:
         """The current version, once `step` has been released."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:

@@ -56,6 +56,8 @@ class EngineServer:
         self.reason = "starting"
         self.num_running = 0
         self.patches: tuple[str, ...] = ()
+        # Twice what runs at once, so that the engine never waits for us; a request's deadline counts from its turn.
+        self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -124,8 +126,8 @@ class EngineServer:
             transfer_s=max(load["seconds"] for load in loads),
             num_bytes=sum(load["num_bytes"] for load in loads),
         )
-        if report.mismatched:
-            self.reason = f"version {ticket.version.name} did not verify: {', '.join(report.mismatched[:3])}"
+        if unproved := report.mismatched + report.unverified:
+            self.reason = f"version {ticket.version.name} did not verify: {', '.join(unproved[:3])}"
             return report
         await self.host.set_version(ticket.version.name)
         await self.host.resume()
@@ -141,6 +143,10 @@ class EngineServer:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion; finish reason `abort`, and why, when its deadline passed or vLLM refused it."""
+        async with self._places:
+            return await self._generate_in_time(request)
+
+    async def _generate_in_time(self, request: GenerateRequest) -> Completion:
         self.num_running += 1
         try:
             return await asyncio.wait_for(self._generate(request), request.timeout_s)
