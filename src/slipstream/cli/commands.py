@@ -71,6 +71,8 @@ def _train(
     summary: dict[str, Any] = {"folder": str(result.folder), "steps": result.steps}
     if result.checkpoint is not None:
         summary["weights"] = str(result.checkpoint)
+    if result.best is not None:
+        summary["best_weights"] = str(result.best)
     if result.evaluation is not None:
         summary |= result.evaluation.metrics()
     if as_json:
@@ -79,6 +81,8 @@ def _train(
         print(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             print(f"weights:    {result.checkpoint}")
+        if result.best is not None:
+            print(f"best:       {result.best}")
         if result.evaluation is not None:
             print(_accuracy_line(summary))
     return 0

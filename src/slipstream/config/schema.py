@@ -36,6 +36,8 @@ class ModelConfig(Section):
 
     path: str
     """A local folder in Hugging Face format, or a hub id."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the model's chat template, set in every rendering: `enable_thinking = false`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the live weights, the same in trainer and engine; the optimizer always keeps fp32 masters.
     `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""
@@ -47,17 +49,19 @@ class EnvironmentConfig(Section):
     """Where tasks and rewards come from."""
 
     name: str
-    """`reasoning_gym/<task>`, `path/to/file.py:Class`, or the name of an entry point in the group
-    `slipstream.environments`."""
+    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `path/to/file.py:Class`, or the name of an
+    entry point in the group `slipstream.environments`."""
     settings: dict[str, Any] = {}
-    """Passed to the environment as they are."""
+    """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
+    `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `strip_thinking`."""
     system_prompt: str = ""
     """Put before every conversation that has no system message of its own."""
     seed: int = 0
     """Seeds the tasks. In reasoning_gym a question's text alone decides whether it is held out, so no run of any
     seed trains on a held-out one; for an environment of your own `slipstream.envs.split_of` does the same."""
-    num_train_tasks: PositiveInt = 10_000
-    """Size of the training set; it repeats in a fresh shuffle when used up."""
+    num_train_tasks: PositiveInt | Literal["auto"] = "auto"
+    """Size of the training set; it repeats in a fresh shuffle when used up. `auto`: all rows of a file, 10,000 of
+    what is made by a program."""
     reward_timeout_s: PositiveFloat = 10.0
     """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
     trained on."""
@@ -70,7 +74,17 @@ class DataConfig(Section):
     """Training data from files (SFT only)."""
 
     path: str
-    """A JSONL file: each line `{"messages": [{"role", "content"}, ...]}`, or `{"prompt", "completion"}`."""
+    """JSON lines, parquet, or a folder: of such files, or of `datasets.save_to_disk`. A row has messages
+    (`[{"role", "content"}, ...]`), or a prompt and a completion."""
+    split: str = ""
+    """Which split of a folder that has several. Not set: `train`, or the only one."""
+    messages_column: str = ""
+    """The column of messages. Not set: `messages`, `conversations`."""
+    prompt_column: str = ""
+    """The column of prompts, text or messages. Not set: the first of `prompt`, `question`, `instruction`, `query`,
+    `problem`, `input` that a row has. A dot leads into a column: `extra_info.question`."""
+    completion_column: str = ""
+    """The column of completions. Not set: the first of `completion`, `response`, `output`, `solution`, `answer`."""
 
 
 class SFTConfig(Section):
@@ -154,6 +168,9 @@ class TrainingConfig(Section):
     """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
     packing: bool = True
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, about a third more
+    time, the same gradients. `auto`: where the longest sequence would not fit otherwise."""
 
 
 class InferenceConfig(Section):
@@ -208,6 +225,11 @@ class EvaluationConfig(Section):
     """A completion is right when its reward is at least this."""
     seed: int = 1_000_003
     """Seeds the draws of every evaluation, so that two of them differ only by their weights."""
+    stop_at: Fraction | None = None
+    """The run ends in good order when an evaluation reaches this accuracy."""
+    patience: PositiveInt | None = None
+    """... and after this many evaluations in a row without a better accuracy. The best checkpoint is kept, and
+    `checkpoints/best` leads to it."""
 
 
 class RunSection(Section):

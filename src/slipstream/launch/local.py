@@ -83,6 +83,8 @@ class RunResult:
     evaluation: Evaluation | None
     checkpoint: Path | None
     """Deployable weights of the last step."""
+    best: Path | None = None
+    """With `evaluation.patience`: those of the most accurate step."""
 
 
 def run_folder_of(prepared: Prepared, name: str) -> Path:
@@ -172,13 +174,14 @@ class _Run:
             title += f" {config.environment.name}"
         self.progress.start(title, config.training.steps, loop.step)
         loop.run()
-        checkpoint = loop.store.latest()
+        checkpoint, best = loop.store.latest(), loop.store.best()
         orchestrator = loop.engine if isinstance(loop.engine, Orchestrator) else None
         return RunResult(
             self.folder,
             loop.step,
             orchestrator.last_evaluation if orchestrator else None,
             checkpoint / "weights" if checkpoint else None,
+            best / "weights" if best else None,
         )
 
     def _create_engine(self) -> RunEngine:
@@ -244,8 +247,14 @@ class _Run:
         model = self.config.model
         assert model.dtype != "auto"
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        training = self.config.training
         return PolicyModel.load(
-            model.path, model.dtype, device, model.trust_remote_code, packing=self.config.training.packing
+            model.path,
+            model.dtype,
+            device,
+            model.trust_remote_code,
+            packing=training.packing,
+            checkpointing=training.gradient_checkpointing is True,
         )
 
     def _build_learner(self) -> Learner:
@@ -272,6 +281,8 @@ class _Run:
             raise ConfigError(
                 f"run {self.folder} has already made its {loop.step} steps: raise training.steps to go on"
             )
+        if reason := loop.early_stop.reason:
+            raise ConfigError(f"run {self.folder} has ended at step {loop.step}, as {reason}: change that to go on")
 
     def _items_of_step(self, step: int) -> list[int]:
         """Which items of the training set make the batch of `step`; a pure function of seed and step."""

@@ -11,11 +11,14 @@ from typing import TypeVar
 from slipstream.config import Loaded, RunConfig
 from slipstream.config.checks import uses_engine
 from slipstream.data.chat import ChatTokenizer
-from slipstream.data.files import read_conversations
+from slipstream.data.files import Columns, read_conversations
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
+from slipstream.envs.single_turn import make_tasks
 from slipstream.errors import ConfigError, DataError
+from slipstream.launch.engine_options import check_options
 from slipstream.launch.facts import gather_facts, read_model
+from slipstream.launch.model_folder import check_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.records import Message, SamplingParams, Task
 
@@ -73,14 +76,22 @@ def prepare(loaded: Loaded) -> Prepared:
     config = loaded.config
     section = config.environment
     system = section.system_prompt if section else ""
-    tokenizer = ChatTokenizer(config.model.path, system, config.model.trust_remote_code)
+    check_options(config.inference.options)
+    check_model(config.model, packing=config.training.packing)
+    tokenizer = ChatTokenizer(
+        config.model.path, system, config.model.trust_remote_code, config.model.chat_template_kwargs
+    )
     environment = load_environment(section) if section else None
     train_tasks: list[Task] = []
     eval_tasks: list[Task] = []
+    requested: int | None = None
     if environment is not None and section is not None:
-        train_tasks = list(environment.tasks("train", section.num_train_tasks)) if config.data is None else []
+        if config.data is None:
+            asked = section.num_train_tasks
+            requested = environment.num_train_tasks if asked == "auto" else asked
+            train_tasks = make_tasks(environment, "train", requested)
         if config.evaluation is not None:
-            eval_tasks = list(environment.tasks("eval", config.evaluation.num_tasks))
+            eval_tasks = _eval_tasks(environment, config.evaluation.num_tasks)
     dropped: dict[str, int] = {}
     held_out = {_question(task.prompt) for task in eval_tasks}
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
@@ -103,9 +114,20 @@ def prepare(loaded: Loaded) -> Prepared:
         conversations=conversations,
         gold=gold,
         max_turns=environment.max_turns if environment else 1,
+        num_requested_tasks=requested,
     )
     plan = make_plan(config, facts)
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+
+
+def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:
+    tasks = make_tasks(environment, "eval", num_tasks)
+    if not tasks:
+        raise DataError(
+            f"{environment.name} gave no held-out tasks: have tasks('eval', {num_tasks}) return some, or turn the "
+            "evaluation off with --no-evaluation"
+        )
+    return tasks
 
 
 def _question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
@@ -158,7 +180,9 @@ def _conversations(
     config: RunConfig, environment: Environment | None, tasks: list[Task], dropped: dict[str, int]
 ) -> list[Sequence[Message]]:
     if config.data is not None:
-        return [list(conversation) for conversation in read_conversations(config.data.path)]
+        data = config.data
+        columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
+        return [list(conversation) for conversation in read_conversations(data.path, columns, data.split)]
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []
     for task in tasks:
