@@ -65,6 +65,6 @@ def test_a_bad_file_is_named(tmp_path):
         read_conversations(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="holds no row"):
         read_conversations(write(tmp_path, ""))
+    (tmp_path / "rows.csv").touch()
     with pytest.raises(DataError, match="is not a JSONL file"):
-        (tmp_path / "rows.csv").touch()
         read_conversations(tmp_path / "rows.csv")

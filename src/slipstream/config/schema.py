@@ -133,10 +133,13 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt | Literal["auto"] = "auto"
     """Longest completion. `auto`: from the gold answers' lengths, or what the context leaves."""
     temperature: PositiveFloat = 1.0
+    """Logits are divided by it."""
     top_p: Fraction = 1.0
+    """Draw from the likeliest tokens that have this probability together (nucleus sampling)."""
     top_k: NonNegativeInt = 0
-    """0: no limit."""
+    """Draw from so many of the likeliest tokens; 0: no limit."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Leave out tokens less likely than this part of the likeliest one's probability."""
     stop: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Stop strings, beside the model's own end tokens."""
 
@@ -156,12 +159,17 @@ class TrainingConfig(Section):
     epochs_per_batch: PositiveInt = 1
     """How often a batch is gone through."""
     learning_rate: PositiveFloat = 1e-5
+    """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or decaying to zero at the last step."""
     warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises to its full height."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Decay of the gradient's running mean."""
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay of the running mean of its square."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
@@ -193,7 +201,7 @@ class InferenceConfig(Section):
     max_restarts: NonNegativeInt = 1
     """How often a dead engine is started again on the last published version before the run fails."""
     options: dict[str, Any] = {}
-    """Passed on to vLLM's engine arguments."""
+    """Passed on to vLLM's engine arguments; what vLLM does not know, or Slipstream sets itself, is refused."""
 
 
 class WeightsConfig(Section):
@@ -215,6 +223,7 @@ class EvaluationConfig(Section):
     """Held-out accuracy: the part of tasks whose reward reaches `threshold`."""
 
     num_tasks: PositiveInt = 500
+    """Held-out tasks of an evaluation; of a file, as many as it has."""
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
     at_start: bool = True

@@ -128,9 +128,16 @@ class ChatTokenizer:
     def _find_turn_suffix(self) -> list[int]:
         """What the template puts after an assistant's text, from the end token on."""
         question = Message("user", "a")
-        first, second = (
-            self._apply([question, Message("assistant", text)], generation_prompt=False) for text in ("b", "c")
-        )
+        try:
+            first, second = (
+                self._apply([question, Message("assistant", text)], generation_prompt=False) for text in ("b", "c")
+            )
+        except DataError as error:
+            said = " ".join(str(error.__cause__).split())
+            raise ConfigError(
+                f"model.path = {self.path}: the chat template cannot render a question and an answer ({said}): "
+                f"{_REMEDY}"
+            ) from error
         length = 0
         while length < min(len(first), len(second)) and first[-1 - length] == second[-1 - length]:
             length += 1

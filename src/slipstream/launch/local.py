@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.config import dump_resolved
+from slipstream.config import RunConfig, dump_resolved
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.errors import ConfigError
@@ -102,6 +102,8 @@ def train(
     make_engine: EngineMaker = create_engine,
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
+    if resume:
+        _refuse_ended(folder, prepared.config)
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
@@ -123,6 +125,23 @@ def train(
         finally:
             run.stop()
             progress.stop()
+
+
+def _refuse_ended(folder: Path, config: RunConfig) -> None:
+    """Raises `ConfigError` for a run that has nothing left to do, before anything of it is touched."""
+    from slipstream.trainer.checkpoint import CheckpointStore
+    from slipstream.trainer.early_stop import EarlyStop
+
+    latest = CheckpointStore(folder / "checkpoints").latest()
+    if latest is None:
+        return
+    extra = CheckpointStore.read_extra(latest)
+    step, watch = int(extra["step"]), EarlyStop(config.evaluation)
+    watch.load(extra.get("early_stop", {}))
+    if step >= config.training.steps:
+        raise ConfigError(f"run {folder} has already made its {step} steps: raise training.steps to go on")
+    if watch.reason:
+        raise ConfigError(f"run {folder} has ended at step {step}, as {watch.reason}: change that setting to go on")
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -277,12 +296,6 @@ class _Run:
         if latest is not None:
             loop.resume(latest)
         self.log.resumed(loop.step, checkpoint=latest.name if latest else None)
-        if loop.step >= self.config.training.steps:
-            raise ConfigError(
-                f"run {self.folder} has already made its {loop.step} steps: raise training.steps to go on"
-            )
-        if reason := loop.early_stop.reason:
-            raise ConfigError(f"run {self.folder} has ended at step {loop.step}, as {reason}: change that to go on")
 
     def _items_of_step(self, step: int) -> list[int]:
         """Which items of the training set make the batch of `step`; a pure function of seed and step."""

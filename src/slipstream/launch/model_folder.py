@@ -9,6 +9,12 @@ from typing import Any
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
 
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece*"),
+    *("spm.model", "tekken.json", "*.tiktoken", "*tokenizer*.py"),
+)
+"""Any of these holds a vocabulary."""
+
 
 def check_model(model: ModelConfig, *, packing: bool) -> None:
     """Raises `ConfigError` when the local folder `model.path` is no causal language model that is all there.
@@ -26,6 +32,11 @@ def check_model(model: ModelConfig, *, packing: bool) -> None:
 
     check_architecture(folder, model.trust_remote_code, packing=packing)
     _check_weights(folder)
+    if not model.trust_remote_code and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+        raise ConfigError(
+            f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
+            "tokenizer there, or save it with save_pretrained"
+        )
 
 
 def _check_config_file(folder: Path) -> None:

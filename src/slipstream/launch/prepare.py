@@ -165,6 +165,11 @@ def _fitting(
     limit = context if limit == "auto" else min(limit, context)
     room = config.sampling.max_tokens
     need = 1 if room == "auto" else room
+    if need >= limit:
+        raise ConfigError(
+            f"sampling.max_tokens = {need} leaves no room for a prompt within {limit} tokens, the model's context or "
+            f"inference.max_model_len: use less than {limit}"
+        )
     kept = [task for task in tasks if len(tokenizer.render(task.prompt)) + need <= limit]
     if len(kept) < len(tasks):
         dropped[f"{split}_prompt_too_long"] = len(tasks) - len(kept)

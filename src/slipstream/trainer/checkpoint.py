@@ -89,6 +89,11 @@ class CheckpointStore:
         if reason is not None:
             raise TrainingError(f"checkpoint {path} is damaged: {reason}")
         learner.load(path / "state")
+        return self.read_extra(path)
+
+    @staticmethod
+    def read_extra(path: Path) -> dict[str, Any]:
+        """What was saved as `extra` with the whole checkpoint in `path`."""
         return json.loads((path / "state" / _EXTRA).read_text(encoding="utf-8"))
 
     def _step_aside(self, final: Path) -> None:
