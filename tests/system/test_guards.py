@@ -9,7 +9,10 @@ import pytest
 
 from slipstream.config import load_config
 from slipstream.errors import ConfigError, DataError
+from slipstream.launch.local import train
 from slipstream.launch.prepare import prepare
+from slipstream.runlog import read_exit
+from slipstream.view import make_view
 
 WITHOUT_EVALUATION = ("--evaluation", "false")
 
@@ -236,15 +239,17 @@ def test_a_run_ends_when_its_accuracy_is_reached(scripted):
     assert scripted.events("checkpoint")[-1]["step"] == 0
 
 
-def test_a_run_ends_when_patience_is_used_up_and_keeps_its_best_checkpoint(scripted):
+def test_a_run_ends_when_patience_is_used_up_and_keeps_its_best_checkpoint(scripted, run_file):
     report = scripted.run(*EVERY_STEP, "--evaluation.patience", "2")
     assert (report.status, report.step) == ("finished", 2)  # the script's answers do not depend on the weights
     assert "evaluation.patience = 2" in scripted.events("early_stop")[0]["reason"]
     folder = scripted.folder / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000000", "step-000002"]
     assert (folder / "best").resolve() == folder / "step-000000"
+    prepared = prepare(load_config(run_file, (*EVERY_STEP, "--evaluation.patience", "2")))
     with pytest.raises(ConfigError, match=r"has ended at step 2, as 2 evaluations"):
-        scripted.run(*EVERY_STEP, "--evaluation.patience", "2", resume=True)
+        train(prepared, scripted.folder, make_view("none"), resume=True)
+    assert read_exit(scripted.folder).status == "finished"
     report = scripted.run(*EVERY_STEP, "--evaluation.patience", "3", resume=True)
     assert (report.status, report.step, report.lineage) == ("finished", 3, 1)
     assert (folder / "best").resolve() == folder / "step-000000"
