@@ -117,6 +117,7 @@ def measure_data(
     above them, while a prompt that does not fit would be refused.
     """
     is_sft = config.algorithm.kind == "sft"
+    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
     generating: list[Task] = [] if is_sft else list(tasks)
     if config.evaluation is not None:
         generating += eval_tasks
@@ -133,7 +134,7 @@ def measure_data(
         num_train_tasks=len(conversations) or len(tasks),
         max_prompt_tokens=max((len(tokenizer.render(task.prompt)) for task in generating), default=0),
         max_answer_tokens=max(answer_lengths, default=None),
-        max_sequence_tokens=max((len(tokenizer.training_tokens(turns, "all")) for turns in longest), default=None),
+        max_sequence_tokens=max((len(tokenizer.training_tokens(turns, train_on)) for turns in longest), default=None),
     )
 
 

@@ -104,7 +104,7 @@ def prepare(loaded: Loaded) -> Prepared:
     if is_sft:
         conversations = _conversations(config, environment, train_tasks, dropped)
         conversations = _not_held_out(conversations, _question, held_out, dropped)
-        conversations = _short_enough(conversations, tokenizer, context, dropped)
+        conversations = _short_enough(conversations, tokenizer, config, context, dropped)
     gold = environment.gold if environment else (lambda task: task.answer)
     facts = gather_facts(
         config,
@@ -205,10 +205,15 @@ def _conversations(
 
 
 def _short_enough(
-    conversations: list[Sequence[Message]], tokenizer: ChatTokenizer, context: int, dropped: dict[str, int]
+    conversations: list[Sequence[Message]],
+    tokenizer: ChatTokenizer,
+    config: RunConfig,
+    context: int,
+    dropped: dict[str, int],
 ) -> list[Sequence[Message]]:
     """Conversations that fit into the model's context. A token is at least one character long, or a few of them."""
-    kept = [c for c in conversations if _num_tokens(c, tokenizer, context) <= context]
+    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
+    kept = [c for c in conversations if len(tokenizer.training_tokens(c, train_on)) <= context]
     if len(kept) < len(conversations):
         dropped["conversation_too_long"] = len(conversations) - len(kept)
     if not kept:
@@ -217,7 +222,3 @@ def _short_enough(
             "tokens: use shorter ones, or a model with a longer context"
         )
     return kept
-
-
-def _num_tokens(conversation: Sequence[Message], tokenizer: ChatTokenizer, context: int) -> int:
-    return len(tokenizer.training_tokens(conversation, "all"))
