@@ -1,6 +1,7 @@
 import pytest
+from tests.data.conftest import CHATML
 
-from slipstream.data.chat import ChatTokenizer
+from slipstream.data.chat import ChatTokenizer, template_variables
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
 
@@ -121,8 +122,6 @@ def test_a_template_that_drops_thinking_can_train_the_last_turn_only(make_folder
 
 def test_a_template_that_refuses_a_conversation_says_why(make_folder):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
-    from tests.data.conftest import CHATML
-
     chat = ChatTokenizer(make_folder(template=template + CHATML))
     with pytest.raises(DataError, match="no system messages"):
         chat.render([Message("system", "x"), USER])
@@ -136,3 +135,41 @@ def test_an_end_token_inside_an_answer_is_refused(chat):
 def test_a_conversation_without_an_assistant_is_refused(chat):
     with pytest.raises(DataError, match="no assistant message"):
         chat.training_tokens([USER])
+
+
+THINKING = CHATML.replace(
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<none>' }}{% endif %}{% endif %}",
+)
+
+
+def test_variables_of_the_template_are_set_in_every_rendering(make_folder):
+    folder, question = make_folder(template=THINKING), [Message("user", "x")]
+    silent = ChatTokenizer(folder, template_kwargs={"enable_thinking": False})
+    assert silent.decode(silent.render(question)).endswith("<none>")
+    chat = ChatTokenizer(folder, template_kwargs={"enable_thinking": True})
+    assert chat.render(question) == ChatTokenizer(folder).render(question)
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "said"),
+    [
+        (THINKING, "enable_thinkin", "does not use this variable: it uses enable_thinking"),
+        (CHATML, "enable_thinking", "it uses none, so remove the setting"),
+        (THINKING, "add_generation_prompt", "is set by Slipstream or the tokenizer"),
+        (THINKING, "eos_token", "is set by Slipstream or the tokenizer"),
+    ],
+)
+def test_a_variable_that_the_template_does_not_use(make_folder, template, name, said):
+    with pytest.raises(ConfigError, match=said):
+        ChatTokenizer(make_folder(template=template), template_kwargs={name: False})
+
+
+def test_variables_are_found_past_loops_and_transformers_own_tag():
+    template = (
+        "{%- for m in messages %}{% if loop.first %}{% continue %}{% endif %}{%- generation %}{{ m.content }}"
+        "{% endgeneration -%}{{ style | default('a') }}{% endfor %}"
+    )
+    assert template_variables(template) == {"messages", "style"}
+    assert template_variables({"default": template, "tool_use": "{{ tools }}"}) == {"messages", "style", "tools"}

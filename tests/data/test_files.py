@@ -63,7 +63,8 @@ def test_a_bad_row_is_named(tmp_path, row, said):
 def test_a_bad_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl cannot be read \(No such file"):
         read_conversations(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="holds no conversation"):
+    with pytest.raises(DataError, match="holds no row"):
         read_conversations(write(tmp_path, ""))
+    (tmp_path / "rows.csv").touch()
     with pytest.raises(DataError, match="is not a JSONL file"):
-        read_conversations(tmp_path / "rows.parquet")
+        read_conversations(tmp_path / "rows.csv")

@@ -98,7 +98,9 @@ def test_every_auto_gets_its_value_and_reason():
         "inference.max_num_seqs": 256,  # 32 * 8
         "inference.kv_cache_gib": 0.25,
         "inference.enforce_eager": True,
+        "environment.num_train_tasks": 1000,
         "training.micro_batch_tokens": 8192,
+        "training.gradient_checkpointing": False,
         "run.threads": 2,
         "run.checkpoint_every": 4,
         "evaluation.temperature": 1.0,
@@ -115,7 +117,9 @@ def test_what_the_user_set_stays():
         "inference.max_num_seqs": 3,
         "inference.kv_cache_gib": 1.0,
         "inference.enforce_eager": False,
+        "environment.num_train_tasks": 500,
         "training.micro_batch_tokens": 512,
+        "training.gradient_checkpointing": False,
         "run.threads": 1,
         "run.checkpoint_every": 7,
         "evaluation.temperature": 0.0,
@@ -252,6 +256,15 @@ class TestMicroBatch:
         assert made.config.training.micro_batch_tokens == 80
         assert "the longest sequence" in made.warnings[0]
 
+    def test_layers_are_computed_again_where_the_longest_sequence_does_not_fit_otherwise(self):
+        deep = {"num_layers": 64, "memory_bytes": 2 * GIB}
+        made = plan({"training.micro_batch_tokens": 8000}, **deep)
+        assert made.config.training.gradient_checkpointing is True
+        assert plan({"training.micro_batch_tokens": 80}, **deep).config.training.gradient_checkpointing is False
+        made = plan({"training.gradient_checkpointing": False}, **deep)
+        more = plan({"training.gradient_checkpointing": True}, **deep)
+        assert more.config.training.micro_batch_tokens > 5 * made.config.training.micro_batch_tokens
+
     def test_logits_count(self):
         large = dataclasses.replace(TINY, vocab_size=150_000)
         assert activation_bytes_per_token(large, "bfloat16") > 12 * 150_000
@@ -264,7 +277,8 @@ class TestSFT:
         assert autos(made.config) == []
         assert made.config.inference == InferenceConfig()
         assert {item.name for item in made.derived} == {
-            "model.dtype", "training.micro_batch_tokens", "run.threads", "run.checkpoint_every",
+            "model.dtype", "environment.num_train_tasks", "training.micro_batch_tokens",
+            "training.gradient_checkpointing", "run.threads", "run.checkpoint_every",
         }  # fmt: skip
         assert [note.name for note in made.notes if note.unit] == ["memory of the trainer"]
         on_gpu = dataclasses.replace(FACTS, data=SFT_DATA, num_gpus=1, gpu_memory_bytes=8 * GIB)

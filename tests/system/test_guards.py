@@ -8,8 +8,11 @@ import signal
 import pytest
 
 from slipstream.config import load_config
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
+from slipstream.launch.local import train
 from slipstream.launch.prepare import prepare
+from slipstream.runlog import read_exit
+from slipstream.view import make_view
 
 WITHOUT_EVALUATION = ("--evaluation", "false")
 
@@ -133,7 +136,7 @@ def test_a_kl_term_is_measured_against_the_first_weights(scripted):
 
 
 def test_an_environment_without_held_out_tasks(run_file):
-    with pytest.raises(DataError, match="has no held-out tasks"):
+    with pytest.raises(DataError, match="gave no held-out tasks"):
         prepare(load_config(run_file, ("--environment.settings", "{held_out = false}")))
 
 
@@ -296,6 +299,33 @@ def test_an_engine_that_hangs_is_not_waited_for(scripted):
     report = scripted.run("--inference.request_timeout_s", "0.5", change=change)
     assert (report.error, report.exit_code) == ("DeadlineError", 5)
     assert report.seconds < 30
+
+
+EVERY_STEP = ("--evaluation.every", "1", "--training.steps", "6", "--run.keep_checkpoints", "1")
+
+
+def test_a_run_ends_when_its_accuracy_is_reached(scripted):
+    report = scripted.run(*EVERY_STEP, "--evaluation.stop_at", "0.05")
+    assert (report.status, report.exit_code, report.step) == ("finished", 0, 0)
+    (event,) = scripted.events("early_stop")
+    assert "evaluation.stop_at = 0.05" in event["reason"]
+    assert scripted.events("checkpoint")[-1]["step"] == 0
+
+
+def test_a_run_ends_when_patience_is_used_up_and_keeps_its_best_checkpoint(scripted, run_file):
+    report = scripted.run(*EVERY_STEP, "--evaluation.patience", "2")
+    assert (report.status, report.step) == ("finished", 2)  # the script's answers do not depend on the weights
+    assert "evaluation.patience = 2" in scripted.events("early_stop")[0]["reason"]
+    folder = scripted.folder / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-000000", "step-000002"]
+    assert (folder / "best").resolve() == folder / "step-000000"
+    prepared = prepare(load_config(run_file, (*EVERY_STEP, "--evaluation.patience", "2")))
+    with pytest.raises(ConfigError, match=r"has ended at step 2, as 2 evaluations"):
+        train(prepared, scripted.folder, make_view("none"), resume=True)
+    assert read_exit(scripted.folder).status == "finished"
+    report = scripted.run(*EVERY_STEP, "--evaluation.patience", "3", resume=True)
+    assert (report.status, report.step, report.lineage) == ("finished", 3, 1)
+    assert (folder / "best").resolve() == folder / "step-000000"
 
 
 def after_probe(scripted, answer):

@@ -124,3 +124,29 @@ def test_per_token_advantages_of_a_sequence_come_first(make_batch):
     assert micro.advantages_N is not None
     assert micro.advantages_N[first].tolist() == [float(i) for i, m in enumerate(sequence.mask) if m]
     assert set(micro.advantages_N[~first].tolist()) == {-1.0}
+
+
+def kept_bytes(learner, batch, objective):
+    """What the backward pass is kept for, and what it gives."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        metrics = learner.forward_backward(batch, objective)
+    return sum(kept), metrics
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_layers_computed_again_give_the_same_loss_and_gradients(
+    packing, kind, model_folder, make_learner, make_batch, gradients_of
+):
+    batch = make_batch(advantages=kind == "grpo")
+    objective = SFTObjective() if kind == "sft" else GRPOObjective(GRPOConfig(), SAMPLING)
+    results = []
+    for checkpointing in (False, True):
+        learner = make_learner(300, packing=packing, checkpointing=checkpointing)
+        results.append((*kept_bytes(learner, batch, objective), gradients_of(learner)))
+    (bytes_all, plain, gradients), (bytes_few, again, same) = results
+    assert bytes_few < 0.7 * bytes_all
+    assert again["loss"] == pytest.approx(plain["loss"], abs=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(same[name], gradient, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

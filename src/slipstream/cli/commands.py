@@ -42,12 +42,12 @@ def sft(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    data: Annotated[str | None, Parameter(help="JSONL file of conversations to imitate; sets data.path.")] = None,
+    data: Annotated[str | None, Parameter(help="File or folder of conversations to imitate; sets data.path.")] = None,
     resume: Resume = False,
     plain: Plain = False,
     json: Json = False,
 ) -> int:
-    """Train with SFT, on an environment's gold answers or on the conversations of a file."""
+    """Train with SFT, on an environment's gold answers or on the conversations of a file or folder."""
     extra = ("--data.path", data) if data else ()
     return _train(run_file, (*overrides, *extra), "sft", resume=resume, plain=plain, as_json=json)
 
@@ -71,6 +71,8 @@ def _train(
     summary: dict[str, Any] = {"folder": str(result.folder), "steps": result.steps}
     if result.checkpoint is not None:
         summary["weights"] = str(result.checkpoint)
+    if result.best is not None:
+        summary["best_weights"] = str(result.best)
     if result.evaluation is not None:
         summary |= result.evaluation.metrics()
     if as_json:
@@ -79,6 +81,8 @@ def _train(
         print(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             print(f"weights:    {result.checkpoint}")
+        if result.best is not None:
+            print(f"best:       {result.best}")
         if result.evaluation is not None:
             print(_accuracy_line(summary))
     return 0
@@ -145,6 +149,8 @@ def runs(
     from slipstream.runlog import list_runs
     from slipstream.view import render_runs
 
+    if root.is_file() or (root != Path("runs") and not root.exists()):
+        raise ConfigError(f"{root} {'is a file' if root.is_file() else 'does not exist'}: name a folder of run folders")
     found = list_runs(root)
     if json:
         _print_json([dataclasses.asdict(run) for run in found])

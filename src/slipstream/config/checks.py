@@ -23,7 +23,16 @@ OPTIONS_WITH_OWN_KEY = {
     "enforce_eager": "inference.enforce_eager",
     "seed": "run.seed",
 }
-"""vLLM's engine arguments that this project sets itself."""
+"""vLLM's engine arguments that have a key of their own here."""
+OPTIONS_FIXED = {
+    "logprobs_mode": "log-probabilities must be those of the distribution that was sampled from",
+    "generation_config": "the run file alone says how completions are drawn",
+    "worker_extension_cls": "weights are verified through it",
+    "enable_prefix_caching": "it is on, and emptied in every update",
+    "disable_log_stats": "they would fill the engine's log",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+}
+"""vLLM's engine arguments that nobody else may set, and why."""
 
 
 def uses_engine(config: RunConfig) -> bool:
@@ -71,6 +80,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _sources(config)
     yield from _batches(config)
     yield from _engine(config)
+    yield from _early_stop(config)
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
     if config.weights.probe_stop <= config.weights.probe_warn:
@@ -104,7 +114,7 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
             "evaluation needs an environment, and there is none: remove [evaluation] or set environment.name",
         )
     if config.data is not None and not config.data.path.strip():
-        yield "data.path", 'data.path = "" is empty: give the path of a JSONL file'
+        yield "data.path", 'data.path = "" is empty: give the path of a file or folder of rows'
 
 
 def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -134,6 +144,19 @@ def divisor_problem(updates: int, prompts: int) -> str:
     )
 
 
+def _early_stop(config: RunConfig) -> Iterator[tuple[str, str]]:
+    evaluation = config.evaluation
+    if evaluation is None or evaluation.every > 0:
+        return
+    for name, value in (("stop_at", evaluation.stop_at), ("patience", evaluation.patience)):
+        if value is not None:
+            yield (
+                f"evaluation.{name}",
+                f"evaluation.{name} = {value:g} has no effect while evaluation.every is 0, which evaluates only before "
+                "the first and after the last step: set evaluation.every",
+            )
+
+
 def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
     sampling, inference = config.sampling, config.inference
     if "" in sampling.stop:
@@ -155,12 +178,11 @@ def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"inference.max_model_len = {room}: lower the first or raise the second",
         )
     for name in inference.options:
-        own = OPTIONS_WITH_OWN_KEY.get(name.replace("-", "_"))
-        if own is not None:
-            yield (
-                f"inference.options.{name}",
-                f"inference.options.{name} has a key of its own: set {own} instead",
-            )
+        option = name.replace("-", "_")
+        if own := OPTIONS_WITH_OWN_KEY.get(option):
+            yield f"inference.options.{name}", f"inference.options.{name} has a key of its own: set {own} instead"
+        elif reason := OPTIONS_FIXED.get(option):
+            yield f"inference.options.{name}", f"inference.options.{name} is set by Slipstream ({reason}): remove it"
 
 
 def foreign_key(name: str, kind: str) -> str:

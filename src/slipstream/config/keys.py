@@ -92,7 +92,7 @@ def suggestion(path: str) -> str:
     section, _, name = path.rpartition(".")
     known = all_keys()
     if section and section not in sections():
-        near = _nearest(section, sections())
+        near = closest(section, sections())
         if near is not None:
             candidate = f"{near}.{name}"
             return f"did you mean {candidate}?" if candidate in known else f"did you mean the section [{near}]?"
@@ -103,15 +103,15 @@ def suggestion(path: str) -> str:
         return f"did you mean {elsewhere[0]}?"
     if section in sections():
         own = [key.name for key in keys_of(section)]
-        near = _nearest(name, own)
+        near = closest(name, own)
         if near is not None:
             return f"did you mean {section}.{near}?"
         return f"[{section}] has {', '.join(own)}"
-    near = _nearest(path, sections())
+    near = closest(path, sections())
     if near is not None:
         return f"did you mean the section [{near}]?"
     names = [key.name for key in known.values()]
-    near = _nearest(name, names)
+    near = closest(name, names)
     if near is not None:
         return f"did you mean {next(key.path for key in known.values() if key.name == near)}?"
     return f"the sections are {', '.join(sections())}"
@@ -172,7 +172,8 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_validate(data)
 
 
-def _nearest(name: str, candidates: Sequence[str]) -> str | None:
+def closest(name: str, candidates: Sequence[str]) -> str | None:
+    """The one of `candidates` that `name` is most likely a misspelling of."""
     close = difflib.get_close_matches(name.lower().replace("-", "_"), candidates, n=1, cutoff=0.6)
     return close[0] if close else None
 

@@ -219,8 +219,27 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
         if colon or text.endswith(".py"):
             file = resolve("environment.name", file + ".py" if colon else file, always=True)
             tree["environment"]["name"] = f"{file}:{name}" if colon else file
+        elif text == "rows":
+            _resolve_rows(tree["environment"].get("settings"), resolve)
     if text := text_at("run", "folder"):
         tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
+
+
+def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
+    """The paths among the settings of the environment `rows`: files of rows, and of reward functions."""
+    if not isinstance(settings, dict):
+        return
+    for name in ("path", "eval_path"):
+        value = settings.get(name)
+        if isinstance(value, str) and value.strip():
+            settings[name] = resolve(f"environment.settings.{name}", value, always=True)
+    rewards = settings.get("reward")
+    tables = [(rewards, name) for name in rewards] if isinstance(rewards, dict) else [(settings, "reward")]
+    for table, name in tables:
+        value = table.get(name)
+        if isinstance(value, str) and value.partition(":")[0].endswith(".py"):
+            file, colon, function = value.partition(":")
+            table[name] = resolve("environment.settings.reward", file, always=True) + colon + function
 
 
 def _drop_unusable_evaluation(config: RunConfig, sources: _Sources) -> RunConfig:

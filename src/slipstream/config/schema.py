@@ -36,6 +36,8 @@ class ModelConfig(Section):
 
     path: str
     """A local folder in Hugging Face format, or a hub id."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the model's chat template, set in every rendering: `enable_thinking = false`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the live weights, the same in trainer and engine; the optimizer always keeps fp32 masters.
     `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""
@@ -47,17 +49,19 @@ class EnvironmentConfig(Section):
     """Where tasks and rewards come from."""
 
     name: str
-    """`reasoning_gym/<task>`, `path/to/file.py:Class`, or the name of an entry point in the group
-    `slipstream.environments`."""
+    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `path/to/file.py:Class`, or the name of an
+    entry point in the group `slipstream.environments`."""
     settings: dict[str, Any] = {}
-    """Passed to the environment as they are."""
+    """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
+    `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `strip_thinking`."""
     system_prompt: str = ""
     """Put before every conversation that has no system message of its own."""
     seed: int = 0
     """Seeds the tasks. In reasoning_gym a question's text alone decides whether it is held out, so no run of any
     seed trains on a held-out one; for an environment of your own `slipstream.envs.split_of` does the same."""
-    num_train_tasks: PositiveInt = 10_000
-    """Size of the training set; it repeats in a fresh shuffle when used up."""
+    num_train_tasks: PositiveInt | Literal["auto"] = "auto"
+    """Size of the training set; it repeats in a fresh shuffle when used up. `auto`: all rows of a file, 10,000 of
+    what is made by a program."""
     reward_timeout_s: PositiveFloat = 10.0
     """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
     trained on."""
@@ -73,7 +77,17 @@ class DataConfig(Section):
     """Training data from files (SFT only)."""
 
     path: str
-    """A JSONL file: each line `{"messages": [{"role", "content"}, ...]}`, or `{"prompt", "completion"}`."""
+    """JSON lines, parquet, or a folder: of such files, or of `datasets.save_to_disk`. A row has messages
+    (`[{"role", "content"}, ...]`), or a prompt and a completion."""
+    split: str = ""
+    """Which split of a folder that has several. Not set: `train`, or the only one."""
+    messages_column: str = ""
+    """The column of messages. Not set: `messages`, `conversations`."""
+    prompt_column: str = ""
+    """The column of prompts, text or messages. Not set: the first of `prompt`, `question`, `instruction`, `query`,
+    `problem`, `input` that a row has. A dot leads into a column: `extra_info.question`."""
+    completion_column: str = ""
+    """The column of completions. Not set: the first of `completion`, `response`, `output`, `solution`, `answer`."""
 
 
 class SFTConfig(Section):
@@ -122,10 +136,13 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt | Literal["auto"] = "auto"
     """Longest completion. `auto`: from the gold answers' lengths, or what the context leaves."""
     temperature: PositiveFloat = 1.0
+    """Logits are divided by it."""
     top_p: Fraction = 1.0
+    """Draw from the likeliest tokens that have this probability together (nucleus sampling)."""
     top_k: NonNegativeInt = 0
-    """0: no limit."""
+    """Draw from so many of the likeliest tokens; 0: no limit."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Leave out tokens less likely than this part of the likeliest one's probability."""
     stop: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Stop strings, beside the model's own end tokens."""
 
@@ -154,14 +171,20 @@ class TrainingConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises from zero; a batch makes `updates_per_batch` of them."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Decay of the gradient's running mean."""
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay of the running mean of its square."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
     """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
     packing: bool = True
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, about a third more
+    time, the same gradients. `auto`: where the longest sequence would not fit otherwise."""
 
 
 class InferenceConfig(Section):
@@ -184,7 +207,7 @@ class InferenceConfig(Section):
     max_restarts: NonNegativeInt = 1
     """How often a dead engine is started again on the last published version before the run fails."""
     options: dict[str, Any] = {}
-    """Passed on to vLLM's engine arguments."""
+    """Passed on to vLLM's engine arguments; what vLLM does not know, or Slipstream sets itself, is refused."""
 
 
 class WeightsConfig(Section):
@@ -207,6 +230,7 @@ class EvaluationConfig(Section):
     """Held-out accuracy: the part of tasks whose reward reaches `threshold`."""
 
     num_tasks: PositiveInt = 500
+    """Held-out tasks of an evaluation; of a file, as many as it has."""
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
     at_start: bool = True
@@ -217,6 +241,11 @@ class EvaluationConfig(Section):
     """A completion is right when its reward is at least this."""
     seed: int = 1_000_003
     """Seeds the draws of every evaluation, so that two of them differ only by their weights."""
+    stop_at: Fraction | None = None
+    """The run ends in good order when an evaluation reaches this accuracy."""
+    patience: PositiveInt | None = None
+    """... and after this many evaluations in a row without a better accuracy. The best checkpoint is kept, and
+    `checkpoints/best` leads to it."""
 
 
 class RunSection(Section):

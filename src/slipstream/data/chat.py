@@ -8,7 +8,8 @@ assistant says and the token that ends its turn; what the template puts after th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,16 +19,30 @@ from slipstream.records import Sequence as TokenSequence
 
 _REMEDY = "use a chat model, or put a chat_template into the model folder's tokenizer_config.json"
 
+_OWN_VARIABLES = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now", "tokenize"}
+    | {"return_dict", "return_tensors", "chat_template", "conversation", "padding", "truncation", "max_length"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
+)
+"""What Slipstream or transformers puts into a template, or takes itself."""
+
 
 class ChatTokenizer:
     """A model's tokenizer and chat template.
 
     `path` is a folder in Hugging Face format or a hub id. `system_prompt` is put before every conversation that has no
-    system message of its own. Raises `ConfigError` when there is no tokenizer or template, or the template does not end
-    an assistant's turn with a special token (a policy could never learn to stop).
+    system message of its own; `template_kwargs` are variables of the template, set in every rendering. Raises
+    `ConfigError` when there is no tokenizer or template, when the template does not use one of these variables, or does
+    not end an assistant's turn with a special token (a policy could never learn to stop).
     """
 
-    def __init__(self, path: str | Path, system_prompt: str = "", trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        system_prompt: str = "",
+        trust_remote_code: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         from transformers import AutoTokenizer
 
         self.path = str(path)
@@ -41,6 +56,8 @@ class ChatTokenizer:
             raise ConfigError(f"model.path = {self.path}: no tokenizer can be loaded ({reason}): correct it") from error
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
+        self._template_kwargs = dict(template_kwargs or {})
+        _check_template_kwargs(self._template_kwargs, self._tokenizer)
         self._turn_suffix = self._find_turn_suffix()
         self.end_token_id = self._turn_suffix[0]
         """The token that ends an assistant's turn; SFT trains on it."""
@@ -103,7 +120,7 @@ class ChatTokenizer:
             chat = self._system + chat
         try:
             return self._tokenizer.apply_chat_template(
-                chat, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False
+                chat, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False, **self._template_kwargs
             )
         except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
             raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
@@ -111,9 +128,16 @@ class ChatTokenizer:
     def _find_turn_suffix(self) -> list[int]:
         """What the template puts after an assistant's text, from the end token on."""
         question = Message("user", "a")
-        first, second = (
-            self._apply([question, Message("assistant", text)], generation_prompt=False) for text in ("b", "c")
-        )
+        try:
+            first, second = (
+                self._apply([question, Message("assistant", text)], generation_prompt=False) for text in ("b", "c")
+            )
+        except DataError as error:
+            said = " ".join(str(error.__cause__).split())
+            raise ConfigError(
+                f"model.path = {self.path}: the chat template cannot render a question and an answer ({said}): "
+                f"{_REMEDY}"
+            ) from error
         length = 0
         while length < min(len(first), len(second)) and first[-1 - length] == second[-1 - length]:
             length += 1
@@ -141,3 +165,36 @@ class ChatTokenizer:
             named = None
         found.update(named if isinstance(named, list) else [] if named is None else [named])
         return tuple(sorted(found))
+
+
+def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:
+    """A variable that the template does not use would have no effect, and nobody would notice."""
+    if not given:
+        return
+    used = template_variables(tokenizer.chat_template) - _OWN_VARIABLES - set(tokenizer.special_tokens_map)
+    for name in given:
+        setting = f"model.chat_template_kwargs.{name}"
+        if name in _OWN_VARIABLES or name in tokenizer.special_tokens_map:
+            raise ConfigError(f"{setting} is set by Slipstream or the tokenizer in every rendering: remove it")
+        if name not in used:
+            known = f"it uses {', '.join(sorted(used))}" if used else "it uses none, so remove the setting"
+            raise ConfigError(f"{setting}: the model's chat template does not use this variable: {known}")
+
+
+def template_variables(template: str | Mapping[str, str]) -> set[str]:
+    """The names that a chat template, or several, expects from outside."""
+    import jinja2
+    from jinja2 import meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    found: set[str] = set()
+    for text in [template] if isinstance(template, str) else template.values():
+        # Transformers' own tag, which marks what the assistant says.
+        plain = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", text)
+        try:
+            found |= meta.find_undeclared_variables(environment.parse(plain))
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the model's chat template is not valid (line {error.lineno}: {error.message}): use another model"
+            ) from error
+    return found

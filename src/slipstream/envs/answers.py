@@ -1,9 +1,17 @@
-"""Which part of a completion is graded: one rule for every text environment."""
+"""Which part of a completion is graded, and how answers compare: one rule for every text environment."""
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
+# A minus sign after a digit or letter is a dash; commas stand between groups of three digits.
+_NUMBER = re.compile(
+    r"((?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])-)?\.\d+)(?:/(\d+)(?![\d.]))?"
+)
+_MAX_DIGITS = 400
 
 
 def final_answer(completion: str) -> str | None:
@@ -15,3 +23,20 @@ def final_answer(completion: str) -> str | None:
     if THINK_OPEN in answer:
         return None
     return answer.lstrip() if closed else answer
+
+
+def same_text(answer: str, right: str) -> bool:
+    """Whether two answers are equal, white space aside."""
+    return answer.split() == right.split()
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text, exactly: `1,234.50`, `-3`, `3/4`; None when there is none."""
+    found = _NUMBER.findall(text)
+    if not found:
+        return None
+    digits, denominator = found[-1]
+    if len(digits) > _MAX_DIGITS:
+        return None
+    number = Fraction(digits.replace(",", ""))
+    return number / int(denominator) if denominator and int(denominator) else number

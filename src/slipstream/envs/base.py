@@ -95,6 +95,11 @@ class Environment(ABC):
         self.seed = seed
         self.name = self.name or type(self).__name__
 
+    @property
+    def num_train_tasks(self) -> int:
+        """How many training tasks are asked for when the run file does not say: all there are, or enough."""
+        return 10_000
+
     @abstractmethod
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """The first `num_tasks` tasks of a split: the same ones for the same seed, fewer if there are no more.

@@ -1,32 +1,30 @@
 """From a name in the run file to an environment; every way in which that can go wrong is a `ConfigError`.
 
-Names: `reasoning_gym/<task>`; `path/to/file.py` or `path/to/file.py:Class`; an entry point of other installed packages
-in the group `slipstream.environments` (a subclass of `Environment`). Loading a file runs its code, in this process
-and in every scorer process.
+Names: `reasoning_gym/<task>`; `rows` (questions and answers from a file); `path/to/file.py` or
+`path/to/file.py:Class`; an entry point of other installed packages in the group `slipstream.environments` (a subclass
+of `Environment`). Loading a file runs its code, in this process and in every scorer process.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
+from slipstream.envs.rows import NAME as ROWS
+from slipstream.envs.rows import Rows
 from slipstream.envs.single_turn import FunctionEnvironment
 from slipstream.envs.suggest import did_you_mean
+from slipstream.envs.user_file import import_file, last_line
 from slipstream.errors import ConfigError, SlipstreamError
 
 GROUP = "slipstream.environments"
-_FORMS = f"{PREFIX}<task>, path/to/file.py, path/to/file.py:Class, or an entry point of the group {GROUP}"
+_FORMS = f"{PREFIX}<task>, {ROWS}, path/to/file.py, path/to/file.py:Class, or an entry point of the group {GROUP}"
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:
@@ -36,6 +34,8 @@ def load_environment(config: EnvironmentConfig) -> Environment:
         return ReasoningGym(name.removeprefix(PREFIX), config.seed, config.settings)
     if "seed" in config.settings:
         raise ConfigError("environment.settings.seed is not set here: use environment.seed")
+    if name == ROWS:
+        return Rows(config.seed, config.settings)
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if path.endswith(".py"):
         return _from_file(Path(path), attribute, config)
@@ -46,12 +46,12 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     try:
         found = points[name].load()
     except (Exception, SystemExit) as error:  # the package's code, whatever it raises
-        raise ConfigError(f"environment.name: entry point {name!r} cannot be loaded: {_last_line(error)}") from error
+        raise ConfigError(f"environment.name: entry point {name!r} cannot be loaded: {last_line(error)}") from error
     return _make(found, name, config)
 
 
 def _from_file(path: Path, attribute: str, config: EnvironmentConfig) -> Environment:
-    module = _import_file(path)
+    module = import_file(path, "environment.name")
     own = {
         name: found
         for name, found in vars(module).items()
@@ -81,28 +81,6 @@ def _from_file(path: Path, attribute: str, config: EnvironmentConfig) -> Environ
     return FunctionEnvironment(path.stem, make_tasks, reward, config.seed, config.settings)
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"environment.name: there is no file {path} (looked in {Path.cwd()}): correct the path")
-    path = path.resolve()
-    name = f"slipstream_environment_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:  # as for a script: what lies beside the file can be imported
-        sys.path.append(str(path.parent))
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's code, whatever it raises
-        del sys.modules[name]
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f", line {frames[-1].lineno}" if frames else ""
-        raise ConfigError(f"environment.name: importing {path}{place} failed: {_last_line(error)}") from error
-    return module
-
-
 def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
     if not (inspect.isclass(found) and issubclass(found, Environment)):
         raise ConfigError(f"environment.name: {name} is not an Environment: derive it from slipstream.envs.SingleTurn")
@@ -115,7 +93,7 @@ def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
     except SlipstreamError:
         raise
     except Exception as error:  # the user's code, whatever it raises
-        raise ConfigError(f"environment.settings: class {name} refused its settings: {_last_line(error)}") from error
+        raise ConfigError(f"environment.settings: class {name} refused its settings: {last_line(error)}") from error
     if not hasattr(environment, "seed"):
         raise ConfigError(f"environment.name: class {name} does not call super().__init__(seed): add the call")
     return environment
@@ -138,7 +116,3 @@ def _check_arguments(
             hint = did_you_mean(key, known) or ": it takes no settings"
             raise ConfigError(f"environment.settings.{key}: {what} has no such setting{hint}")
     raise ConfigError(f"environment.name: {what} cannot be called with {expected} and the settings: {said}")
-
-
-def _last_line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()

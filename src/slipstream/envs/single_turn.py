@@ -10,13 +10,16 @@ What is graded is the answer: the part after the thinking, see `answers.py`.
 
 from __future__ import annotations
 
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
+from slipstream.data.plain import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, as_score
-from slipstream.errors import DataError
+from slipstream.envs.user_file import last_line
+from slipstream.errors import DataError, EnvironmentFault, SlipstreamError
 from slipstream.records import Message, Role, Task
 
 RawTask = Task | Mapping[str, Any]
@@ -61,11 +64,35 @@ class FunctionEnvironment(SingleTurn):
 
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
         """What the function `tasks` gives, checked."""
-        return as_tasks(self._make_tasks(split, num_tasks, self.seed, **self._settings), split, self.name)
+        made: Any = self._make_tasks(split, num_tasks, self.seed, **self._settings)
+        if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
+            raise DataError(f"tasks() of {self.name} returned {_kind_of(made)}: return a list of tasks")
+        return as_tasks(cast("Iterable[RawTask]", made), split, self.name)
 
     def reward(self, task: Task, completion: str) -> float | Mapping[str, float]:
         """What the function `reward` gives."""
         return self._reward(task, completion)
+
+
+def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[Task]:
+    """The environment's tasks, checked like those of two functions; what its code raises is an `EnvironmentFault`."""
+    try:
+        made: Any = environment.tasks(split, num_tasks)
+        if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
+            raise DataError(f"tasks() of {environment.name} returned {_kind_of(made)}: return a list of tasks")
+        return as_tasks(cast("Iterable[RawTask]", made), split, environment.name)
+    except SlipstreamError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code, whatever it raises
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise EnvironmentFault(
+            f"tasks({split!r}, {num_tasks}) of {environment.name} raised {last_line(error)} (line {frame.lineno} of "
+            f"{frame.filename}): correct it"
+        ) from error
+
+
+def _kind_of(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def as_tasks(raw: Iterable[RawTask], split: Split, where: str) -> list[Task]:
@@ -99,7 +126,7 @@ def as_task(raw: object, default_id: str, where: str) -> Task:
         task = Task(str(rest.pop("id", default_id)), prompt, answer, rest)
     if not task.prompt:
         raise DataError(f"{where} has an empty prompt: give at least one message")
-    complaint = _not_json(task.info, "info")
+    complaint = not_plain(task.info, "info")
     if complaint:
         raise DataError(f"{where}: {complaint}: keep to text, numbers, booleans, lists and dictionaries")
     return task
@@ -120,24 +147,3 @@ def _as_messages(prompt: Any, where: str) -> tuple[Message, ...]:
             raise DataError(f"{where} has a message {turn!r:.80}: give {{'role': 'user', 'content': 'text'}}")
         messages.append(Message(cast("Role", role), content))
     return tuple(messages)
-
-
-def _not_json(value: Any, path: str) -> str:
-    """Which part of `value` does not survive the way to a scorer process, or an empty text."""
-    # Exact types: a NumPy float is a float to isinstance, but not to msgpack.
-    if value is None or type(value) in (bool, float, str):
-        return ""
-    if type(value) is int:
-        return "" if -(2**63) <= value < 2**64 else f"{path} is an integer of more than 64 bits"
-    if isinstance(value, list | tuple):
-        parts = cast("Sequence[Any]", value)
-        return next(filter(None, (_not_json(part, f"{path}[{i}]") for i, part in enumerate(parts))), "")
-    if isinstance(value, dict):
-        entries = cast("dict[Any, Any]", value)
-        for key, part in entries.items():
-            if not isinstance(key, str):
-                return f"{path} has the key {key!r:.40}, a {type(key).__name__}"
-            if complaint := _not_json(part, f"{path}.{key}"):
-                return complaint
-        return ""
-    return f"{path} is a {type(value).__name__}"

@@ -51,6 +51,7 @@ def gather_facts(
     conversations: Sequence[Sequence[Message]] = (),
     gold: Callable[[Task], str | None] = lambda task: task.answer,
     max_turns: int = 1,
+    num_requested_tasks: int | None = None,
 ) -> Facts:
     """Measure the machine, the model at `config.model.path` and the tasks.
 
@@ -63,7 +64,9 @@ def gather_facts(
         memory_bytes=usable_memory_bytes(),
         model=read_model(config.model.path, trust_remote_code=config.model.trust_remote_code),
         data=dataclasses.replace(
-            measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold), max_turns=max_turns
+            measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
+            max_turns=max_turns,
+            num_requested_tasks=num_requested_tasks,
         ),
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
@@ -114,6 +117,7 @@ def measure_data(
     above them, while a prompt that does not fit would be refused.
     """
     is_sft = config.algorithm.kind == "sft"
+    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
     generating: list[Task] = [] if is_sft else list(tasks)
     if config.evaluation is not None:
         generating += eval_tasks

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.config import dump_resolved
+from slipstream.config import RunConfig, dump_resolved
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.errors import ConfigError
@@ -29,7 +29,7 @@ from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, Rollo
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
-from slipstream.runlog import RunLog, read_exit, read_settings
+from slipstream.runlog import RunLog, read_settings
 from slipstream.weights import create_bridge
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class RunResult:
     evaluation: Evaluation | None
     checkpoint: Path | None
     """Deployable weights of the last step."""
+    best: Path | None = None
+    """With `evaluation.patience`: those of the most accurate step."""
 
 
 def run_folder_of(prepared: Prepared, name: str) -> Path:
@@ -102,7 +104,7 @@ def train(
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
     if resume:
-        _check_unfinished(prepared, folder)
+        _refuse_ended(folder, prepared.config)
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
@@ -128,11 +130,23 @@ def train(
                 progress.stop()
 
 
-def _check_unfinished(prepared: Prepared, folder: Path) -> None:
-    """Refuse to resume a run that has nothing left to do, before its exit report is replaced."""
-    report = read_exit(folder)
-    if report is not None and report.status == "finished" and report.step >= prepared.config.training.steps:
-        raise ConfigError(f"run {folder} has already made its {report.step} steps: raise training.steps to go on")
+def _refuse_ended(folder: Path, config: RunConfig) -> None:
+    """Raises `ConfigError` for a run that has nothing left to do, before anything of it is touched."""
+    from slipstream.trainer.checkpoint import CheckpointStore
+    from slipstream.trainer.early_stop import EarlyStop
+
+    latest = CheckpointStore(folder / "checkpoints").latest()
+    if latest is None:
+        return
+    extra = CheckpointStore.read_extra(latest)
+    step, watch = int(extra["step"]), EarlyStop(config.evaluation)
+    watch.load(extra.get("early_stop", {}))
+    # A run that was stopped in its last evaluation still has that to do.
+    is_evaluated = config.evaluation is None or int(extra["evaluated_step"]) >= step
+    if step >= config.training.steps and is_evaluated:
+        raise ConfigError(f"run {folder} has already made its {step} steps: raise training.steps to go on")
+    if watch.reason:
+        raise ConfigError(f"run {folder} has ended at step {step}, as {watch.reason}: change that setting to go on")
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -184,13 +198,14 @@ class _Run:
             title += f" {config.environment.name}"
         self.progress.start(title, config.training.steps, loop.step)
         loop.run()
-        checkpoint = loop.store.latest()
+        checkpoint, best = loop.store.latest(), loop.store.best()
         orchestrator = loop.engine if isinstance(loop.engine, Orchestrator) else None
         return RunResult(
             self.folder,
             loop.step,
             orchestrator.last_evaluation if orchestrator else None,
             checkpoint / "weights" if checkpoint else None,
+            best / "weights" if best else None,
         )
 
     def _create_engine(self) -> RunEngine:
@@ -257,8 +272,14 @@ class _Run:
         model = self.config.model
         assert model.dtype != "auto"
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        training = self.config.training
         return PolicyModel.load(
-            model.path, model.dtype, device, model.trust_remote_code, packing=self.config.training.packing
+            model.path,
+            model.dtype,
+            device,
+            model.trust_remote_code,
+            packing=training.packing,
+            checkpointing=training.gradient_checkpointing is True,
         )
 
     def _build_learner(self) -> Learner:

@@ -33,6 +33,8 @@ class DataFacts:
     """Longest gold answer with its end token; None when there are none."""
     max_sequence_tokens: int | None = None
     """SFT: longest conversation that is trained on."""
+    num_requested_tasks: int | None = None
+    """Training tasks that the environment was asked for; None without one."""
     max_turns: int = 1
     """How often an episode asks the model at most."""
 

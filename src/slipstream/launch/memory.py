@@ -25,17 +25,19 @@ def training_state_bytes(model: ModelFacts, dtype: str, *, with_reference: bool)
     return state + (weights_bytes(model, dtype) if with_reference else 0)
 
 
-def activation_bytes_per_token(model: ModelFacts, dtype: str) -> int:
+def activation_bytes_per_token(model: ModelFacts, dtype: str, *, checkpointing: bool = False) -> int:
     """What one trained token keeps until its backward pass.
 
     Per layer: eight vectors of the hidden size (the residual stream twice, both norms with their fp32
     copies, the two projections' outputs), q, k and v before and after the rotation, the attention's output,
     and four vectors of the MLP's size. Logits: three fp32 rows of the vocabulary (logits, log-softmax,
-    gradient), as if every token carried loss.
+    gradient), as if every token carried loss. With `checkpointing` every layer keeps its input, and one at a time
+    the rest.
     """
     heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads
     per_layer = 8 * model.hidden_size + heads * model.head_dim + 4 * model.intermediate_size
-    return model.num_layers * per_layer * BYTES_OF[dtype] + 3 * 4 * model.vocab_size
+    layers = model.num_layers * model.hidden_size + per_layer if checkpointing else model.num_layers * per_layer
+    return layers * BYTES_OF[dtype] + 3 * 4 * model.vocab_size
 
 
 def kv_bytes_per_sequence(model: ModelFacts, dtype: str, max_model_len: int) -> int:

@@ -65,6 +65,9 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
             "on a CPU compiling takes longer than it saves" if draft.on_cpu else "CUDA graphs pay on a GPU",
         )
     _plan_micro_batch(draft)
+    if config.environment is not None and config.data is None:
+        made = facts.data.num_requested_tasks or facts.data.num_train_tasks
+        draft.derive_auto("environment.num_train_tasks", made, "all that the environment has, or enough of them")
     draft.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
     draft.derive_auto("run.checkpoint_every", max(1, config.training.steps // 10), "ten checkpoints in a run")
     if config.evaluation is not None:
@@ -260,7 +263,6 @@ def _plan_micro_batch(draft: _Draft) -> None:
         )
     if isinstance(draft.original.algorithm, GRPOConfig):
         longest = draft["inference.max_model_len"]
-    each = activation_bytes_per_token(model, draft["model.dtype"])
     if draft.on_cpu:
         room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART, "an eighth of the memory"
     else:
@@ -268,6 +270,7 @@ def _plan_micro_batch(draft: _Draft) -> None:
         left = draft.facts.gpu_memory_bytes * (1 - taken)
         room = (left - training_state(draft.original, draft["model.dtype"], model)) / 2
         source = "half of the GPU memory that engine and optimizer leave"
+    each = _activations(draft, longest, room, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if draft.on_cpu else MAX_MICRO_BATCH_TOKENS
     fitting = min(most, int(room // each))
     if fitting >= longest:
@@ -281,6 +284,18 @@ def _plan_micro_batch(draft: _Draft) -> None:
     if draft["training.micro_batch_tokens"] == "auto" and fitting < longest:
         draft.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
     draft.derive_auto("training.micro_batch_tokens", value, reason)
+
+
+def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:
+    """Bytes that a trained token keeps, once `training.gradient_checkpointing` is decided."""
+    model, dtype, row = draft.facts.model, draft["model.dtype"], draft["training.micro_batch_tokens"]
+    each = activation_bytes_per_token(model, dtype)
+    tokens = longest if row == "auto" else max(longest, row)
+    fits = tokens * each <= room
+    reason = f"{tokens} tokens at {each / 1024:.3g} KiB {'fit' if fits else 'do not fit'} into {source} ({gib(room)})"
+    draft.derive_auto("training.gradient_checkpointing", not fits, reason)
+    checkpointing = draft["training.gradient_checkpointing"]
+    return activation_bytes_per_token(model, dtype, checkpointing=True) if checkpointing else each
 
 
 def _warn_grpo(config: RunConfig, algorithm: GRPOConfig) -> Iterator[str]:

@@ -6,16 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from slipstream.config import Loaded, RunConfig
 from slipstream.config.checks import uses_engine
 from slipstream.data.chat import ChatTokenizer
-from slipstream.data.files import read_conversations
+from slipstream.data.files import Columns, read_conversations
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
+from slipstream.envs.single_turn import make_tasks
 from slipstream.errors import ConfigError, DataError
+from slipstream.launch.engine_options import check_options
 from slipstream.launch.facts import gather_facts, read_model
+from slipstream.launch.model_folder import check_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.records import Message, SamplingParams, Task
 
@@ -73,19 +76,22 @@ def prepare(loaded: Loaded) -> Prepared:
     config = loaded.config
     section = config.environment
     system = section.system_prompt if section else ""
-    tokenizer = ChatTokenizer(config.model.path, system, config.model.trust_remote_code)
+    check_options(config.inference.options)
+    check_model(config.model, packing=config.training.packing)
+    tokenizer = ChatTokenizer(
+        config.model.path, system, config.model.trust_remote_code, config.model.chat_template_kwargs
+    )
     environment = load_environment(section) if section else None
     train_tasks: list[Task] = []
     eval_tasks: list[Task] = []
+    requested: int | None = None
     if environment is not None and section is not None:
-        train_tasks = list(environment.tasks("train", section.num_train_tasks)) if config.data is None else []
+        if config.data is None:
+            asked = section.num_train_tasks
+            requested = environment.num_train_tasks if asked == "auto" else asked
+            train_tasks = make_tasks(environment, "train", requested)
         if config.evaluation is not None:
-            eval_tasks = list(environment.tasks("eval", config.evaluation.num_tasks))
-            if not eval_tasks:
-                raise DataError(
-                    f"environment {environment.name} has no held-out tasks, so nothing can be measured: have its tasks "
-                    "answer to the split eval, or set evaluation = false"
-                )
+            eval_tasks = _eval_tasks(environment, config.evaluation.num_tasks)
     dropped: dict[str, int] = {}
     held_out = {_question(task.prompt) for task in eval_tasks}
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
@@ -98,8 +104,7 @@ def prepare(loaded: Loaded) -> Prepared:
     if is_sft:
         conversations = _conversations(config, environment, train_tasks, dropped)
         conversations = _not_held_out(conversations, _question, held_out, dropped)
-        train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
-        conversations = _short_enough(conversations, tokenizer, train_on, context, dropped)
+        conversations = _short_enough(conversations, tokenizer, config, context, dropped)
     gold = environment.gold if environment else (lambda task: task.answer)
     facts = gather_facts(
         config,
@@ -109,9 +114,20 @@ def prepare(loaded: Loaded) -> Prepared:
         conversations=conversations,
         gold=gold,
         max_turns=environment.max_turns if environment else 1,
+        num_requested_tasks=requested,
     )
     plan = make_plan(config, facts)
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+
+
+def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:
+    tasks = make_tasks(environment, "eval", num_tasks)
+    if not tasks:
+        raise DataError(
+            f"{environment.name} gave no held-out tasks: have tasks('eval', {num_tasks}) return some, or turn the "
+            "evaluation off with --no-evaluation"
+        )
+    return tasks
 
 
 def _question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
@@ -149,6 +165,11 @@ def _fitting(
     limit = context if limit == "auto" else min(limit, context)
     room = config.sampling.max_tokens
     need = 1 if room == "auto" else room
+    if need >= limit:
+        raise ConfigError(
+            f"sampling.max_tokens = {need} leaves no room for a prompt within {limit} tokens, the model's context or "
+            f"inference.max_model_len: use less than {limit}"
+        )
     kept = [task for task in tasks if len(tokenizer.render(task.prompt)) + need <= limit]
     if len(kept) < len(tasks):
         dropped[f"{split}_prompt_too_long"] = len(tasks) - len(kept)
@@ -164,7 +185,9 @@ def _conversations(
     config: RunConfig, environment: Environment | None, tasks: list[Task], dropped: dict[str, int]
 ) -> list[Sequence[Message]]:
     if config.data is not None:
-        return [list(conversation) for conversation in read_conversations(config.data.path)]
+        data = config.data
+        columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
+        return [list(conversation) for conversation in read_conversations(data.path, columns, data.split)]
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []
     for task in tasks:
@@ -184,11 +207,12 @@ def _conversations(
 def _short_enough(
     conversations: list[Sequence[Message]],
     tokenizer: ChatTokenizer,
-    train_on: Literal["last", "all"],
+    config: RunConfig,
     context: int,
     dropped: dict[str, int],
 ) -> list[Sequence[Message]]:
-    """Conversations that fit into the model's context."""
+    """Conversations that fit into the model's context. A token is at least one character long, or a few of them."""
+    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
     kept = [c for c in conversations if len(tokenizer.training_tokens(c, train_on)) <= context]
     if len(kept) < len(conversations):
         dropped["conversation_too_long"] = len(conversations) - len(kept)

@@ -55,7 +55,8 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     """What trainer and engine will hold, in GiB."""
     dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
     state = training_state(config, dtype, facts.model)
-    activations = tokens * activation_bytes_per_token(facts.model, dtype)
+    checkpointing = config.training.gradient_checkpointing is True
+    activations = tokens * activation_bytes_per_token(facts.model, dtype, checkpointing=checkpointing)
     how = f"weights, masters, moments and gradients {gib(state)}, activations {gib(activations)}"
     yield Note("memory of the trainer", round((state + activations) / GIB, 2), "GiB", how)
     if uses_engine(config):

@@ -66,9 +66,14 @@ class RunLog:
                 raise ConfigError(f"{folder} holds no run to resume: name a run's folder or leave out --resume")
         else:
             _refuse_used(folder)
+        try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        lock = FolderLock(folder)
+            folder.chmod(0o700)
+            lock = FolderLock(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot be made or written to ({error.strerror}): name another folder"
+            ) from error
         try:
             if not resume:  # another process may have come and gone since the first look
                 _refuse_used(folder)
@@ -202,6 +207,8 @@ def versions() -> dict[str, str]:
 def _refuse_used(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: name another folder")
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder} may not be read and written by this user: name another folder")
     if folder.is_dir() and any(path.name != LOCK_FILE for path in folder.iterdir()):
         raise ConfigError(f"{folder} exists and is not empty: continue it with --resume or use another folder")
 

@@ -37,24 +37,43 @@ class CheckpointStore:
             raise ConfigError(f"keep is {keep}: a run without its last checkpoint cannot resume, keep 1 or more")
         self.folder = folder
         self.keep = keep
+        self.best_step: int | None = None
+        """The step whose checkpoint is kept beside the newest ones."""
 
     def save(self, step: int, learner: Learner, source: Path, extra: dict[str, Any]) -> Path:
         """Write checkpoint `step` and return its folder. `extra` must be JSON. A whole one of the same
         step is replaced."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".unfinished-*"):
-            shutil.rmtree(leftover)
+            leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
         temporary = self.folder / f".unfinished-{step:06d}-{os.getpid()}"
         write_model_folder(temporary / "weights", learner.named_weights(), source, durable=True)
         learner.save(temporary / "state")
         (temporary / "state" / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
         _write_manifest(temporary, step)
-        final = self.folder / f"step-{step:06d}"
+        final = self._path(step)
         self._step_aside(final)
         temporary.rename(final)
         sync(self.folder)
         self._remove_old(final)
         return final
+
+    def link_best(self) -> None:
+        """Have `best` lead to the checkpoint of `best_step`, at every moment to a whole one."""
+        assert self.best_step is not None
+        temporary = self.folder / f".unfinished-best-{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self._path(self.best_step).name)
+        temporary.replace(self.folder / "best")
+        sync(self.folder)
+
+    def best(self) -> Path | None:
+        """The checkpoint that `best` leads to, if there is one and it is whole."""
+        path = self.folder / "best"
+        return path.resolve() if path.is_symlink() and damage(path) is None else None
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
@@ -70,6 +89,11 @@ class CheckpointStore:
         if reason is not None:
             raise TrainingError(f"checkpoint {path} is damaged: {reason}")
         learner.load(path / "state")
+        return self.read_extra(path)
+
+    @staticmethod
+    def read_extra(path: Path) -> dict[str, Any]:
+        """What was saved as `extra` with the whole checkpoint in `path`."""
         return json.loads((path / "state" / _EXTRA).read_text(encoding="utf-8"))
 
     def _step_aside(self, final: Path) -> None:
@@ -97,6 +121,8 @@ class CheckpointStore:
         """Called when `newest` is whole. Damaged ones do not count among those kept."""
         others = [path for path in self._named() if path != newest and damage(path) is None]
         kept = {newest, *others[max(0, len(others) - self.keep + 1) :]}
+        if self.best_step is not None:
+            kept.add(self._path(self.best_step))
         for path in self._named():
             if path not in kept or path.suffix == ".old":
                 # Renamed first: a removal cut short must not leave something that looks like a checkpoint.

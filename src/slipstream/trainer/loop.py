@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from slipstream.config.schema import GRPOConfig, RunConfig
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, score
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective
@@ -122,10 +123,16 @@ class TrainingLoop:
     step: int = 0
     """Batches trained on so far; set by `resume`."""
 
+    early_stop: EarlyStop = field(init=False)
+    """Whether the evaluations say that the run is done."""
+
     _quiet_steps: int = 0
     _trained_steps: int = 0
     _saved_step: int = -1
     _evaluated_step: int = -1
+
+    def __post_init__(self) -> None:
+        self.early_stop = EarlyStop(self.config.evaluation)
 
     def resume(self, checkpoint: Path) -> None:
         """Continue after `checkpoint`."""
@@ -139,6 +146,8 @@ class TrainingLoop:
         self._trained_steps = int(extra["trained_steps"])
         self._quiet_steps = int(extra["quiet_steps"])
         self._evaluated_step = int(extra["evaluated_step"])
+        self.early_stop.load(extra.get("early_stop", {}))
+        self._keep_best()
 
     def run(self) -> None:
         """Train to the end; see the module for what ends it."""
@@ -154,14 +163,20 @@ class TrainingLoop:
         if self.engine is not None:
             metrics = self._synchronise(evaluate=self._evaluates_at_start())
             self._report(metrics)
+            self._observe(metrics)
             self.engine.release(self.step)
         started = time.monotonic()
         is_last = False
         while self.step < training.steps and not is_last:
+            if self.early_stop.reason:
+                self.log.event("early_stop", step=self.step, reason=self.early_stop.reason)
+                self.progress.message(f"the run ends at step {self.step}: {self.early_stop.reason}")
+                break
             if self.should_stop():
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
             is_last = self._one_step(started)
-        self._check_learned()
+        if self.step or not self.early_stop.reason:
+            self._check_learned()
         if self._saved_step != self.step:
             self._save()
 
@@ -190,6 +205,7 @@ class TrainingLoop:
             raise
         metrics["time/after_batch_s"] = time.monotonic() - begun
         self._report(metrics)
+        self._observe(metrics)
         if self._is_due(self.step, self.config.run.checkpoint_every):
             self._save()
         return is_last
@@ -366,6 +382,17 @@ class TrainingLoop:
         row = self.log.metrics(self.step, metrics)
         self.progress.step(self.step, {name: value for name, value in row.items() if value is not None})
 
+    def _observe(self, metrics: Mapping[str, float]) -> None:
+        """Let an evaluation have its say; the best one's checkpoint is kept where `patience` asks for it."""
+        if self.early_stop.observe(self.step, metrics) and self.early_stop.keeps_best:
+            self._keep_best()
+            self._save()
+            self.store.link_best()
+            self.log.event("best", step=self.step, accuracy=self.early_stop.best)
+
+    def _keep_best(self) -> None:
+        self.store.best_step = self.early_stop.best_step if self.early_stop.keeps_best else None
+
     def _save(self) -> None:
         """Write a checkpoint: deployable weights and everything needed to continue."""
         if self._saved_step == self.step:
@@ -378,6 +405,7 @@ class TrainingLoop:
                 "quiet_steps": self._quiet_steps,
                 "evaluated_step": self._evaluated_step,
                 "num_items": self.num_items,
+                "early_stop": self.early_stop.state(),
             }
             path = self.store.save(self.step, self.learner, self.learner.model.folder, extra)
         self._saved_step = self.step

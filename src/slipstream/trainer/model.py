@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from slipstream import records
 from slipstream.errors import ConfigError
@@ -44,32 +45,43 @@ class PolicyModel:
         trust_remote_code: bool = False,
         *,
         packing: bool = True,
+        checkpointing: bool = False,
     ) -> PolicyModel:
         """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
         cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
-        sequence.
+        sequence. With `checkpointing` a layer keeps its input only and is computed again in the backward pass.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         hide_progress_bars()
         folder = resolve_folder(path)
-        try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path {str(path)!r} holds no usable configuration: {error}") from error
-        _check_config(config, str(path), packing)
+        check_architecture(folder, trust_remote_code, packing=packing)
         implementation = attention.register() if packing else "sdpa"
         try:
-            network: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=DTYPES[dtype],
-                attn_implementation=implementation,
-                trust_remote_code=trust_remote_code,
+            network, loading = cast(
+                "tuple[Any, dict[str, Any]]",
+                AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    dtype=DTYPES[dtype],
+                    attn_implementation=implementation,
+                    trust_remote_code=trust_remote_code,
+                    output_loading_info=True,
+                ),
             )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {error}") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"model.path {str(path)!r} cannot be loaded ({_one_line(error)}): save it again"
+            ) from error
+        if missing := sorted(loading.get("missing_keys") or ()):
+            # Transformers would draw them at random and go on.
+            raise ConfigError(
+                f"model.path {str(path)!r} lacks {len(missing)} of the model's parameters, first {missing[0]}: save or "
+                "download it again"
+            )
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
+        if checkpointing:
+            checkpoint_layers(network)
         model = cls(network.to(device), folder, packing=packing)
         if packing:
             check_isolation(model)
@@ -112,6 +124,32 @@ class PolicyModel:
         yield from revert_weight_conversion(network, weights).items()
 
 
+def checkpoint_layers(network: nn.Module) -> None:
+    """Have every decoder layer compute itself again in the backward pass: the same numbers with less memory.
+
+    Transformers' own switch acts in training mode only, which would bring dropout back; nothing here is random.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"{type(network).__name__} has no layers that can be computed again: set training.gradient_checkpointing = "
+            "false"
+        )
+    for layer in layers:
+        layer.forward = _computed_again(layer.forward)
+
+
+def _computed_again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return call
+
+
 def hide_progress_bars() -> None:
     """Keep transformers' bars, which last a moment, out of the run's own view."""
     from transformers.utils import logging
@@ -134,6 +172,26 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         raise ConfigError(f"model.path {str(path)!r} is no folder and the hub did not give it: {error}") from error
+
+
+def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing: bool = True) -> None:
+    """Raises `ConfigError` when the folder's configuration is not that of a causal language model of text."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = _one_line(error)
+        raise ConfigError(
+            f"model.path {str(folder)!r} holds no usable configuration ({reason}): use another model"
+        ) from error
+    _check_config(config, str(folder), packing)
+
+
+def _one_line(error: BaseException) -> str:
+    """The first sentences of an error that may say much, on one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _check_config(config: Any, path: str, packing: bool) -> None:

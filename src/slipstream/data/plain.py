@@ -1,0 +1,27 @@
+"""Values that survive the way to another process unchanged: text, numbers, booleans, lists and dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+
+def not_plain(value: Any, path: str) -> str:
+    """Which part of `value`, called `path`, is made of other types, or an empty text."""
+    # Exact types: a NumPy float is a float to isinstance, but not to msgpack.
+    if value is None or type(value) in (bool, float, str):
+        return ""
+    if type(value) is int:
+        return "" if -(2**63) <= value < 2**64 else f"{path} is an integer of more than 64 bits"
+    if isinstance(value, list | tuple):
+        parts = cast("Sequence[Any]", value)
+        return next(filter(None, (not_plain(part, f"{path}[{i}]") for i, part in enumerate(parts))), "")
+    if isinstance(value, dict):
+        entries = cast("dict[Any, Any]", value)
+        for key, part in entries.items():
+            if not isinstance(key, str):
+                return f"{path} has the key {key!r:.40}, a {type(key).__name__}"
+            if complaint := not_plain(part, f"{path}.{key}"):
+                return complaint
+        return ""
+    return f"{path} is a {type(value).__name__}"

@@ -1,0 +1,220 @@
+"""Rows of a file or folder, whatever its format: each with its place, none left out.
+
+Formats: JSON lines; parquet; a folder that `datasets.save_to_disk` wrote (arrow files, one split or several); a folder
+of parquet or JSON lines files, as data set repositories have them (`data/train-00000-of-00002.parquet`,
+`train/part.parquet`, `test.jsonl`). Guarantees: files come in the order of their names, rows in theirs; whatever cannot
+be read is a `DataError` that names file, row and column. pyarrow is imported when a file needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from slipstream.errors import ConfigError, DataError
+
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+SUFFIXES = (".parquet", *JSON_SUFFIXES)
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+    **dict.fromkeys(("eval", "evaluation"), "eval"),
+}
+_FORMS = "a .jsonl or .parquet file, a folder of them, or a folder of datasets.save_to_disk"
+_MARKS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+
+
+class Row(NamedTuple):
+    """One row and where it stands, as an error says it."""
+
+    where: str
+    values: dict[str, Any]
+
+
+def read_rows(path: str | Path, split: str = "", setting: str = "data.path") -> list[Row]:
+    """All rows of the file or folder `path`; of a folder with several splits those of `split`, or of `train`.
+
+    `setting` is what an error tells people to correct. Raises `DataError`, also where there is no row.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = _files_of_split(path, split, setting)
+    elif split:
+        raise DataError(f"{path} is a file and has no split {split!r}: leave the split out, or name the folder")
+    else:
+        files = [path]
+    rows = [row for file in files for row in _read_file(file, setting)]
+    if not rows:
+        raise DataError(f"{path} holds no row: give a file with at least one, in {setting}")
+    return rows
+
+
+def columns_of(rows: Sequence[Row]) -> list[str]:
+    """The names of all columns that any row has."""
+    return sorted({name for row in rows for name in row.values})
+
+
+def _read_file(path: Path, setting: str) -> Iterator[Row]:
+    if path.suffix in JSON_SUFFIXES:
+        return _json_rows(path, setting)
+    if path.suffix == ".parquet":
+        return _arrow_rows(path, setting, parquet=True)
+    if path.suffix == ".arrow":
+        return _arrow_rows(path, setting, parquet=False)
+    if not path.exists():
+        raise DataError(f"{path} cannot be read (No such file or directory): correct {setting}")
+    raise DataError(f"{path} is not a JSONL file or any other that is read here: give {_FORMS} in {setting}")
+
+
+def _json_rows(path: Path, setting: str) -> Iterator[Row]:
+    decoder = msgspec.json.Decoder()
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"row {number} of {path}"
+                try:
+                    values = decoder.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    if number == 1 and line.lstrip().startswith(b"["):
+                        raise DataError(f"{path} is one JSON list: {_ONE_A_LINE}") from error
+                    raise DataError(f"{where} is not JSON ({error}): correct or remove it") from error
+                if not isinstance(values, dict):
+                    raise DataError(f"{where} is a {type(values).__name__}: {_ONE_A_LINE}")
+                yield Row(where, cast("dict[str, Any]", values))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): correct {setting}") from error
+
+
+_ONE_A_LINE = "write one JSON object a line, with the columns as its keys"
+
+
+def _arrow_rows(path: Path, setting: str, *, parquet: bool) -> Iterator[Row]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting} = {path} needs a package that cannot be imported ({error}): pip install 'slipstream[data]'"
+        ) from error
+    number = 0
+    try:
+        batches = pq.ParquetFile(path).iter_batches() if parquet else _arrow_batches(pa, path)
+        for batch in batches:
+            for values in _plain_rows(batch, path, number):
+                number += 1
+                yield Row(f"row {number} of {path}", values)
+    except OSError as error:
+        reason = error.strerror or _first_line(error)
+        raise DataError(f"{path} cannot be read ({reason}): correct {setting}, or save the file again") from error
+    except pa.ArrowException as error:
+        kind = "parquet" if parquet else "arrow"
+        said = f"{path} is not a whole {kind} file ({_first_line(error)})"
+        raise DataError(f"{said}: save or download it again, or correct {setting}") from error
+
+
+def _arrow_batches(pa: Any, path: Path) -> Iterator[Any]:
+    """`datasets` writes the stream format; other programs' arrow files have a footer."""
+    with pa.memory_map(str(path)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if not is_file:
+            yield from pa.ipc.open_stream(source)
+            return
+        reader = pa.ipc.open_file(source)
+        for index in range(reader.num_record_batches):
+            yield reader.get_batch(index)
+
+
+def _plain_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):  # text that is not UTF-8, a date out of range: say which
+        for place in range(batch.num_rows):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column[place].as_py()
+                except (ValueError, OverflowError) as error:
+                    where = f"row {before + place + 1} of {path}, column {name}"
+                    raise DataError(f"{where} cannot be read ({_first_line(error)}): correct it") from error
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
+    """The folder's files, in order: those of one split where their names tell splits apart."""
+    by_split: dict[str, list[Path]] = {}
+    saved = folder / "dataset_dict.json"
+    if saved.is_file():
+        for name in _listed(saved, "splits"):
+            by_split[str(name)] = _saved_files(folder / str(name))
+    elif (folder / "state.json").is_file():
+        by_split[""] = _saved_files(folder)
+    else:
+        for file in _data_files(folder):
+            by_split.setdefault(_split_of_file(file.relative_to(folder)), []).append(file)
+    if not by_split:
+        raise DataError(f"{folder} holds no data file: give {_FORMS} in {setting}")
+    if not split and len(by_split) == 1:
+        return next(iter(by_split.values()))
+    wanted = split or "train"
+    if wanted not in by_split:
+        names = ", ".join(repr(name) if name else "files of no split" for name in by_split)
+        raise DataError(f"{folder} has no split {wanted!r}, only {names}: name one of them, or a single file")
+    return by_split[wanted]
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The arrow files that `save_to_disk` listed; all of them must be there."""
+    state = folder / "state.json"
+    files: list[Path] = []
+    for entry in _listed(state, "_data_files"):
+        name = cast("dict[str, Any]", entry).get("filename") if isinstance(entry, dict) else None
+        file = folder / str(name)
+        if not file.is_file():
+            raise DataError(f"{file} is missing, which {state} lists: save or copy the data set again")
+        files.append(file)
+    return files
+
+
+def _listed(file: Path, key: str) -> list[Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is no description of a data set ({error}): save the data set again") from error
+    return values if isinstance(values, list) else []
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Parquet files, or else JSON lines, of the folder and those in it; hidden ones and descriptions are none."""
+    found = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path.suffix in SUFFIXES
+        and path.name not in _MARKS
+        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+    ]
+    kinds = {path.suffix == ".parquet" for path in found}
+    if len(kinds) > 1:
+        raise DataError(f"{folder} holds both parquet and JSON files: give one of them, or a folder with one kind")
+    return found
+
+
+def _split_of_file(path: Path) -> str:
+    """The split that a file's name or folder says: `train-00000-of-00002.parquet`, `test/0.parquet`; or nothing."""
+    for part in (path.name, *reversed(path.parent.parts)):
+        for word in re.split(r"[-_.]", part.lower()):
+            if word in _SPLITS:
+                return _SPLITS[word]
+    return ""

@@ -1,0 +1,292 @@
+"""What people get wrong, one case a line: each is one sentence with the value, the reason and a remedy, and leaves
+nothing behind. The commands run in this process, up to where an engine would be started."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slipstream.cli import main
+from slipstream.runlog import RunLog
+from slipstream.trainer.new_model import new_model
+
+ROWS = [{"prompt": f"say {n}", "completion": f"{n}"} for n in range(40)]
+FILES = {
+    "good.py": "def tasks(split, num_tasks, seed):\n"
+    "    return [{'prompt': f'{split} {n}', 'answer': str(n)} for n in range(min(num_tasks, 9))]\n"
+    "def reward(task, completion):\n    return 1.0\n",
+    "syntax.py": "def tasks(:\n",
+    "raises_on_import.py": "import no_such_module\n",
+    "no_tasks.py": "def reward(task, completion):\n    return 1.0\n",
+    "no_reward.py": "def tasks(split, num_tasks, seed):\n    return []\n",
+    "wrong_arguments.py": "def tasks():\n    return []\ndef reward(task, completion):\n    return 1.0\n",
+    "score.py": "def compute_score(solution):\n    return 1.0\n",
+}
+TASKS = {
+    "nothing": "return []",
+    "none": "return None",
+    "raises": "raise KeyError('lost')",
+    "wrong_type": "return [5]",
+    "no_prompt": "return [{'question': 'x'}]",
+    "same_ids": "return [{'id': 'a', 'prompt': 'x'}, {'id': 'a', 'prompt': 'y'}]",
+    "number": "return [{'prompt': 'x', 'answer': 5}]",
+    "long": "return [{'prompt': split + 'x' * 999, 'answer': '5'}]",
+    "same_splits": "return [{'prompt': 'x', 'answer': '5'}]",
+}
+FILES |= {
+    f"tasks_{name}.py": f"def tasks(split, num_tasks, seed):\n    {body}\ndef reward(task, completion): return 1\n"
+    for name, body in TASKS.items()
+}
+DATA = {
+    "empty.jsonl": b"",
+    "question_only.jsonl": b'{"messages": [{"role": "user", "content": "x"}]}\n',
+    "not_utf8.jsonl": b'{"prompt": "\xff\xfe", "completion": "x"}\n',
+    "not_json.jsonl": b'{"prompt": "x", "completion": "x"}\n{"prompt": \n',
+    "list.json": b'[\n{"prompt": "x", "completion": "x"}\n]\n',
+    "other_keys.jsonl": b'{"text": "x"}\n',
+    "wrong_role.jsonl": b'{"messages": [{"role": "robot", "content": "x"}]}\n',
+    "null.jsonl": b'{"prompt": "x", "completion": null}\n',
+    "long.jsonl": b'{"prompt": "%s", "completion": "x"}\n' % (b"x" * 9999),
+    "table.csv": b"prompt,completion\n",
+    "no_parquet.parquet": b"PAR1 but not really",
+    "no_truth.jsonl": b'{"data_source": "a", "prompt": "x", "reward_model": {"style": "rule", "ground_truth": ""}}\n',
+    "bad_text.jsonl": b'{"data_source": "a", "prompt": "x", "reward_model": "ground_truth: 4"}\n',
+    "words.jsonl": b'{"prompt": "x", "answer": "four"}\n',
+}
+MODEL, ONE_SFT = '[model]\npath = "model"\n', '[algorithm]\nkind = "sft"\n[training]\nsteps = 2\n'
+FROM_FILE = f'{MODEL}[data]\npath = "rows.jsonl"\n'
+RUN_FILES = {
+    "sft.toml": FROM_FILE + ONE_SFT,
+    "grpo.toml": f'{MODEL}[environment]\nname = "good.py"\n{ONE_SFT.replace("sft", "grpo")}',
+    "rows.toml": f'{MODEL}[environment]\nname = "rows"\nsettings = {{ path = "rows.jsonl" }}\n'
+    + ONE_SFT.replace("sft", "grpo"),
+    "syntax.toml": "[model\n",
+    "text.toml": "[model]\npath = model\n",
+    "unknown.toml": FROM_FILE + ONE_SFT.replace("training", "trainin"),
+    "missing.toml": f'{FROM_FILE}[algorithm]\nkind = "sft"\n',
+    "no_source.toml": MODEL + ONE_SFT,
+    "number.toml": "model = 5\n[algorithm]\nkind = 'sft'\n[training]\nsteps = 2\n",
+}
+
+CONFIG = [
+    ("plan none.toml", 2, "run file none.toml does not exist"),
+    ("plan .", 2, "is a folder: give the path of a .toml file"),
+    ("plan syntax.toml", 2, "syntax.toml is not valid TOML: .*line 1"),
+    ("plan text.toml", 2, "write texts in quotes"),
+    ("plan unknown.toml", 2, r"trainin is not a known section: did you mean the section \[training\]\?"),
+    ("plan missing.toml", 2, "training.steps is missing: set it to a positive whole number"),
+    ("plan no_source.toml", 2, "nothing to train on: set environment.name or data.path"),
+    ("plan number.toml", 2, r"model = 5 is not a table: write \[model\]"),
+    ("plan sft.toml --training.stepz 3", 2, "--training.stepz is not a known setting: did you mean training.steps"),
+    ("plan sft.toml --training.steps many", 2, 'steps = "many" is a text: use a positive whole number'),
+    ("plan sft.toml --training.steps", 2, "--training.steps has no value: use a positive whole number"),
+    ("plan sft.toml --training 5", 2, r"--training is a section: write --training.KEY VALUE"),
+    ("plan sft.toml --training.learning_rate=-1", 2, "learning_rate = -1 must be greater than 0: use a positive"),
+    ("plan sft.toml --training.schedule cosin", 2, r'did you mean "cosine"\?'),
+    ("plan sft.toml --algorithm.group_size 8", 2, "group_size applies to grpo, not to sft: remove it"),
+    ("plan grpo.toml --algorithm.train_on last", 2, "train_on applies to sft, not to grpo: remove it"),
+    ("plan grpo.toml --algorithm.kind ppo", 2, 'algorithm.kind = "ppo" is not a choice: use "sft" or "grpo"'),
+    ("plan grpo.toml --algorithm.group_size 1", 2, "group_size = 1 must be at least 2"),
+    ("plan grpo.toml --training.updates_per_batch 7", 2, "= 7 does not divide .* = 32: use 4 or 8"),
+    ("plan grpo.toml --training.warmup_steps 2", 2, "is not below the run.s 2 optimizer steps.*: use at most 1"),
+    ("plan grpo.toml --sampling.max_tokens 99999", 2, "max_tokens = 99999 leaves no room .*: use less than 512"),
+    ("plan grpo.toml --inference.max_model_len 99999", 2, "above the model's context of 512 tokens: use at most 512"),
+    ("plan grpo.toml --inference.options.block_sise 16", 2, r"did you mean block_size\?"),
+    ("plan grpo.toml --inference.options.seed 16", 2, "has a key of its own: set run.seed instead"),
+    ("plan grpo.toml --inference.options.logprobs_mode x", 2, "is set by Slipstream .*: remove it"),
+    ("plan grpo.toml --evaluation.patience 3", 2, "patience = 3 has no effect .*: set evaluation.every"),
+    ("plan grpo.toml --evaluation.stop_at 50 --evaluation.every 1", 2, "stop_at = 50 must be at most 1"),
+    ("plan grpo.toml --weights.probe_stop 0.01", 2, "is not above weights.probe_warn = 0.05"),
+    ("plan grpo.toml --model.chat_template_kwargs.enable_thinking false", 2, "does not use this variable: it uses"),
+    ("plan grpo.toml --model.chat_template_kwargs.messages 1", 2, "is set by Slipstream or the tokenizer.*: remove it"),
+    ("plan grpo.toml --data.path rows.jsonl", 2, "applies to sft, not to grpo, whose tasks come from the environment"),
+    ("sft grpo.toml", 2, "algorithm.kind = .*run `slipstream train` with this run file"),
+]
+COMMAND_LINE = [
+    ("trian sft.toml", 2, "(?i)unknown command .*did you mean"),
+    ("train", 2, "(?i)requires an argument"),
+    ("train sft.toml other.toml", 2, "'other.toml' is not a setting: write --section.key VALUE after the run file"),
+    ("train sft.toml --resume", 2, "--resume needs the folder of the run to continue: add --run.folder FOLDER"),
+    ("train sft.toml --resume --run.folder none", 2, "none holds no run to resume: name a run's folder"),
+    ("train sft.toml --resume --run.folder empty", 2, "empty holds no run to resume: name a run's folder"),
+    ("train sft.toml --run.folder finished", 2, "finished exists and is not empty: continue it with --resume or use"),
+    ("train sft.toml --resume --run.folder locked", 2, "locked is in use by process .*: wait until it ends"),
+    ("train sft.toml --run.folder rows.jsonl", 2, "rows.jsonl is a file: name another folder"),
+    ("train sft.toml --run.folder rows.jsonl/run", 2, "cannot be made .*: name another folder"),
+    ("train sft.toml --run.folder /proc/run", 2, "/proc/run cannot be made .*: name another folder"),
+    ("env test sft.toml", 2, "names no environment to test: add"),
+    ("eval sft.toml", 2, "evaluation needs .environment."),
+    ("runs rows.jsonl", 2, "rows.jsonl is a file"),
+    ("model new finished", 2, "finished"),
+]
+DATA_CASES = [
+    ("sft sft.toml --data none.jsonl", 3, "none.jsonl cannot be read .*: correct data.path"),
+    ("sft sft.toml --data empty.jsonl", 3, "empty.jsonl holds no row: give"),
+    ("sft sft.toml --data question_only.jsonl", 3, "row 1 of .* has no assistant message.*: add"),
+    ("sft sft.toml --data not_utf8.jsonl", 3, "row 1 of .* is not JSON .*: correct or remove it"),
+    ("sft sft.toml --data not_json.jsonl", 3, "row 2 of .* is not JSON .*: correct or remove it"),
+    ("sft sft.toml --data list.json", 3, "is one JSON list: write one JSON object a line"),
+    ("sft sft.toml --data other_keys.jsonl", 3, "row 1 of .* has the keys text: give"),
+    ("sft sft.toml --data wrong_role.jsonl", 3, r"messages\[0\].role = 'robot' is unknown: use system, user"),
+    ("sft sft.toml --data null.jsonl", 3, "row 1 of .* has the keys completion, prompt"),
+    ("sft sft.toml --data long.jsonl", 3, "longer than the model's context of 512 tokens: use shorter ones"),
+    ("sft sft.toml --data table.csv", 3, "table.csv is not .*: give a .jsonl or .parquet file"),
+    ("sft sft.toml --data no_parquet.parquet", 3, "is not a whole parquet file .*: save or download it again"),
+    ("sft sft.toml --data truncated.parquet", 3, "is not a whole parquet file .*: save or download it again"),
+    ("sft sft.toml --data other.parquet", 3, "row 1 of .*other.parquet has the keys text: give"),
+    ("sft sft.toml --data not_utf8.parquet", 3, "row 2 of .*, column completion cannot be read .*: correct it"),
+    ("sft sft.toml --data empty", 3, "empty holds no data file: give"),
+    ("sft sft.toml --data.prompt_column ask", 3, "no row has the column 'ask': there are completion, prompt"),
+    ("sft sft.toml --data.split test", 3, "rows.jsonl is a file and has no split 'test': leave the split out"),
+]
+ROWS_CASES = [
+    ("path none", 3, "none cannot be read .*: correct environment.settings.path"),
+    ("pth x", 2, r"rows has no such setting: did you mean 'path'\?"),
+    ("answer_column x", 3, "no row has the column 'x': there are"),
+    ("reward fuzzy", 2, "reward = 'fuzzy' is not a reward: use \"exact\""),
+    ("reward none.py", 2, "there is no file .*none.py .*: correct the path"),
+    ("reward score.py", 2, "cannot be called with data_source, solution_str"),
+    ("reward score.py:grade", 2, r"no function 'grade': use one of compute_score"),
+    ("path no_truth.jsonl", 3, "row 1 .*ground_truth is empty.*: give it"),
+    ("path bad_text.jsonl", 3, "row 1 .*: reward_model = .* is not a dictionary"),
+    (
+        "path words.jsonl --environment.settings.reward number",
+        3,
+        "row 1 .*: the answer 'four' holds no number, .*: correct the row",
+    ),
+]
+ENVIRONMENTS = [
+    ("none.py", 2, "there is no file .*none.py .*: correct the path"),
+    ("syntax.py", 2, "importing .*syntax.py.* failed: SyntaxError"),
+    ("raises_on_import.py", 2, "line 1 failed: ModuleNotFoundError: No module named 'no_such_module'"),
+    ("no_tasks.py", 2, "nor the function tasks: define"),
+    ("no_reward.py", 2, "nor the function reward: define"),
+    ("wrong_arguments.py", 2, r"tasks\(\) in .* cannot be called with split, num_tasks, seed"),
+    ("tasks_nothing.py", 3, "gave no held-out tasks: have tasks"),
+    ("tasks_none.py", 3, r"tasks\(\) of tasks_none returned nothing: return a list of tasks"),
+    ("tasks_raises.py", 4, r"of tasks_raises raised KeyError: 'lost' \(line 2 of .*\): correct it"),
+    ("tasks_wrong_type.py", 3, "task 0 of tasks_wrong_type is a int: give a Task or a dictionary with 'prompt'"),
+    ("tasks_no_prompt.py", 3, "has no 'prompt', only question: add it"),
+    ("tasks_same_ids.py", 3, "have the same id 'a': use unique ids"),
+    ("tasks_number.py", 3, "has the answer 5, a int: give it as text"),
+    ("tasks_long.py", 3, "leaves no room for a completion .*: use shorter prompts"),
+    ("tasks_same_splits.py", 3, "is also a held-out one: give other training data"),
+    ("reasoning_gym/spell_backwards", 2, r"no task 'spell_backwards': did you mean 'spell_backward'\?"),
+    ("reasoning_gym/spell_backward --environment.settings.min_len 3", 2, "spell_backward has no such setting: did you"),
+    ("somewhere_else", 2, "'somewhere_else' is not installed: use reasoning_gym/<task>, rows"),
+]
+MODELS = [
+    ("./none", 'none" does not exist: give the folder of a model'),
+    ("rows.jsonl", "is a file: give the folder of a model"),
+    ("empty", "has no config.json: give a folder in Hugging Face format"),
+    ("finished", "has no config.json: it belongs to a run"),
+    ("config_text", "config.json cannot be read .*: save or download the model again"),
+    ("config_list", "config.json is not a JSON object: save the model again"),
+    ("unknown", "holds no usable configuration .*martian.*: use another model"),
+    ("encoder", "BertForMaskedLM, not a causal language model: give one that generates text"),
+    ("no_weights", r"has no weights \(\*.safetensors\): save or download"),
+    ("pickled", "only pytorch_model.bin: save it with save_pretrained"),
+    ("truncated", "model.safetensors is not a whole file of weights .*: save or download it again"),
+    ("shard_missing", "lacks model-00002-of-00002.safetensors, which its index names"),
+    ("no_tokenizer", ". has no tokenizer .*: copy the files"),
+    ("tokenizer_text", "no tokenizer can be loaded .*: "),
+    ("no_template", "the tokenizer has no chat template: use a chat model"),
+    ("template_syntax", "chat template cannot render a question .*: use"),
+]
+CASES = [*CONFIG, *COMMAND_LINE, *DATA_CASES]
+CASES += [(f"train grpo.toml --environment.name {name}", code, said) for name, code, said in ENVIRONMENTS]
+CASES += [(f"train rows.toml --environment.settings.{name}", code, said) for name, code, said in ROWS_CASES]
+CASES += [(f"train sft.toml --model.path {name}", 2, said) for name, said in MODELS]
+
+
+def make_models(root):
+    """The folder of a good model, and of everything that can be wrong with one."""
+    good = new_model(root / "model", hidden_size=32, num_layers=1)
+
+    def variant(name, without=(), **files):
+        folder = shutil.copytree(good, root / name)
+        for file in without:
+            (folder / file).unlink()
+        for file, text in files.items():
+            (folder / file.replace("_json", ".json")).write_text(text)
+        return folder
+
+    config = json.loads((good / "config.json").read_text())
+    variant("config_text", config_json="model_type: qwen3")
+    variant("config_list", config_json="[]")
+    variant("unknown", config_json=json.dumps({**config, "model_type": "martian"}))
+    variant("encoder", config_json=json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    variant("no_weights", ["model.safetensors"])
+    (variant("pickled", ["model.safetensors"]) / "pytorch_model.bin").write_bytes(b"x")
+    weights = variant("truncated") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (variant("shard_missing") / "model.safetensors.index.json").write_text(json.dumps(index))
+    tokenizer = [file.name for file in good.iterdir() if "token" in file.name or file.suffix == ".jinja"]
+    variant("no_tokenizer", tokenizer)
+    variant("tokenizer_text", tokenizer_json="not a tokenizer")
+    settings = json.loads((good / "tokenizer_config.json").read_text())
+    for name, template in (("no_template", None), ("template_syntax", "{% for %}")):
+        folder = variant(name, [file for file in tokenizer if file.endswith(".jinja")])
+        changed = {key: value for key, value in settings.items() if key != "chat_template"}
+        changed |= {"chat_template": template} if template else {}
+        (folder / "tokenizer_config.json").write_text(json.dumps(changed))
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """A folder with everything that the cases name; no case changes it."""
+    root = tmp_path_factory.mktemp("broken")
+    for name, text in (FILES | RUN_FILES).items():
+        (root / name).write_text(text)
+    for name, data in DATA.items():
+        (root / name).write_bytes(data)
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (root / "empty").mkdir()
+    with RunLog.create(root / "finished"):
+        pass
+    pq.write_table(pa.Table.from_pylist(ROWS), root / "whole.parquet")
+    (root / "truncated.parquet").write_bytes((root / "whole.parquet").read_bytes()[:-50])
+    pq.write_table(pa.Table.from_pylist([{"text": "x"}]), root / "other.parquet")
+    raw = pa.array([b"fine", b"\xff\xfe"], pa.binary())
+    text = pa.StringArray.from_buffers(len(raw), raw.buffers()[1], raw.buffers()[2])
+    pq.write_table(pa.table({"prompt": ["a", "b"], "completion": text}), root / "not_utf8.parquet")
+    make_models(root)
+    with RunLog.create(root / "locked"):
+        yield root
+
+
+def contents(root):
+    """Every file with its size and time of change, and every folder."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), CASES, ids=[case[0] for case in CASES])
+def test_it_is_one_sentence_and_nothing_is_left(arguments, code, said, broken, capsys, monkeypatch):
+    monkeypatch.chdir(broken)
+    before, children = contents(broken), psutil.Process().children(recursive=True)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (code, ""), err
+    assert_one_sentence(err, said)
+    assert contents(broken) == before
+    assert psutil.Process().children(recursive=True) == children
+
+
+def assert_one_sentence(err, said):
+    assert err.startswith("error: ")
+    assert len(err.strip().splitlines()) == 1, err
+    assert "Traceback" not in err
+    assert re.search(said, err), err
+    assert len(err) < 700, "too long to be read"
+
+
+def test_there_are_many():
+    assert len({case[0] for case in CASES}) == len(CASES) > 40

@@ -1,0 +1,161 @@
+"""Rows from every format that people have, and what is said of broken ones; `datasets` writes, we read."""
+
+import datetime
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slipstream.data.files import Columns, read_conversations, read_problems, value_at
+from slipstream.data.tables import Row, read_rows
+from slipstream.errors import DataError
+from slipstream.records import Message
+
+ROWS = [{"prompt": f"q{n}", "completion": f"a{n}", "n": n} for n in range(5)]
+SAID = [(Message("user", f"q{n}"), Message("assistant", f"a{n}")) for n in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    datasets.disable_progress_bars()
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_file(tmp_path, name):
+    path = write(tmp_path / name, ROWS)
+    assert [row.values for row in read_rows(path)] == ROWS
+    assert read_rows(path)[3].where == f"row 4 of {path}"
+    assert read_conversations(path) == SAID
+
+
+def test_a_folder_of_save_to_disk(tmp_path):
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "one", num_shards=2)
+    assert read_conversations(tmp_path / "one") == SAID
+    data.select([3, 1]).save_to_disk(tmp_path / "chosen")
+    assert read_conversations(tmp_path / "chosen") == [SAID[3], SAID[1]]
+    datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(tmp_path / "two")
+    assert read_conversations(tmp_path / "two") == SAID
+    assert read_conversations(tmp_path / "two", split="test") == SAID[:1]
+    with pytest.raises(DataError, match="has no split 'dev', only 'train', 'test'"):
+        read_conversations(tmp_path / "two", split="dev")
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match=r"data-00001-of-00002.arrow is missing, which .*state.json lists"):
+        read_rows(tmp_path / "one")
+
+
+def test_a_data_set_repository(tmp_path):
+    for number, rows in enumerate((ROWS[:2], ROWS[2:])):
+        write(tmp_path / "repo" / "data" / f"train-0000{number}-of-00002.parquet", rows)
+    write(tmp_path / "repo" / "data" / "validation-00000-of-00001.parquet", ROWS[:1])
+    (tmp_path / "repo" / "README.md").touch()
+    assert read_conversations(tmp_path / "repo") == SAID
+    assert len(read_rows(tmp_path / "repo", "validation")) == 1
+    write(tmp_path / "folders" / "train" / "0.jsonl", ROWS)
+    write(tmp_path / "folders" / "test" / "0.jsonl", ROWS[:1])
+    assert len(read_rows(tmp_path / "folders")) == 5
+    assert len(read_rows(tmp_path / "folders", "test")) == 1
+    write(tmp_path / "plain" / "a.parquet", ROWS)
+    assert len(read_rows(tmp_path / "plain")) == 5
+    write(tmp_path / "plain" / "b.jsonl", ROWS)
+    with pytest.raises(DataError, match="holds both parquet and JSON"):
+        read_rows(tmp_path / "plain")
+
+
+def test_nested_messages_of_parquet(tmp_path):
+    messages = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
+    path = write(tmp_path / "rows.parquet", [{"messages": messages, "source": "x"}])
+    assert read_conversations(path) == SAID[:1]
+
+
+def test_columns_by_their_usual_names_or_named(tmp_path):
+    alpaca = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    shared = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    path = write(tmp_path / "rows.jsonl", [alpaca, shared, {"question": "q", "answer": "a"}])
+    assert [[turn.content for turn in turns] for turns in read_conversations(path)] == [
+        ["Add.\n\n1 2", "3"], ["q", "a"], ["q", "a"],
+    ]  # fmt: skip
+    rows = [{"prompt": "wrong", "deep": {"ask": "q0"}, "say": "a0"}]
+    path = write(tmp_path / "named.jsonl", rows)
+    assert read_conversations(path, Columns(prompt="deep.ask", answer="say")) == SAID[:1]
+    with pytest.raises(DataError, match=r"has no column 'answer': it has ask"):
+        read_conversations(path, Columns(prompt="deep.answer", answer="say"))
+    with pytest.raises(DataError, match="no row has the column 'tell': there are deep, prompt, say"):
+        read_conversations(path, Columns(prompt="prompt", answer="tell"))
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0, "answer": "1 + 1 = 2"},
+}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("text", [None, json.dumps, repr], ids=["nested", "JSON", "repr"])
+def test_verl_rows(tmp_path, name, text):
+    row = dict(VERL)
+    if text is not None:
+        row |= {key: text(row[key]) for key in ("reward_model", "extra_info")}
+    (problem,) = read_problems(write(tmp_path / name, [row]), Columns(gold="extra_info.answer"))
+    assert problem.prompt == (Message("user", "1 + 1?"),)
+    assert (problem.answer, problem.gold, problem.source) == ("2", "1 + 1 = 2", "openai/gsm8k")
+    assert problem.extra == VERL["extra_info"]
+
+
+def test_nested_columns_whose_types_differ_from_row_to_row(tmp_path):
+    rows = [{**VERL, "reward_model": {"ground_truth": truth}} for truth in ("2", {"target": ["a"]}, [1, 2], 3.5)]
+    problems = read_problems(write(tmp_path / "rows.jsonl", rows), Columns())
+    assert [problem.answer for problem in problems] == ["2", {"target": ["a"]}, [1, 2], 3.5]
+
+
+def test_an_absent_or_null_extra_info_is_an_empty_one(tmp_path):
+    rows = [{**VERL, "extra_info": None}, {key: value for key, value in VERL.items() if key != "extra_info"}]
+    assert [p.extra for p in read_problems(write(tmp_path / "rows.jsonl", rows), Columns())] == [{}, {}]
+
+
+def test_conversations_as_problems(tmp_path):
+    messages = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
+    (problem,) = read_problems(write(tmp_path / "rows.jsonl", [{"messages": messages}]), Columns())
+    assert ([turn.content for turn in problem.prompt], problem.answer) == (["u", "a", "u"], "a")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward_model": {"style": "rule"}}, "row 2 of .* has no column 'ground_truth': it has style"),
+        ({"reward_model": {"ground_truth": None}}, "row 2 of .*: reward_model.ground_truth is empty"),
+        ({"reward_model": "4 apples"}, "row 2 of .*: reward_model = '4 apples' is not a dictionary"),
+        ({"extra_info": "[1]"}, "row 2 of .*: extra_info = .* is not a dictionary"),
+        ({"prompt": []}, r"row 2 of .*: prompt = \[\] is not a list of messages"),
+        ({"data_source": None}, "row 2 of .*: data_source = None is not text"),
+        ({"images": ["a.png"]}, "row 2 of .*: images is not empty, and only text models"),
+    ],
+)
+def test_a_broken_verl_row_is_named(tmp_path, change, said):
+    with pytest.raises(DataError, match=said):
+        read_problems(write(tmp_path / "rows.jsonl", [VERL, {**VERL, **change}]), Columns())
+
+
+def test_what_a_reward_worker_cannot_be_sent_is_named(tmp_path):
+    row = {**VERL, "extra_info": {"day": datetime.date(2026, 1, 1)}}
+    with pytest.raises(DataError, match=r"row 1 of .*: extra_info.day is a date"):
+        read_problems(write(tmp_path / "rows.parquet", [row]), Columns())
+
+
+def test_value_at():
+    row = Row("row 1", {"a.b": 1, "a": {"b": 2, "c": {"d": 3}}})
+    assert [value_at(row, name) for name in ("a.b", "a.c.d")] == [1, 3]

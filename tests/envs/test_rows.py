@@ -1,0 +1,154 @@
+"""The environment `rows`: its splits, its rewards, and verl's reward functions in a worker that can be killed."""
+
+import json
+
+import pytest
+
+from slipstream.config.schema import EnvironmentConfig
+from slipstream.envs.answers import last_number
+from slipstream.envs.registry import load_environment
+from slipstream.envs.rows import Rows
+from slipstream.envs.scorer import ScorerPool
+from slipstream.envs.split import split_of
+from slipstream.errors import ConfigError, DataError
+
+QUESTIONS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(200)]
+COMPUTE_SCORE = r"""
+import re, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=False):
+    if solution_str == "hang":
+        time.sleep(1000)
+    found = re.findall(r"####\s*(-?\d+)", solution_str)
+    score = 1.0 if found and found[-1] == ground_truth else 0.0
+    return {"score": score, "acc": score > 0, "pred": found[-1] if found else "", "index": extra_info.get("index", -1)}
+
+async def waiting(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str))
+""".replace("\\\\\\\\", "\\\\")
+
+
+def verl(n, source="openai/gsm8k"):
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": f"What is {n} + 1?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"index": n, "answer": f"{n} and 1\n#### {n + 1}"},
+    }
+
+
+@pytest.fixture
+def make(tmp_path):
+    """`make(rows, **settings)`: the environment over these rows."""
+
+    def make(rows=QUESTIONS, **settings):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Rows(0, {"path": str(path), **settings})
+
+    return make
+
+
+def reward(environment, task, text):
+    return environment.score(task, text).reward
+
+
+def test_one_question_in_ten_is_held_out_by_its_text(make):
+    environment = make()
+    train, held_out = environment.tasks("train", 1000), environment.tasks("eval", 1000)
+    assert len(train) + len(held_out) == 200
+    assert environment.num_train_tasks == len(train)
+    assert all(split_of(task.prompt[0].content) == "eval" for task in held_out)
+    assert environment.tasks("train", 7) == train[:7]
+
+
+def test_a_file_of_its_own_is_held_out(make, tmp_path):
+    path = tmp_path / "eval.jsonl"
+    path.write_text(json.dumps({"question": "Why?", "answer": "so"}) + "\n")
+    environment = make(eval_path=str(path))
+    assert environment.num_train_tasks == 200
+    (task,) = environment.tasks("eval", 500)
+    assert (task.answer, reward(environment, task, "so\n"), reward(environment, task, "not so")) == ("so", 1.0, 0.0)
+
+
+def test_no_held_out_question(make):
+    with pytest.raises(DataError, match=r"none of the 1 questions .* is held out"):
+        make([row for row in QUESTIONS if split_of(row["question"]) == "train"][:1]).tasks("eval", 5)
+
+
+def test_exact_and_number(make):
+    environment = make([{"question": f"q{n}", "answer": ["1,000", "1e3"]} for n in range(20)])
+    task = environment.tasks("train", 1)[0]
+    assert [reward(environment, task, text) for text in ("1,000", " 1e3 ", "1000")] == [1.0, 1.0, 0.0]
+    assert reward(environment, task, "<think>1,000</think>\n1,000") == 1.0
+    assert environment.score(task, "<think>1,000").metrics == {"unclosed_thinking": 1.0}
+    environment = make([{"question": f"q{n}", "answer": "so #### 1,000"} for n in range(20)], reward="number")
+    task = environment.tasks("train", 1)[0]
+    assert [reward(environment, task, text) for text in ("It is 1000.0.", "1000 or 7", "none")] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("-3", -3),
+        ("5-3", 3),
+        ("1,234.50 km", 1234.5),
+        ("$.5", 0.5),
+        ("3/4", 0.75),
+        ("7.", 7),
+        ("1,23", 23),
+        ("x", None),
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == number
+
+
+async def test_a_reward_function_of_verl_runs_unchanged_and_is_killed_when_it_hangs(tmp_path):
+    (tmp_path / "score.py").write_text(COMPUTE_SCORE)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(verl(n)) + "\n" for n in range(50)))
+    settings = {"path": str(tmp_path / "rows.jsonl"), "reward": f"{tmp_path / 'score.py'}:compute_score"}
+    config = EnvironmentConfig(name="rows", settings={**settings, "gold_column": "extra_info.answer"})
+    environment = load_environment(config)
+    task = environment.tasks("train", 1)[0]
+    async with ScorerPool(config, timeout_s=2.0) as scorer:
+        score = await scorer.score(task, environment.gold(task))
+        assert score.reward == 1.0
+        assert score.metrics == {"acc": 1.0, "index": float(task.info["extra_info"]["index"])}
+        assert (await scorer.score(task, "<think>#### -7</think>")).reward == 0.0
+        with pytest.raises(Exception, match="was killed after 2 s"):
+            await scorer.score(task, "hang")
+
+
+def test_an_async_function_too(make, tmp_path):
+    (tmp_path / "score.py").write_text(COMPUTE_SCORE)
+    environment = make([verl(n) for n in range(20)], reward=f"{tmp_path / 'score.py'}:waiting", strip_thinking=True)
+    assert reward(environment, environment.tasks("train", 1)[0], "<think>x</think>four") == 4.0
+
+
+def test_rewards_by_data_source(make):
+    table = {"openai": "number", "openai/exact": "exact"}
+    rows = [verl(n, source) for n in range(30) for source in ("openai/gsm8k", "openai/exact_match")]
+    environment = make(rows, reward=table)
+    by_source = {task.info["data_source"]: task for task in environment.tasks("train", 60)}
+    said = {source: reward(environment, task, f"so {task.answer}") for source, task in by_source.items()}
+    assert said == {"openai/gsm8k": 1.0, "openai/exact_match": 0.0}
+    with pytest.raises(DataError, match=r"row 1 of .*: data_source = 'other' has no reward: .* openai/exact, openai"):
+        make([verl(1, "other")], reward=table).tasks("train", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"paht": "x"}, r"environment.settings.paht: rows has no such setting: did you mean 'path'\?"),
+        ({"format": "parquet"}, "format = 'parquet' is not a choice"),
+        ({"strip_thinking": "yes"}, "strip_thinking = 'yes' is a str: give true or false"),
+        ({"split": 3}, "split = 3 is not a text"),
+        ({"reward": {"a": "near"}}, "environment.settings.reward.a = 'near' is not a reward"),
+    ],
+)
+def test_wrong_settings(make, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        make(**settings)
+    with pytest.raises(ConfigError, match=r"environment.settings.path is missing"):
+        Rows(0, {})
