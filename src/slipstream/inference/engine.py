@@ -94,7 +94,10 @@ class SupervisedEngine:
             await self.revive()
             report = await self._process.client.apply(ticket, timeout_s)
         if not report.mismatched:
-            self._remember(ticket.location, ticket.version, ticket.parameters)
+            if ticket.bridge == "lora":
+                self._process.settings = msgspec.structs.replace(self._process.settings, adapter=ticket)
+            else:
+                self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:

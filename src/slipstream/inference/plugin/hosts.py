@@ -16,13 +16,31 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """A LoRA adapter under the name and number that vLLM knows it by; neither is ever used again for another."""
+
+    name: str
+    id: int
+    path: str
+
+    def request(self) -> Any:
+        """vLLM's own record of it."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(self.name, self.id, self.path)
 
 
 class Host(Protocol):
     """What the server needs of an engine."""
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+    ) -> Any:
         """The finished request output; cancelling the call aborts the request inside the engine."""
         ...
 
@@ -32,6 +50,14 @@ class Host(Protocol):
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False when vLLM refused."""
+        ...
+
+    async def load_adapter(self, adapter: LoadedAdapter) -> bool:
+        """Load a LoRA adapter between two steps; False when vLLM refused."""
+        ...
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        """Forget it."""
         ...
 
     @property
@@ -104,13 +130,16 @@ class InProcessHost:
         self._commands.put(command)
         return future
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+    ) -> Any:
         """See `Host`."""
+        lora = adapter.request() if adapter else None
         done: Future[Any] = Future()
 
         def add() -> None:
             try:
-                self._engine.add_request(request_id, prompt, params)
+                self._engine.add_request(request_id, prompt, params, lora_request=lora)
             except Exception as error:  # noqa: BLE001 (a refused request concerns its caller only)
                 done.set_exception(error)
             else:
@@ -137,6 +166,14 @@ class InProcessHost:
         """See `Host`."""
         return bool(await asyncio.wrap_future(self._submit(self._engine.reset_prefix_cache)))
 
+    async def load_adapter(self, adapter: LoadedAdapter) -> bool:
+        """See `Host`."""
+        return bool(await asyncio.wrap_future(self._submit(lambda: self._engine.add_lora(adapter.request()))))
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        """See `Host`."""
+        await asyncio.wrap_future(self._submit(lambda: self._engine.remove_lora(adapter.id)))
+
     def shutdown(self) -> None:
         """Stop stepping; the process ends right after."""
         self._commands.put(None)
@@ -157,10 +194,13 @@ class AsyncHost:
         """True once the engine core has failed."""
         return bool(self._engine.errored)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+    ) -> Any:
         """See `Host`."""
+        lora = adapter.request() if adapter else None
         final: Any = None
-        async for output in self._engine.generate(prompt, params, request_id):
+        async for output in self._engine.generate(prompt, params, request_id, lora_request=lora):
             final = output
         return final
 
@@ -171,6 +211,14 @@ class AsyncHost:
     async def reset_prefix_cache(self) -> bool:
         """See `Host`; versions before 0.27 answer nothing."""
         return (await self._engine.reset_prefix_cache()) is not False
+
+    async def load_adapter(self, adapter: LoadedAdapter) -> bool:
+        """See `Host`."""
+        return bool(await self._engine.add_lora(adapter.request()))
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        """See `Host`."""
+        await self._engine.remove_lora(adapter.id)
 
     def shutdown(self) -> None:
         """Stop the engine core's process."""
