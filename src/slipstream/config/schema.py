@@ -201,8 +201,8 @@ class WeightsConfig(Section):
 
     bridge: Literal["auto", "disk", "restart", "lora"] = "auto"
     """`disk`: files loaded in place into the running engine. `restart`: the engine is started anew. `lora`: the engine
-    keeps the base and loads the adapter beside it. `auto`: `lora` when [lora] is set, otherwise `disk`; under [lora] the
-    other two publish the whole model with the adapter merged into it."""
+    keeps the base and loads the adapter beside it. `auto`: `lora` when [lora] is set, otherwise `disk`; under [lora]
+    those two publish the whole model with the adapter merged into it."""
     apply_timeout_s: PositiveFloat = 300.0
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8

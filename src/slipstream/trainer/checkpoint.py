@@ -1,9 +1,10 @@
 """Checkpoints that are whole or absent.
 
-`step-000012/weights/` is a Hugging Face folder (under LoRA an adapter in PEFT's format), `step-000012/state/` what resuming needs (safetensors and
-JSON; no pickle), `step-000012/manifest.json` says what must be there. Guarantees: a kill at any moment leaves
-every finished checkpoint as it was; `latest` passes over unfinished and damaged ones; an older checkpoint is
-removed only when a newer one is whole. What is in `extra` (data position, lineage) is the loop's business.
+`step-000012/weights/` is a Hugging Face folder (under LoRA an adapter in PEFT's format), `step-000012/state/` what
+resuming needs (safetensors and JSON; no pickle), `step-000012/manifest.json` says what must be there. Guarantees: a
+kill at any moment leaves every finished checkpoint as it was; `latest` passes over unfinished and damaged ones; an
+older checkpoint is removed only when a newer one is whole. What is in `extra` (data position, lineage) is the loop's
+business.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from slipstream.errors import ConfigError
-from slipstream.weights.adapter import AdapterConfig, adapter_parameter, check_adapter_fits
-from slipstream.weights.files import read_model_folder
+from slipstream.weights.adapter import AdapterConfig, adapter_parameter, check_adapter_fits, read_adapter_tensors
 
 ALL_LINEAR = "all-linear"
 _BASE, _A, _B = "base_layer", "lora_A", "lora_B"
@@ -83,6 +83,10 @@ class Adapter:
             module = LoraLinear(network.get_submodule(name), config.rank, config.scaling)  # pyright: ignore[reportArgumentType]
             setattr(network.get_submodule(parent), leaf, module)
             layers[name] = module
+        if targets == ALL_LINEAR:
+            # Spelt out: what counts as linear is for whoever loads the adapter to decide otherwise.
+            names = tuple(sorted({name.rpartition(".")[2] for name in layers}))
+            config = replace(config, target_modules=names)
         return cls(layers, config)
 
     @property
@@ -105,7 +109,7 @@ class Adapter:
         """Take over the adapter in `folder`. Raises ConfigError unless it has exactly this shape."""
         check_adapter_fits(folder, self.config.rank, self.config.alpha, self.shapes())
         live = dict(self.named_weights())
-        for name, tensor in read_model_folder(folder):
+        for name, tensor in read_adapter_tensors(folder).items():
             live[name].copy_(tensor)
 
     @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import ConfigError
@@ -61,6 +61,12 @@ class AdapterConfig:
 def adapter_parameter(module: str, half: Literal["A", "B"]) -> str:
     """PEFT's name for one matrix of the adapter of `module`."""
     return f"{_PREFIX}{module}.lora_{half}.weight"
+
+
+def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules whose matrices have these names."""
+    modules = (name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names)
+    return tuple(dict.fromkeys(modules))
 
 
 def write_adapter_folder(
@@ -128,6 +134,14 @@ def read_adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read ({error}): save the adapter again") from None
+
+
+def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the adapter in `folder`. Raises ConfigError when it cannot be read."""
+    try:
+        return load_file(folder / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read ({error}): save the adapter again") from None
 

@@ -38,9 +38,7 @@ class LoadedAdapter:
 class Host(Protocol):
     """What the server needs of an engine."""
 
-    async def generate(
-        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
-    ) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
         """The finished request output; cancelling the call aborts the request inside the engine."""
         ...
 
@@ -130,9 +128,7 @@ class InProcessHost:
         self._commands.put(command)
         return future
 
-    async def generate(
-        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
-    ) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
         """See `Host`."""
         lora = adapter.request() if adapter else None
         done: Future[Any] = Future()
@@ -194,9 +190,7 @@ class AsyncHost:
         """True once the engine core has failed."""
         return bool(self._engine.errored)
 
-    async def generate(
-        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
-    ) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
         """See `Host`."""
         lora = adapter.request() if adapter else None
         final: Any = None
