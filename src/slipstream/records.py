@@ -170,6 +170,8 @@ class Ticket(msgspec.Struct, frozen=True):
     """Where the bridge left the weights: a folder, an adapter, a group name."""
     parameters: tuple[ParameterSpec, ...]
     num_bytes: int = 0
+    base: tuple[ParameterSpec, ...] = ()
+    """When `parameters` are an adapter's: the frozen model below it, which the engine must hold too."""
 
 
 class ApplyReport(msgspec.Struct, frozen=True):

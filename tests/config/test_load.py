@@ -275,6 +275,15 @@ class TestKnobsWithoutEffect:
             (MINIMAL, ["--training.warmup_steps", "20"], "use at most 19"),
             (
                 MINIMAL,
+                ["--weights.bridge", "lora"],
+                "there is no [lora]: set lora.rank",
+            ),
+            (MINIMAL, ["--lora.rank", "8", "--lora.path", ""], 'lora.path = "" is empty'),
+            (MINIMAL, ["--lora.target_modules", '["q_proj", ""]'], "has an empty name: remove it"),
+            (MINIMAL, ["--lora.rank", "0"], "lora.rank"),
+            (MINIMAL, ["--inference.options.max_lora_rank", "8"], "set lora.rank instead"),
+            (
+                MINIMAL,
                 ["--training.updates_per_batch", "5"],
                 "does not divide training.prompts_per_batch = 32: use 4 or 8",
             ),
@@ -289,6 +298,14 @@ class TestKnobsWithoutEffect:
         path = run_file(with_line('kl_estimator = "k1"', "[algorithm]"))
         assert refusal(path).endswith("(run.toml:8)")
         assert refusal(run_file(), "--algorithm.kl-estimator", "k1").endswith("(--algorithm.kl-estimator)")
+
+    def test_lora_is_a_section_of_its_own(self, run_file):
+        assert load_config(run_file()).config.lora is None
+        lora = load_config(run_file(), ["--lora.rank", "8", "--lora.path", "a"]).config.lora
+        assert (lora.rank, lora.alpha, lora.target_modules) == (8, 32.0, "all-linear")
+        assert lora.path == str(Path.cwd() / "a")
+        text = MINIMAL + '[lora]\ntarget_modules = ["q_proj", "v_proj"]\n'
+        assert load_config(run_file(text)).config.lora.target_modules == ("q_proj", "v_proj")
 
     def test_may_be_set_when_it_has_one(self, run_file):
         overrides = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_estimator", "k1"]

@@ -3,10 +3,19 @@ import os
 
 import pytest
 
-from slipstream.config import EnvironmentConfig, GRPOConfig, ModelConfig, RunConfig, SFTConfig, TrainingConfig
+from slipstream.config import (
+    EnvironmentConfig,
+    GRPOConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 from slipstream.errors import ConfigError
 from slipstream.launch.facts import (
     gather_facts,
+    measure_adapter,
     measure_data,
     measure_gpus,
     read_model,
@@ -175,3 +184,31 @@ def test_gather(tmp_path):
     assert facts.num_cpus == usable_cpus()
     assert facts.model.hidden_size == 128
     assert facts.data.max_prompt_tokens == 6
+
+
+def test_the_adapter_is_measured_and_checked_without_the_models_weights(tmp_path):
+    from slipstream.trainer.model import PolicyModel
+    from slipstream.trainer.new_model import new_model
+    from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+
+    folder = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
+    adapter = PolicyModel.load(folder).add_adapter(AdapterConfig(8, 16.0, ("q_proj", "o_proj"), str(folder)))
+    write_adapter_folder(tmp_path / "adapter", adapter.named_weights(), adapter.config)
+    (folder / "model.safetensors").unlink()
+
+    def measured(**lora):
+        run = config(SFTConfig(), lora=LoraConfig(**lora))
+        return measure_adapter(run.model_copy(update={"model": ModelConfig(path=str(folder))}))
+
+    assert measure_adapter(config(SFTConfig())) is None
+    fitting = {"rank": 8, "alpha": 16.0, "target_modules": ("q_proj", "o_proj"), "path": str(tmp_path / "adapter")}
+    found = measured(**fitting)
+    assert found.num_parameters == adapter.num_parameters
+    assert found.target_modules == ("o_proj", "q_proj")
+    assert len(measured().target_modules) == 7
+    with pytest.raises(ConfigError, match=r"does not fit model.path and lora.target_modules \(missing .*down_proj"):
+        measured(**fitting | {"target_modules": "all-linear"})
+    with pytest.raises(ConfigError, match=r"set lora.rank = 8"):
+        measured(**fitting | {"rank": 4})
+    with pytest.raises(ConfigError, match=r"is a LoRA adapter: give its base as model.path"):
+        read_model(str(tmp_path / "adapter"))

@@ -15,6 +15,7 @@ from slipstream.config import (
     GRPOConfig,
     InferenceConfig,
     Loaded,
+    LoraConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
@@ -28,6 +29,7 @@ from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.keys import leaves
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
+from slipstream.launch.measured import AdapterFacts
 from slipstream.launch.memory import (
     GIB,
     activation_bytes_per_token,
@@ -93,6 +95,7 @@ def test_every_auto_gets_its_value_and_reason():
     assert autos(made.config) == []
     assert {item.name: item.value for item in made.derived} == {
         "model.dtype": "float32",
+        "weights.bridge": "disk",
         "sampling.max_tokens": 19,  # 1.25 * 12 + 4
         "inference.max_model_len": 80,  # 60 + 19, in multiples of 16
         "inference.max_num_seqs": 256,  # 32 * 8
@@ -112,6 +115,7 @@ def test_every_auto_gets_its_value_and_reason():
 def test_what_the_user_set_stays():
     values = {
         "model.dtype": "bfloat16",
+        "weights.bridge": "restart",
         "sampling.max_tokens": 100,
         "inference.max_model_len": 200,
         "inference.max_num_seqs": 3,
@@ -323,6 +327,28 @@ def test_the_plan_can_be_shown():
     assert content["warnings"] == list(made.warnings)
 
 
+def test_lora():
+    adapter = AdapterFacts(num_parameters=10_000, target_modules=("down_proj", "q_proj"))
+    config = GRPO.model_copy(update={"lora": LoraConfig()})
+    made = plan(config=config, adapter=adapter)
+    derived = {item.name: item.value for item in made.derived}
+    assert derived["weights.bridge"] == "lora"
+    assert derived["lora.target_modules"] == made.config.lora.target_modules == ("down_proj", "q_proj")
+    notes = {note.name: note for note in made.notes}
+    assert notes["trainable parameters"].value == 10_000
+    assert "1.25 % of the model's 800,000" in notes["trainable parameters"].how
+    assert "frozen weights" in notes["memory of the trainer"].how
+    chosen = config.model_copy(update={"lora": LoraConfig(target_modules=("q_proj",))})
+    assert plan({"weights.bridge": "disk"}, chosen, adapter=adapter).config.lora.target_modules == ("q_proj",)
+
+
+def test_lora_needs_no_reference_and_no_state_for_the_base():
+    whole = training_state_bytes(TINY, "bfloat16", with_reference=True)
+    adapter = training_state_bytes(TINY, "bfloat16", with_reference=True, num_adapter_parameters=1000)
+    assert whole == 800_000 * (3 * 2 + 16)
+    assert adapter == 800_000 * 2 + 1000 * (2 * 2 + 16)
+
+
 sizes = st.integers(min_value=1, max_value=10**5)
 any_config = st.builds(
     RunConfig,
@@ -339,6 +365,7 @@ any_config = st.builds(
     ),
     evaluation=st.none() | st.builds(EvaluationConfig, num_tasks=sizes),
     data=st.none() | st.just(DataConfig(path="/x")),
+    lora=st.none() | st.just(LoraConfig()),
 )
 any_facts = st.builds(
     Facts,

@@ -161,6 +161,22 @@ def runs(
     return 0
 
 
+def export(
+    checkpoint: Annotated[Path, Parameter(help="A checkpoint's folder, or the weights in it.")],
+    out: Annotated[Path, Parameter(help="New folder to write.")],
+    /,
+    *,
+    merged: Annotated[bool, Parameter(negative="", help="Merge a LoRA adapter into its base: a whole model.")] = False,
+    json: Json = False,
+) -> int:
+    """Take what can be deployed out of a checkpoint: a model, a LoRA adapter, or both merged into one model."""
+    from slipstream.launch.export import export as write
+
+    path = write(checkpoint, out, merged=merged)
+    _print_json({"folder": str(path)}) if json else print(f"exported: {path}")
+    return 0
+
+
 @env_app.command(name="test")
 def env_test(
     run_file: RunFile,

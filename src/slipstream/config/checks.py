@@ -22,6 +22,10 @@ OPTIONS_WITH_OWN_KEY = {
     "gpu_memory_utilization": "inference.gpu_memory_utilization",
     "enforce_eager": "inference.enforce_eager",
     "seed": "run.seed",
+    "enable_lora": "lora.rank",
+    "max_lora_rank": "lora.rank",
+    "max_loras": "lora.rank",
+    "lora_target_modules": "lora.target_modules",
 }
 """vLLM's engine arguments that have a key of their own here."""
 OPTIONS_FIXED = {
@@ -83,6 +87,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _early_stop(config)
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
+    yield from _lora(config)
     if config.weights.probe_stop <= config.weights.probe_warn:
         yield (
             "weights.probe_stop",
@@ -90,6 +95,19 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"{config.weights.probe_warn:g}, so no warning "
             "could come first: raise probe_stop or lower probe_warn",
         )
+
+
+def _lora(config: RunConfig) -> Iterator[tuple[str, str]]:
+    lora = config.lora
+    if lora is None:
+        if config.weights.bridge == "lora":
+            sentence = 'weights.bridge = "lora" needs an adapter to publish, and there is no [lora]: set lora.rank'
+            yield "weights.bridge", sentence
+        return
+    if not isinstance(lora.target_modules, str) and not all(name.strip(". ") for name in lora.target_modules):
+        yield "lora.target_modules", "lora.target_modules has an empty name: remove it"
+    if lora.path is not None and not lora.path.strip():
+        yield "lora.path", 'lora.path = "" is empty: give the folder of an adapter, or leave it out'
 
 
 def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:

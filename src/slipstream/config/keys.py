@@ -30,6 +30,9 @@ COMMON_NAMES = {
     "max_new_tokens": "sampling.max_tokens",
     "max_completion_length": "sampling.max_tokens",
     "output_dir": "run.folder",
+    "lora_rank": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
 }
 """What other trainers call the same thing."""
 

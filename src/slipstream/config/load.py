@@ -214,6 +214,8 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
         tree["model"]["path"] = resolve("model.path", text, always=is_local)
     if text := text_at("data", "path"):
         tree["data"]["path"] = resolve("data.path", text, always=True)
+    if text := text_at("lora", "path"):
+        tree["lora"]["path"] = resolve("lora.path", text, always=True)
     if text := text_at("environment", "name"):
         file, colon, name = text.partition(".py:")
         if colon or text.endswith(".py"):

@@ -127,6 +127,23 @@ class GRPOConfig(Section):
     """Whether completions cut at `sampling.max_tokens` carry loss; if not they are in the baseline only."""
 
 
+class LoraConfig(Section):
+    """LoRA (arXiv 2106.09685): only small matrices beside the linear layers are trained; the model stays as it is. With
+    `algorithm.kl_coef` the divergence is from that model, which needs no second copy. Learning rates are usually ten
+    times those of full fine-tuning."""
+
+    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """Inner size of the two matrices."""
+    alpha: PositiveFloat = 32.0
+    """Their product is multiplied by alpha / rank."""
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
+    """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output
+    head."""
+    path: str | None = None
+    """An adapter folder in PEFT's format to start from, which must fit the three settings above. Not set: a fresh
+    adapter."""
+
+
 AlgorithmConfig = Annotated[SFTConfig | GRPOConfig, Field(discriminator="kind")]
 
 
@@ -213,9 +230,11 @@ class InferenceConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engine, and how that is proved."""
 
-    bridge: Literal["disk", "broadcast", "restart"] = "disk"
+    bridge: Literal["auto", "disk", "broadcast", "restart", "lora"] = "auto"
     """`disk`: files loaded in place into the running engine. `broadcast`: from memory to memory over a process group.
-    `restart`: the engine is started anew."""
+    `restart`: the engine is started anew. `lora`: the engine keeps the base and loads the adapter beside it. `auto`:
+    `lora` when [lora] is set, otherwise `disk`; under [lora] the other three publish the whole model with the adapter
+    merged into it."""
     apply_timeout_s: PositiveFloat = 300.0
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8
@@ -274,6 +293,8 @@ class RunConfig(Section):
     environment: EnvironmentConfig | None = None
     data: DataConfig | None = None
     algorithm: AlgorithmConfig
+    lora: LoraConfig | None = None
+    """Not set: all parameters are trained."""
     sampling: SamplingConfig = SamplingConfig()
     training: TrainingConfig
     inference: InferenceConfig = InferenceConfig()

@@ -101,7 +101,11 @@ class SupervisedEngine:
             await self.revive()
             report = await self._process.client.apply(ticket, timeout_s)
         self._only_in_memory = ticket.bridge == "broadcast"
-        if not report.mismatched and not report.unverified and not self._only_in_memory:
+        if report.mismatched or report.unverified or self._only_in_memory:
+            return report
+        if ticket.bridge == "lora":
+            self._process.settings = msgspec.structs.replace(self._process.settings, adapter=ticket)
+        else:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.records import ParameterSpec, Version
+from slipstream.records import ParameterSpec, Ticket, Version
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -28,5 +28,11 @@ class EngineSettings(msgspec.Struct, frozen=True):
     version: Version | None = None
     """The version that `model` holds, verified against `parameters` before the engine says it is ready."""
     parameters: tuple[ParameterSpec, ...] = ()
+    lora_rank: int | None = None
+    """Start with room for one LoRA adapter of this rank; None: without."""
+    lora_target_modules: tuple[str, ...] = ()
+    """Last parts of the names of the layers that it adapts."""
+    adapter: Ticket | None = None
+    """The adapter to load and verify, with the base, before the engine says it is ready."""
     options: dict[str, Any] = {}
     """More of vLLM's engine arguments."""

@@ -11,7 +11,7 @@ from slipstream.config import RunConfig
 from slipstream.inference.engine import OnEvent, SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator import rollouts
-from slipstream.records import EngineHealth, ParameterSpec, Version
+from slipstream.records import EngineHealth, ParameterSpec, Ticket, Version
 
 
 class RunEngine(rollouts.Engine, weights.Engine, Protocol):
@@ -45,6 +45,7 @@ def engine_settings(
     on_cpu: bool,
     version: Version | None = None,
     parameters: tuple[ParameterSpec, ...] = (),
+    adapter: Ticket | None = None,
 ) -> EngineSettings:
     """How to start the engine on the folder `model`; the config's `auto`s have been replaced by the plan."""
     inference = config.inference
@@ -53,6 +54,7 @@ def engine_settings(
     assert isinstance(inference.enforce_eager, bool)
     assert isinstance(inference.kv_cache_gib, float | int)
     assert isinstance(config.run.threads, int)
+    lora = config.lora if config.weights.bridge == "lora" else None
     return EngineSettings(
         model=model,
         socket="",
@@ -67,6 +69,9 @@ def engine_settings(
         threads=config.run.threads if on_cpu else None,
         version=version,
         parameters=parameters,
+        lora_rank=lora.rank if lora else None,
+        lora_target_modules=tuple(name.rpartition(".")[2] for name in lora.target_modules) if lora else (),
+        adapter=adapter,
         options=inference.options,
     )
 

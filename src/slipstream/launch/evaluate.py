@@ -6,9 +6,12 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+from slipstream.config import RunConfig, with_values
 from slipstream.envs.scorer import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
+from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import create_engine, engine_settings
+from slipstream.launch.facts import adapter_config
 from slipstream.launch.local import Progress
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.stop import StopRequest
@@ -45,29 +48,13 @@ async def _until_stopped(prepared: Prepared, progress: Progress, logs: Path, sto
 
 
 async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evaluation:
-    import torch
-
-    from slipstream.trainer.model import resolve_folder
-    from slipstream.weights.files import read_model_folder
-    from slipstream.weights.fingerprint import describe, digest
-
     config, evaluation, section = prepared.config, prepared.config.evaluation, prepared.config.environment
     assert prepared.environment is not None
     assert evaluation is not None
     assert evaluation.temperature != "auto"
     assert section is not None
-    folder = resolve_folder(config.model.path)
-    dtype = getattr(torch, config.model.dtype)
-    parameters = describe((name, tensor.to(dtype)) for name, tensor in read_model_folder(folder))
-    settings = engine_settings(
-        config,
-        str(folder),
-        on_cpu=not torch.cuda.is_available(),
-        version=Version(0, 0, digest(parameters)),
-        parameters=parameters,
-    )
     engine = create_engine(
-        config, settings, logs, lambda kind, **fields: progress.message(f"{kind}: {fields}", "warning")
+        config, _settings(config, logs), logs, lambda kind, **fields: progress.message(f"{kind}: {fields}", "warning")
     )
     progress.phase("start the engine")
     try:
@@ -94,3 +81,28 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
             )
     finally:
         await engine.stop()
+
+
+def _settings(config: RunConfig, scratch: Path) -> EngineSettings:
+    """An engine on the run file's model, and on its adapter if `lora.path` names one; both to be verified."""
+    import torch
+
+    from slipstream.trainer.model import resolve_folder
+    from slipstream.weights.adapter import read_adapter_tensors
+    from slipstream.weights.files import read_model_folder
+    from slipstream.weights.fingerprint import describe, digest
+    from slipstream.weights.lora import AdapterPublisher
+
+    folder, lora, on_cpu = resolve_folder(config.model.path), config.lora, not torch.cuda.is_available()
+    dtype = getattr(torch, config.model.dtype)
+    weights = ((name, tensor.to(dtype)) for name, tensor in read_model_folder(folder))
+    if lora is None or lora.path is None:
+        # A fresh adapter changes nothing.
+        config, parameters = with_values(config, {"weights.bridge": "disk"}), describe(weights)
+        version = Version(0, 0, digest(parameters))
+        return engine_settings(config, str(folder), on_cpu=on_cpu, version=version, parameters=parameters)
+    adapter = [(name, tensor.to(dtype)) for name, tensor in read_adapter_tensors(Path(lora.path)).items()]
+    publisher = AdapterPublisher(scratch / "adapter", adapter_config(config), weights)
+    ticket = publisher.publish(adapter, 0, 0, lambda ticket: None)
+    config = with_values(config, {"weights.bridge": "lora"})
+    return engine_settings(config, str(folder), on_cpu=on_cpu, adapter=ticket)

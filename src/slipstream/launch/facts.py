@@ -11,13 +11,16 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
-from slipstream.launch.measured import DataFacts, Facts, ModelFacts
+from slipstream.launch.measured import AdapterFacts, DataFacts, Facts, ModelFacts
 from slipstream.records import Message, Task
 from slipstream.records import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from slipstream.weights.adapter import AdapterConfig
 
 MAX_MEASURED = 1000
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -70,7 +73,33 @@ def gather_facts(
         ),
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
+        adapter=measure_adapter(config),
     )
+
+
+def measure_adapter(config: RunConfig) -> AdapterFacts | None:
+    """Size and layers of the adapter that [lora] makes. Raises ConfigError when its targets are not in the model, or
+    when the adapter to start from does not fit."""
+    if config.lora is None:
+        return None
+    from slipstream.trainer.lora import blank_adapter
+    from slipstream.weights.adapter import check_adapter_fits
+
+    model, lora = config.model, config.lora
+    adapter = blank_adapter(model.path, adapter_config(config), trust_remote_code=model.trust_remote_code)
+    if lora.path is not None:
+        check_adapter_fits(Path(lora.path), lora.rank, lora.alpha, adapter.shapes())
+    return AdapterFacts(adapter.num_parameters, tuple(sorted({name.rpartition(".")[2] for name in adapter.layers})))
+
+
+def adapter_config(config: RunConfig) -> AdapterConfig:
+    """[lora] as it is written into an adapter's folder."""
+    from slipstream.weights.adapter import AdapterConfig
+
+    lora = config.lora
+    assert lora is not None
+    targets = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
+    return AdapterConfig(lora.rank, lora.alpha, targets, config.model.path)
 
 
 def usable_cpus() -> int:
@@ -207,6 +236,11 @@ def _read_config_file(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (folder / "adapter_config.json").is_file():
+            raise ConfigError(
+                f'model.path = "{folder}" is a LoRA adapter: give its base as model.path and this folder as lora.path, '
+                "or make a whole model of it with slipstream export --merged"
+            ) from None
         raise ConfigError(f'model.path = "{folder}" has no config.json: give a folder in Hugging Face format') from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): save the model again") from None

@@ -18,6 +18,7 @@ from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.errors import ConfigError
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
+from slipstream.launch.facts import adapter_config
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.stop import StopRequest
 from slipstream.orchestrator.batches import Batcher
@@ -30,7 +31,8 @@ from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings
-from slipstream.weights import create_bridge
+from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
+from slipstream.weights.base import NamedWeights
 
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
@@ -254,7 +256,7 @@ class _Run:
             log=self.log,
             progress=self.progress,
             sampling=sampling,
-            reference=self._load_model() if algorithm.kind == "grpo" and algorithm.kl_coef > 0 else None,
+            reference=self._reference(learner.model),
             should_stop=self.should_stop,
             num_items=self.prepared.num_items,
         )
@@ -282,13 +284,22 @@ class _Run:
             checkpointing=training.gradient_checkpointing is True,
         )
 
+    def _reference(self, model: PolicyModel) -> PolicyModel | None:
+        """What the KL term measures from: under LoRA the base, in the same memory."""
+        algorithm = self.config.algorithm
+        if algorithm.kind != "grpo" or algorithm.kl_coef == 0:
+            return None
+        return self._load_model() if model.adapter is None else model.without_adapter()
+
     def _build_learner(self) -> Learner:
         from slipstream.trainer.learner import Learner
         from slipstream.trainer.optimizer import MasterAdamW
 
         training = self.config.training
         assert isinstance(training.micro_batch_tokens, int)
-        model = self._load_model()
+        model, lora = self._load_model(), self.config.lora
+        if lora is not None:
+            model.add_adapter(adapter_config(self.config), Path(lora.path) if lora.path else None)
         optimizer = MasterAdamW(
             model.network.named_parameters(),
             betas=(training.adam_beta1, training.adam_beta2),
@@ -317,19 +328,14 @@ class _Run:
         thread = EventLoopThread(self.should_stop)
         scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
 
-        bridge = create_bridge(
-            config.weights.bridge,
-            folder=self.folder / "weights",
-            source=loop.learner.model.folder,
-            engine=engine,
-            timeout_s=config.weights.apply_timeout_s,
-        )
+        bridge, published = self._bridge(loop.learner.model, engine)
         self._exits.callback(bridge.publisher.close)
         versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s)
 
         async def start_engine() -> None:
             health = await engine.wait_ready()
-            if health.keeps_requests:
+            # An adapter's slot in the engine holds one version: its requests end before the next one comes.
+            if health.keeps_requests and config.weights.bridge != "lora":
                 versions.allow_in_flight()
             self.log.event("engine", **{name: getattr(health, name) for name in _HEALTH_SHOWN})
 
@@ -355,7 +361,7 @@ class _Run:
         )
 
         def publish(step: int, announce: Callable[[Ticket], None]) -> Ticket:
-            ticket = bridge.publisher.publish(loop.learner.named_weights(), step, self.log.lineage, announce)
+            ticket = bridge.publisher.publish(published(), step, self.log.lineage, announce)
             self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest)
             return ticket
 
@@ -378,6 +384,20 @@ class _Run:
         )
         if config.algorithm.kind == "grpo":
             loop.reader = self._rollouts(thread, versions, runner, loop.step)
+
+    def _bridge(self, model: PolicyModel, engine: RunEngine) -> tuple[Bridge, Callable[[], NamedWeights]]:
+        """The bridge, and what it publishes: the adapter alone, or the whole model."""
+        name, folder = self.config.weights.bridge, self.folder / "weights"
+        assert name != "auto", "the plan replaces every auto"
+        if name != "lora":
+            timeout_s = self.config.weights.apply_timeout_s
+            bridge = create_bridge(name, folder=folder, source=model.folder, engine=engine, timeout_s=timeout_s)
+            return bridge, model.named_weights
+        assert model.adapter is not None
+        bridge = create_adapter_bridge(
+            folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
+        )
+        return bridge, model.adapter.named_weights
 
     def _probe(self, engine: RunEngine) -> Probe:
         """Prompts of the first held-out tasks, or of the first training tasks."""

@@ -40,6 +40,15 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
+class AdapterFacts:
+    """What [lora] comes to on this model."""
+
+    num_parameters: int
+    target_modules: tuple[str, ...]
+    """Last parts of the names of all layers that get an adapter."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was measured; without a GPU the run is planned for the CPU."""
 
@@ -50,3 +59,5 @@ class Facts:
     num_gpus: int = 0
     gpu_memory_bytes: int = 0
     """Of one GPU."""
+    adapter: AdapterFacts | None = None
+    """None: all parameters are trained."""

@@ -18,11 +18,16 @@ def weights_bytes(model: ModelFacts, dtype: str) -> int:
     return model.num_parameters * BYTES_OF[dtype]
 
 
-def training_state_bytes(model: ModelFacts, dtype: str, *, with_reference: bool) -> int:
+def training_state_bytes(
+    model: ModelFacts, dtype: str, *, with_reference: bool, num_adapter_parameters: int | None = None
+) -> int:
     """Live weights and their gradients, fp32 masters, master gradients and AdamW's two moments; and, where
-    there is a KL term, the frozen reference."""
-    state = 2 * weights_bytes(model, dtype) + 4 * 4 * model.num_parameters
-    return state + (weights_bytes(model, dtype) if with_reference else 0)
+    there is a KL term, the frozen reference. Under LoRA the frozen weights, which are the reference too, and the rest
+    for the adapter alone."""
+    weights = weights_bytes(model, dtype)
+    if num_adapter_parameters is not None:
+        return weights + num_adapter_parameters * (2 * BYTES_OF[dtype] + 4 * 4)
+    return 2 * weights + 4 * 4 * model.num_parameters + (weights if with_reference else 0)
 
 
 def activation_bytes_per_token(model: ModelFacts, dtype: str, *, checkpointing: bool = False) -> int:

@@ -26,7 +26,7 @@ from slipstream.launch.memory import (
     round_up,
     weights_bytes,
 )
-from slipstream.launch.totals import Note, batch_notes, check_memory, memory_notes, training_state
+from slipstream.launch.totals import Note, batch_notes, check_memory, memory_notes, parameter_notes, training_state
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 MAX_SEQUENCES = 256
@@ -53,6 +53,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     draft = _Draft(config, facts)
     _plan_dtype(draft)
     _plan_batch(draft)
+    _plan_lora(draft)
     if uses_engine(config):
         _plan_lengths(draft)
         if draft.on_cpu:
@@ -75,7 +76,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     planned = draft.config()
     if isinstance(planned.algorithm, GRPOConfig):
         draft.warnings += _warn_grpo(planned, planned.algorithm)
-    notes = (*batch_notes(planned, facts), *memory_notes(planned, facts))
+    notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(notes, facts)
     return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings))
 
@@ -118,6 +119,17 @@ def _plan_dtype(draft: _Draft) -> None:
         draft.derive_auto("model.dtype", "float32", f"on a CPU {size} are few: full precision costs little")
     else:
         draft.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")
+
+
+def _plan_lora(draft: _Draft) -> None:
+    """`weights.bridge` and `lora.target_modules`."""
+    adapter, lora = draft.facts.adapter, draft.original.lora
+    if adapter is not None and lora is not None and lora.target_modules == "all-linear":
+        reason = "all-linear: every linear layer but the output head"
+        draft.derive("lora.target_modules", adapter.target_modules, reason)
+    if uses_engine(draft.original):
+        reason = "[lora] is set: only the adapter is published" if lora else "files loaded into the running engine"
+        draft.derive_auto("weights.bridge", "lora" if lora else "disk", reason)
 
 
 def _plan_batch(draft: _Draft) -> None:
@@ -268,7 +280,7 @@ def _plan_micro_batch(draft: _Draft) -> None:
     else:
         taken = draft["inference.gpu_memory_utilization"] if uses_engine(draft.original) else 0.0
         left = draft.facts.gpu_memory_bytes * (1 - taken)
-        room = (left - training_state(draft.original, draft["model.dtype"], model)) / 2
+        room = (left - training_state(draft.original, draft["model.dtype"], draft.facts)) / 2
         source = "half of the GPU memory that engine and optimizer leave"
     each = _activations(draft, longest, room, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if draft.on_cpu else MAX_MICRO_BATCH_TOKENS

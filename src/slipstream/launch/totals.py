@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slipstream.config import GRPOConfig, RunConfig
 from slipstream.config.checks import uses_engine
 from slipstream.errors import ConfigError
-from slipstream.launch.measured import Facts, ModelFacts
+from slipstream.launch.measured import Facts
 from slipstream.launch.memory import GIB, activation_bytes_per_token, gib, training_state_bytes, weights_bytes
 
 
@@ -44,20 +44,35 @@ def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         yield Note("evaluations", times, "", f"of {config.evaluation.num_tasks} held-out tasks")
 
 
-def training_state(config: RunConfig, dtype: str, model: ModelFacts) -> int:
+def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     """Bytes of what the trainer keeps between steps."""
     algorithm = config.algorithm
-    with_reference = isinstance(algorithm, GRPOConfig) and algorithm.kl_coef > 0
-    return training_state_bytes(model, dtype, with_reference=with_reference)
+    return training_state_bytes(
+        facts.model,
+        dtype,
+        with_reference=isinstance(algorithm, GRPOConfig) and algorithm.kl_coef > 0,
+        num_adapter_parameters=facts.adapter.num_parameters if facts.adapter else None,
+    )
+
+
+def parameter_notes(facts: Facts) -> Iterator[Note]:
+    """What LoRA trains."""
+    if facts.adapter is not None:
+        part = 100 * facts.adapter.num_parameters / facts.model.num_parameters
+        how = f"the adapter: {part:.3g} % of the model's {facts.model.num_parameters:,}, which stay as they are"
+        yield Note("trainable parameters", facts.adapter.num_parameters, "", how)
 
 
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     """What trainer and engine will hold, in GiB."""
     dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
-    state = training_state(config, dtype, facts.model)
+    state = training_state(config, dtype, facts)
     checkpointing = config.training.gradient_checkpointing is True
     activations = tokens * activation_bytes_per_token(facts.model, dtype, checkpointing=checkpointing)
-    how = f"weights, masters, moments and gradients {gib(state)}, activations {gib(activations)}"
+    kept = "weights, masters, moments and gradients"
+    if facts.adapter is not None:
+        kept = "frozen weights, and masters, moments and gradients of the adapter"
+    how = f"{kept} {gib(state)}, activations {gib(activations)}"
     yield Note("memory of the trainer", round((state + activations) / GIB, 2), "GiB", how)
     if uses_engine(config):
         weights, cache = weights_bytes(facts.model, dtype), float(config.inference.kv_cache_gib)

@@ -1,9 +1,10 @@
 """Checkpoints that are whole or absent.
 
-`step-000012/weights/` is a Hugging Face folder, `step-000012/state/` what resuming needs (safetensors and
-JSON; no pickle), `step-000012/manifest.json` says what must be there. Guarantees: a kill at any moment leaves
-every finished checkpoint as it was; `latest` passes over unfinished and damaged ones; an older checkpoint is
-removed only when a newer one is whole. What is in `extra` (data position, lineage) is the loop's business.
+`step-000012/weights/` is a Hugging Face folder (under LoRA an adapter in PEFT's format), `step-000012/state/` what
+resuming needs (safetensors and JSON; no pickle), `step-000012/manifest.json` says what must be there. Guarantees: a
+kill at any moment leaves every finished checkpoint as it was; `latest` passes over unfinished and damaged ones; an
+older checkpoint is removed only when a newer one is whole. What is in `extra` (data position, lineage) is the loop's
+business.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.weights.files import sync, write_model_folder
+from slipstream.weights.files import sync
 
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
@@ -47,7 +48,7 @@ class CheckpointStore:
         for leftover in self.folder.glob(".unfinished-*"):
             leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
         temporary = self.folder / f".unfinished-{step:06d}-{os.getpid()}"
-        write_model_folder(temporary / "weights", learner.named_weights(), source, durable=True)
+        learner.write_weights(temporary / "weights", source)
         learner.save(temporary / "state")
         (temporary / "state" / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
         _write_manifest(temporary, step)

@@ -23,6 +23,8 @@ from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective, sampled_logprobs
 from slipstream.trainer.optimizer import MasterAdamW, OptimStats
+from slipstream.weights.adapter import write_adapter_folder
+from slipstream.weights.files import write_model_folder
 
 TENSORS_FILE = "learner.safetensors"
 FACTS_FILE = "learner.json"
@@ -115,8 +117,16 @@ class Learner:
         self.optimizer.commit()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Live tensors under their Hugging Face names."""
+        """Live tensors of the whole model under their Hugging Face names; an adapter is merged into them."""
         return self.model.named_weights()
+
+    def write_weights(self, folder: Path, source: Path) -> None:
+        """Make `folder` what can be deployed: a model with the other files of `source`, or the adapter alone."""
+        adapter = self.model.adapter
+        if adapter is None:
+            write_model_folder(folder, self.named_weights(), source, durable=True)
+        else:
+            write_adapter_folder(folder, adapter.named_weights(), adapter.config, durable=True)
 
     def save(self, folder: Path) -> None:
         """Write the resume state into `folder`: masters, moments, step and random generators; no pickle."""

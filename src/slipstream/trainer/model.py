@@ -8,6 +8,7 @@ list.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from slipstream.errors import ConfigError
 from slipstream.trainer import attention
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.layout import SegmentLayout
+from slipstream.trainer.lora import Adapter
+from slipstream.weights.adapter import AdapterConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,6 +38,9 @@ class PolicyModel:
         self.network = network.eval()
         self.folder = folder
         self.packing = packing
+        self.adapter: Adapter | None = None
+        """The LoRA adapter, when only that is trained."""
+        self._uses_adapter = True
 
     @classmethod
     def load(
@@ -102,8 +108,27 @@ class PolicyModel:
         """The transformers configuration."""
         return self.network.config
 
+    def add_adapter(self, config: AdapterConfig, folder: Path | None = None) -> Adapter:
+        """Freeze all weights and train a LoRA adapter beside them: a fresh one, or the one in `folder`."""
+        self.adapter = Adapter.attach(self.network, config)
+        if folder is not None:
+            self.adapter.load(folder)
+        return self.adapter
+
+    def without_adapter(self) -> PolicyModel:
+        """The base: the same memory, with the adapter left out of every computation."""
+        base = copy.copy(self)
+        base._uses_adapter = False
+        return base
+
     def logits(self, row: MicroBatch) -> Tensor:
         """Logits `[N, V]` at `row.predict_index_N`, in the model's dtype."""
+        if self.adapter is None:
+            return self._logits(row)
+        with self.adapter.switched(self._uses_adapter):
+            return self._logits(row)
+
+    def _logits(self, row: MicroBatch) -> Tensor:
         segments = {"segments": row.layout} if self.packing else {}
         output = self.network(
             input_ids=row.token_ids_T[None],
@@ -115,12 +140,23 @@ class PolicyModel:
         return output.logits[0]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Live tensors under the names that `save_pretrained` writes, each once: a tied head is left out."""
+        """Live tensors under the names that `save_pretrained` writes, each once: a tied head is left out. An adapter
+        is merged into them."""
+        return self._model_weights(merged=True)
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without the adapter."""
+        return self._model_weights(merged=False)
+
+    def _model_weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
         from transformers.core_model_loading import revert_weight_conversion
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         network: Any = self.network
-        weights = remove_tied_weights_from_state_dict(dict(network.state_dict()), network)
+        state: dict[str, Tensor] = dict(network.state_dict())
+        if self.adapter is not None:
+            state = self.adapter.model_state(state, merged=merged)
+        weights = remove_tied_weights_from_state_dict(state, network)
         yield from revert_weight_conversion(network, weights).items()
 
 

@@ -161,6 +161,12 @@ class MasterAdamW:
         if saved != set(self._masters):
             names = sorted(saved ^ set(self._masters))
             raise TrainingError(f"the saved optimizer state is for another model: {names[0]} is in only one of them")
+        for name, master in self._masters.items():
+            if (saved_shape := tensors[f"master.{name}"].shape) != master.shape:
+                raise TrainingError(
+                    f"the saved optimizer state is for another model: {name} has shape {list(saved_shape)} there and "
+                    f"{list(master.shape)} here"
+                )
         self.step = int(tensors["step"])
         for name, master in self._masters.items():
             master.copy_(tensors[f"master.{name}"])

@@ -7,6 +7,6 @@ bit as one started on that version does.
 """
 
 from slipstream.weights.base import Bridge, Engine, Publisher, Receiver, check_report
-from slipstream.weights.bridges import create_bridge
+from slipstream.weights.bridges import create_adapter_bridge, create_bridge
 
-__all__ = ["Bridge", "Engine", "Publisher", "Receiver", "check_report", "create_bridge"]
+__all__ = ["Bridge", "Engine", "Publisher", "Receiver", "check_report", "create_adapter_bridge", "create_bridge"]

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slipstream.weights.base import Bridge, Engine, Publisher, Receiver
+from slipstream.weights.adapter import AdapterConfig
+from slipstream.weights.base import Bridge, Engine, NamedWeights, Publisher, Receiver
 from slipstream.weights.broadcast import BroadcastPublisher, BroadcastReceiver
 from slipstream.weights.disk import DiskReceiver, FolderPublisher, RestartReceiver
+from slipstream.weights.lora import AdapterPublisher
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,18 @@ def create_bridge(
     timeout_s: float = 300.0,
     num_workers: int = 1,
 ) -> Bridge:
-    """The bridge called `name`. `folder` takes published versions; `source` is the model's own folder; `timeout_s`
-    bounds a collective among the trainer and the engine's `num_workers`."""
+    """The bridge called `name` for whole models. `folder` takes published versions; `source` is the model's own
+    folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`."""
     if name == "broadcast":
         return _Bridge(
             name, BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s), BroadcastReceiver(engine)
         )
     receiver = DiskReceiver(engine) if name == "disk" else RestartReceiver(engine)
     return _Bridge(name, FolderPublisher(name, folder, source), receiver)
+
+
+def create_adapter_bridge(
+    *, folder: Path, engine: Engine, adapter: AdapterConfig, base_weights: NamedWeights
+) -> Bridge:
+    """The bridge `lora`: only the adapter's tensors are published; the engine starts on the base."""
+    return _Bridge("lora", AdapterPublisher(folder, adapter, base_weights), DiskReceiver(engine))

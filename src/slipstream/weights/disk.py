@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from slipstream.records import ApplyReport, Ticket, Version
+from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, Engine, NamedWeights
 from slipstream.weights.files import write_model_folder
 from slipstream.weights.fingerprint import describe, digest
@@ -41,14 +42,14 @@ class FolderPublisher:
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
         """Write, describe, announce; then forget versions that nobody can need any more."""
-        weights = list(named_weights)
+        weights = self.prepare(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
         if not self._published:
             shutil.rmtree(self.folder, ignore_errors=True)
         folder = self.folder / version.name
-        num_bytes = write_model_folder(folder, weights, self.source)
-        ticket = Ticket(version, self.bridge, str(folder), parameters, num_bytes)
+        num_bytes = self.write(folder, weights)
+        ticket = Ticket(version, self.bridge, str(folder), parameters, num_bytes, self.base())
         announce(ticket)
         if folder not in self._published:
             self._published.append(folder)
@@ -59,6 +60,18 @@ class FolderPublisher:
 
     def close(self) -> None:
         """Nothing to give up: the newest versions stay in the run folder."""
+
+    def prepare(self, named_weights: NamedWeights) -> list[tuple[str, Tensor]]:
+        """The tensors as the engine is to hold them."""
+        return list(named_weights)
+
+    def write(self, folder: Path, weights: list[tuple[str, Tensor]]) -> int:
+        """Make `folder` a version of these tensors; returns their bytes."""
+        return write_model_folder(folder, weights, self.source)
+
+    def base(self) -> tuple[ParameterSpec, ...]:
+        """What the engine must hold beside the published tensors."""
+        return ()
 
 
 class DiskReceiver:

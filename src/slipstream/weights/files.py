@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import safe_open
@@ -26,13 +27,21 @@ def write_model_folder(
     what is in it, is for its owner alone, appears when it is complete, and replaces one of the same name.
     `durable`: it is on the disk (fsync) when this returns. Returns the bytes of all tensors.
     """
+    weights = {name: tensor.detach().contiguous() for name, tensor in named_weights}
+    with whole_folder(folder, durable=durable) as temporary:
+        _copy_companions(source, temporary)
+        _write_config(source, temporary, weights.values())
+        save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+@contextmanager
+def whole_folder(folder: Path, *, durable: bool) -> Generator[Path]:
+    """A folder to fill that gets the name `folder`, and replaces one of that name, when it is complete."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True, mode=0o700)
-    weights = {name: tensor.detach().contiguous() for name, tensor in named_weights}
-    _copy_companions(source, temporary)
-    _write_config(source, temporary, weights.values())
-    save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+    yield temporary
     if durable:
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
@@ -40,7 +49,6 @@ def write_model_folder(
     temporary.rename(folder)
     if durable:
         sync(folder.parent)
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -16,13 +16,29 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """A LoRA adapter under the name and number that vLLM knows it by; neither is ever used again for another."""
+
+    name: str
+    id: int
+    path: str
+
+    def request(self) -> Any:
+        """vLLM's own record of it."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(self.name, self.id, self.path)
 
 
 class Host(Protocol):
     """What the server needs of an engine."""
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
         """The finished request output; cancelling the call aborts the request inside the engine."""
         ...
 
@@ -50,6 +66,14 @@ class Host(Protocol):
 
     async def set_version(self, name: str) -> None:
         """Tokens from now on are made by the version called `name`."""
+        ...
+
+    async def load_adapter(self, adapter: LoadedAdapter) -> bool:
+        """Load a LoRA adapter between two steps; False when vLLM refused."""
+        ...
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        """Forget it."""
         ...
 
     @property
@@ -123,13 +147,14 @@ class InProcessHost:
         self._commands.put(command)
         return future
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
         """See `Host`."""
+        lora = adapter.request() if adapter else None
         done: Future[Any] = Future()
 
         def add() -> None:
             try:
-                self._engine.add_request(request_id, prompt, params)
+                self._engine.add_request(request_id, prompt, params, lora_request=lora)
             except Exception as error:  # noqa: BLE001 (a refused request concerns its caller only)
                 done.set_exception(error)
             else:
@@ -174,6 +199,14 @@ class InProcessHost:
         if self.keeps_requests:
             await asyncio.wrap_future(self._submit(lambda: self._engine.set_weight_version(name)))
 
+    async def load_adapter(self, adapter: LoadedAdapter) -> bool:
+        """See `Host`."""
+        return bool(await asyncio.wrap_future(self._submit(lambda: self._engine.add_lora(adapter.request()))))
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        """See `Host`."""
+        await asyncio.wrap_future(self._submit(lambda: self._engine.remove_lora(adapter.id)))
+
     def shutdown(self) -> None:
         """Stop stepping; the process ends right after."""
         self._commands.put(None)
@@ -194,10 +227,11 @@ class AsyncHost:
         """True once the engine core has failed."""
         return bool(self._engine.errored)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
         """See `Host`."""
+        lora = adapter.request() if adapter else None
         final: Any = None
-        async for output in self._engine.generate(prompt, params, request_id):
+        async for output in self._engine.generate(prompt, params, request_id, lora_request=lora):
             final = output
         return final
 
@@ -228,6 +262,14 @@ class AsyncHost:
         """See `Host`."""
         if self.keeps_requests:
             await self._engine.engine_core.set_weight_version_async(name)
+
+    async def load_adapter(self, adapter: LoadedAdapter) -> bool:
+        """See `Host`."""
+        return bool(await self._engine.add_lora(adapter.request()))
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        """See `Host`."""
+        await self._engine.remove_lora(adapter.id)
 
     def shutdown(self) -> None:
         """Stop the engine core's process."""

@@ -30,7 +30,46 @@ def apply_all() -> tuple[str, ...]:
     if current_platform.is_cpu():
         _live_cpu_weights()
         _seeded_cpu_prefill()
+        _one_cpu_adapter()
     return applied()
+
+
+def _one_cpu_adapter() -> None:
+    """On a CPU, compute a LoRA adapter that all tokens share with two plain matrix products.
+
+    For vLLM 0.32: its CPU kernels first copy both matrices once for every token of the step.
+    """
+    name = "one_cpu_adapter"
+    if name in _applied:
+        return
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    wrapper: Any = getattr(punica_cpu, "PunicaWrapperCPU", None)
+    original: Callable[..., None] | None = getattr(wrapper, "add_lora_linear", None)
+    if original is None:
+        return
+
+    def add_lora_linear(
+        self: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        slots = self.token_lora_indices
+        slot = int(slots[0]) if len(slots) == len(x) == len(y) and not kwargs else -1
+        if slot < 0 or scale != 1.0 or bool((slots != slot).any()):
+            original(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs)
+            return
+        parts = y.split(output_slices, dim=-1)
+        for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
+            part.addmm_(x @ a[slot, 0].t(), b[slot, 0].t())
+
+    wrapper.add_lora_linear = add_lora_linear
+    _applied.append(name)
 
 
 def _seeded_cpu_prefill() -> None:

@@ -18,14 +18,14 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
-from slipstream.inference.plugin.hosts import Host, create_host
+from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
     ApplyReport,
@@ -60,6 +60,10 @@ class EngineServer:
         self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
         self._settled = asyncio.Event()
         self._settled.set()
+        self.adapter: LoadedAdapter | None = None
+        """What every request is computed with."""
+        self._num_adapters = 0
+        self._base_verified = False
 
     async def start(self) -> None:
         """Verify what was loaded; only then go into service."""
@@ -75,17 +79,42 @@ class EngineServer:
                 )
             self.version = self.settings.version
             await self.host.set_version(self.version.name)
+        if self.settings.adapter is not None:
+            report = await self.apply(self.settings.adapter)
+            if report.mismatched or report.unverified:
+                raise RuntimeError(
+                    f"adapter of version {report.version.name} differs or cannot be verified: "
+                    f"{report.mismatched or report.unverified}"
+                )
         self.reason = ""
 
-    async def _verify(self, version: Version, parameters: tuple[ParameterSpec, ...]) -> ApplyReport:
+    async def verify(self, ticket: Ticket) -> ApplyReport:
+        """Compare the live weights with a ticket: all of them, or the adapter and the base below it."""
+        if ticket.bridge != "lora":
+            return await self._verify(ticket.version, ticket.parameters)
+        if self.adapter is None:
+            raise RuntimeError("the engine holds no adapter to verify")
+        report = await self._verify(
+            ticket.version, ticket.parameters, "slipstream_fingerprint_adapter", str(self.adapter.id)
+        )
+        return _both(report, await self._verify(ticket.version, ticket.base))
+
+    async def _verify(
+        self,
+        version: Version,
+        parameters: tuple[ParameterSpec, ...],
+        method: str = "slipstream_fingerprint",
+        *args: str,
+    ) -> ApplyReport:
         started = time.perf_counter()
         text = msgspec.json.encode(parameters).decode()
-        answers = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_fingerprint", text)]
+        answers = [msgspec.json.decode(answer) for answer in await self.host.rpc(method, text, *args)]
+        note = "packed copy" if method == "slipstream_fingerprint" else "beside the adapter"
         verdicts: dict[str, list[str]] = {"match": [], "differs": [], "unverified": []}
         for spec in parameters:
             shares = [tensor_map.Share(int(a["shares"][spec.name][0], 16), a["shares"][spec.name][1]) for a in answers]
             verdicts[tensor_map.compare(spec, shares)].append(spec.name)
-        stale = [f"{name} (packed copy)" for answer in answers for name in answer["stale"]]
+        stale = [f"{name} ({note})" for answer in answers for name in answer["stale"]]
         return ApplyReport(
             version=version,
             mismatched=tuple(verdicts["differs"] + stale),
@@ -100,10 +129,10 @@ class EngineServer:
         by it; where vLLM cannot say which version made which token, there may be none. On any failure the engine
         stays out of service and standing requests never go on: they end at their deadlines or with their client.
         """
-        if self.num_running and not self.host.keeps_requests:
+        if self.num_running and (ticket.bridge == "lora" or not self.host.keeps_requests):
             raise OutOfService(
-                f"{self.num_running} requests are running, and this vLLM cannot say which version makes which token: "
-                "let them end first"
+                f"{self.num_running} requests are running, and neither an adapter nor a version that this vLLM cannot "
+                "tell from the next may change under them: let them end first"
             )
         self.reason = f"applying version {ticket.version.name}"
         self._settled.clear()
@@ -117,15 +146,10 @@ class EngineServer:
 
     async def _apply(self, ticket: Ticket) -> ApplyReport:
         await self.host.pause()
-        text = msgspec.json.encode(ticket).decode()
-        loads = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_load", text)]
+        seconds, num_bytes = await (self._load_adapter if ticket.bridge == "lora" else self._load)(ticket)
         if not await self.host.reset_prefix_cache():
             raise RuntimeError("vLLM refused to reset the prefix cache")
-        report = msgspec.structs.replace(
-            await self._verify(ticket.version, ticket.parameters),
-            transfer_s=max(load["seconds"] for load in loads),
-            num_bytes=sum(load["num_bytes"] for load in loads),
-        )
+        report = msgspec.structs.replace(await self._verify_applied(ticket), transfer_s=seconds, num_bytes=num_bytes)
         if unproved := report.mismatched + report.unverified:
             self.reason = f"version {ticket.version.name} did not verify: {', '.join(unproved[:3])}"
             return report
@@ -133,6 +157,38 @@ class EngineServer:
         await self.host.resume()
         self.version, self.reason = ticket.version, ""
         return report
+
+    async def _load(self, ticket: Ticket) -> tuple[float, int]:
+        """A whole model, in place; seconds and bytes."""
+        text = msgspec.json.encode(ticket).decode()
+        loads = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_load", text)]
+        return max(load["seconds"] for load in loads), sum(load["num_bytes"] for load in loads)
+
+    async def _load_adapter(self, ticket: Ticket) -> tuple[float, int]:
+        """An adapter beside the base, by vLLM's own loader, under a name and a number that no other ever had; the one
+        before it is forgotten."""
+        if self.settings.lora_rank is None:
+            raise RuntimeError("the engine was started without room for an adapter")
+        started = time.perf_counter()
+        before, self._num_adapters = self.adapter, self._num_adapters + 1
+        name = f"{ticket.version.name}-{ticket.version.digest}-{self._num_adapters}"
+        self.adapter = LoadedAdapter(name, self._num_adapters, ticket.location)
+        if not await self.host.load_adapter(self.adapter):
+            raise RuntimeError(f"vLLM refused the adapter in {ticket.location}")
+        if before is not None:
+            await self.host.remove_adapter(before)
+        return time.perf_counter() - started, ticket.num_bytes
+
+    async def _verify_applied(self, ticket: Ticket) -> ApplyReport:
+        """As `verify`, but the base below an adapter, which nothing changes, only once."""
+        if ticket.bridge != "lora" or not self._base_verified:
+            report = await self.verify(ticket)
+            self._base_verified = not report.mismatched
+            return report
+        assert self.adapter is not None
+        return await self._verify(
+            ticket.version, ticket.parameters, "slipstream_fingerprint_adapter", str(self.adapter.id)
+        )
 
     async def until_in_service(self, timeout_s: float) -> None:
         """Wait for an update that is under way; raises `OutOfService` when nothing may be answered."""
@@ -162,7 +218,7 @@ class EngineServer:
     async def _generate(self, request: GenerateRequest) -> Completion:
         before = self.version.name if self.version else ""
         prompt = {"prompt_token_ids": request.prompt_ids}
-        output = await self.host.generate(prompt, self._sampling_params(request), request.id)
+        output = await self.host.generate(prompt, self._sampling_params(request), request.id, self.adapter)
         out = output.outputs[0]
         spans = getattr(out, "weight_versions", None) if self.host.keeps_requests else None
         versions = [VersionSpan(span.start, span.version) for span in spans] if spans else [VersionSpan(0, before)]
@@ -253,7 +309,7 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
 
     async def verify(request: web.Request) -> web.Response:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
-        return web.Response(body=encode(await server._verify(ticket.version, ticket.parameters)))
+        return web.Response(body=encode(await server.verify(ticket)))
 
     return [
         web.get("/health", health),
@@ -279,6 +335,16 @@ async def _errors_as_text(request: web.Request, handler: Any) -> web.StreamRespo
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """vLLM's engine arguments for our settings; `settings.options` has the last word."""
+    lora: dict[str, Any] = {}
+    if settings.lora_rank is not None:
+        from vllm.config.lora import MaxLoRARanks
+
+        lora = {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= settings.lora_rank),
+            "lora_target_modules": list(settings.lora_target_modules),
+        }
     return {
         "model": settings.model,
         "dtype": settings.dtype,
@@ -294,8 +360,19 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": True,
         "worker_extension_cls": "slipstream.inference.plugin.worker.WorkerExtension",
+        **lora,
         **settings.options,
     }
+
+
+def _both(adapter: ApplyReport, base: ApplyReport) -> ApplyReport:
+    """One report of an adapter and its base."""
+    return msgspec.structs.replace(
+        adapter,
+        mismatched=adapter.mismatched + base.mismatched,
+        unverified=adapter.unverified + base.unverified,
+        verify_s=adapter.verify_s + base.verify_s,
+    )
 
 
 async def serve(settings: EngineSettings) -> None:

@@ -9,7 +9,7 @@ then listed as unverified, never passed as right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,16 +56,18 @@ class TensorMap:
         return total & ((1 << 64) - 1), count
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, model: torch.nn.Module) -> None:
+class Recorder(TorchDispatchMode):
+    """While active, writes into `tensors` are noted in `map` instead of made."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        tensors = [*model.parameters(), *model.buffers()]
         self.targets = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
         self.sources: dict[int, tuple[str, Tensor]] = {}
         self.map = TensorMap()
         self.current = ""
 
     def feed(self, parameters: tuple[ParameterSpec, ...]) -> Iterator[tuple[str, Tensor]]:
+        """Empty tensors to load in the place of real ones."""
         for spec in parameters:
             source = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
             if source.numel():
@@ -75,6 +77,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
+        if func.overloadpacket.__name__ == "_pin_memory":
+            return target  # a copy in pinned memory would hide where it came from
         if (
             not isinstance(target, Tensor)
             or func.overloadpacket.__name__ not in _WRITES
@@ -102,7 +106,7 @@ class _Recorder(TorchDispatchMode):
 
 def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
     """Watch `model.load_weights` place `parameters` (shapes and dtypes; values are not read)."""
-    recorder = _Recorder(model)
+    recorder = Recorder([*model.parameters(), *model.buffers()])
     with torch.no_grad(), recorder:
         model.load_weights(recorder.feed(parameters))
     return recorder.map

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipstream.inference.plugin import patches, tensor_map
+from slipstream.inference.plugin import adapter_map, patches, tensor_map
 from slipstream.records import ParameterSpec, Ticket
 from slipstream.weights import broadcast
 from slipstream.weights.files import read_model_folder
@@ -31,6 +32,7 @@ class WorkerExtension:
     _slipstream_group: broadcast.Group | None = None
     _slipstream_map: tensor_map.TensorMap | None = None
     _slipstream_layout: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    _slipstream_adapter: tuple[Any, tensor_map.TensorMap] | None = None
 
     def _slipstream_model(self) -> Any:
         return self.model_runner.get_model() if hasattr(self.model_runner, "get_model") else self.model_runner.model
@@ -38,9 +40,16 @@ class WorkerExtension:
     def _slipstream_locate(self, parameters: tuple[ParameterSpec, ...]) -> tensor_map.TensorMap:
         layout = tuple((p.name, p.shape, p.dtype) for p in parameters)
         if self._slipstream_map is None or layout != self._slipstream_layout:
-            self._slipstream_map = tensor_map.record(self._slipstream_model(), parameters)
+            manager = self._slipstream_adapters()
+            with adapter_map.without_adapters(self._slipstream_model(), manager) if manager else nullcontext():
+                self._slipstream_map = tensor_map.record(self._slipstream_model(), parameters)
             self._slipstream_layout = layout
         return self._slipstream_map
+
+    def _slipstream_adapters(self) -> Any:
+        """vLLM's owner of the LoRA buffers; None in an engine without LoRA."""
+        manager = getattr(self.model_runner, "lora_manager", None)
+        return manager._adapter_manager if manager is not None else None
 
     def slipstream_describe(self) -> str:
         """JSON: patches in force and whether the live weights are verifiable here."""
@@ -83,9 +92,28 @@ class WorkerExtension:
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         started = time.perf_counter()
         located = self._slipstream_locate(parameters)
-        shares: dict[str, tuple[str, int]] = {}
-        for spec in parameters:
-            value, count = (0, 0) if spec.name in located.opaque else located.share(spec.name)
-            shares[spec.name] = (f"{value:x}", count)
+        shares = _shares(located, parameters)
         stale = patches.stale_packed_layers(self._slipstream_model())
         return json.dumps({"shares": shares, "stale": stale, "seconds": time.perf_counter() - started})
+
+    @torch.no_grad()
+    def slipstream_fingerprint_adapter(self, parameters_json: str, lora_id: str) -> str:
+        """The same for the LoRA adapter that vLLM knows as `lora_id`, in the buffers that its kernels read; `stale`
+        are layers that hold something beside it."""
+        parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
+        manager = self._slipstream_adapters()
+        slot = adapter_map.slot_of(manager, int(lora_id))
+        layout = (slot, *((p.name, p.shape, p.dtype) for p in parameters))
+        if self._slipstream_adapter is None or self._slipstream_adapter[0] != layout:
+            self._slipstream_adapter = (layout, adapter_map.record(manager, slot, parameters))
+        located = self._slipstream_adapter[1]
+        stray = adapter_map.stray_layers(manager, slot, located)
+        return json.dumps({"shares": _shares(located, parameters), "stale": stray})
+
+
+def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]) -> dict[str, tuple[str, int]]:
+    shares: dict[str, tuple[str, int]] = {}
+    for spec in parameters:
+        value, count = (0, 0) if spec.name in located.opaque else located.share(spec.name)
+        shares[spec.name] = (f"{value:x}", count)
+    return shares

@@ -1,0 +1,49 @@
+"""Takes what can be deployed out of a checkpoint: a model, an adapter, or an adapter merged into its base."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from slipstream.errors import ConfigError
+from slipstream.weights.adapter import adapted_modules, is_adapter_folder, read_adapter_config, read_adapter_tensors
+from slipstream.weights.files import whole_folder, write_model_folder
+
+
+def export(checkpoint: Path, out: Path, *, merged: bool = False) -> Path:
+    """Write the weights of `checkpoint` (its folder, or the `weights` in it) to the new folder `out`.
+
+    `merged`: an adapter becomes a whole model, of its own dtype. Raises ConfigError, and writes nothing, when there is
+    nothing to export or `out` exists.
+    """
+    source = checkpoint / "weights" if (checkpoint / "weights").is_dir() else checkpoint
+    is_adapter = is_adapter_folder(source)
+    if not is_adapter and not (source / "config.json").is_file():
+        raise ConfigError(f"{checkpoint} holds neither a model nor an adapter: give a checkpoint's folder")
+    if out.exists():
+        raise ConfigError(f"{out} exists already: give a new folder")
+    if merged and not is_adapter:
+        raise ConfigError(f"{checkpoint} holds a whole model, so there is nothing to merge: leave out --merged")
+    if merged:
+        _write_merged(source, out)
+        return out
+    with whole_folder(out, durable=True) as temporary:
+        shutil.copytree(source, temporary, dirs_exist_ok=True)
+    return out
+
+
+def _write_merged(source: Path, out: Path) -> None:
+    from slipstream.trainer.model import PolicyModel
+
+    config = read_adapter_config(source)
+    if not config.base:
+        raise ConfigError(
+            f"the adapter in {source} does not say which model it belongs to: set base_model_name_or_path"
+        )
+    tensors = read_adapter_tensors(source)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    model = PolicyModel.load(config.base, "float32" if dtypes == {"float32"} else "bfloat16", packing=False)
+    # By the tensors' own names: a folder made elsewhere may have a pattern in the place of names.
+    model.add_adapter(replace(config, target_modules=adapted_modules(tensors)), source)
+    write_model_folder(out, model.named_weights(), model.folder, durable=True)

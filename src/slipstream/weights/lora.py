@@ -1,0 +1,43 @@
+"""The bridge `lora`: each version is an adapter folder, and the engine loads it beside the frozen base.
+
+The publisher folds the scaling into B (the folder then says alpha = rank): vLLM would do the same while loading, and
+so the engine's buffers hold the published numbers, element for element. The first ticket that an engine gets proves
+the base too: every ticket carries the fingerprints of the trainer's own frozen weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from slipstream.records import ParameterSpec
+from slipstream.weights.adapter import AdapterConfig, folded, write_adapter_folder
+from slipstream.weights.base import NamedWeights
+from slipstream.weights.disk import FolderPublisher
+from slipstream.weights.fingerprint import describe
+
+
+class AdapterPublisher(FolderPublisher):
+    """Writes each version as an adapter folder below `folder`; `base_weights` are read once."""
+
+    def __init__(self, folder: Path, adapter: AdapterConfig, base_weights: NamedWeights) -> None:
+        super().__init__("lora", folder, folder)
+        self._adapter = adapter
+        self._base_weights = base_weights
+        self._base: tuple[ParameterSpec, ...] | None = None
+
+    def prepare(self, named_weights: NamedWeights) -> list[tuple[str, Tensor]]:
+        """Adapter tensors with the scaling in B."""
+        return list(folded(named_weights, self._adapter.scaling))
+
+    def write(self, folder: Path, weights: list[tuple[str, Tensor]]) -> int:
+        """An adapter folder whose own scaling is 1."""
+        return write_adapter_folder(folder, weights, replace(self._adapter, alpha=float(self._adapter.rank)))
+
+    def base(self) -> tuple[ParameterSpec, ...]:
+        """The frozen base; it never changes, so it is described once."""
+        if self._base is None:
+            self._base = describe(self._base_weights)
+        return self._base

@@ -1,0 +1,204 @@
+"""The bridge `lora` into a running vLLM: the buffers hold the adapter's own numbers, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from slipstream.errors import EngineError, WeightsError
+from slipstream.launch.export import export
+from slipstream.records import SamplingParams, Ticket
+from slipstream.trainer.model import PolicyModel
+from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
+from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+
+from .conftest import PROMPTS, LiveEngine, start, stop
+from .flipping import FLIP_VARIABLE
+from .test_bridges import mean_difference
+
+pytestmark = pytest.mark.engine
+SAMPLING = SamplingParams(max_tokens=24)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+
+
+@dataclasses.dataclass
+class LiveLora:
+    live: LiveEngine
+    policy: PolicyModel
+    bridge: Bridge
+    flip: Path
+    step: int = 0
+
+    def publish(self, seed: int) -> Ticket:
+        assert self.policy.adapter is not None
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, tensor in self.policy.adapter.named_weights():
+                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+        self.step += 1
+        return self.bridge.publisher.publish(self.policy.adapter.named_weights(), self.step, 0, lambda ticket: None)
+
+    def apply(self, ticket: Ticket):
+        return self.live.call(self.bridge.receiver.apply(ticket, 60))
+
+    def update(self, seed: int) -> Ticket:
+        ticket = self.publish(seed)
+        check_report(self.apply(ticket), ticket)
+        return ticket
+
+
+def start_lora(model: Path, folder: Path, dtype: str, rank: int, alpha: float, targets: tuple[str, ...]) -> LiveLora:
+    policy = PolicyModel.load(model, dtype)
+    adapter = policy.add_adapter(AdapterConfig(rank, alpha, targets, str(model)))
+    flip = folder / "flip"
+    os.environ[FLIP_VARIABLE] = str(flip)
+    live = start(
+        model,
+        folder,
+        dtype,
+        lora_rank=rank,
+        lora_target_modules=adapter.config.target_modules,
+        options={"worker_extension_cls": "tests.engine.flipping.FlippingWorker"},
+    )
+    bridge = create_adapter_bridge(
+        folder=folder / "weights", engine=live.engine, adapter=adapter.config, base_weights=policy.base_weights()
+    )
+    return LiveLora(live, policy, bridge, flip)
+
+
+@pytest.fixture(scope="module")
+def lora(tiny_model, tmp_path_factory):
+    """Rank 4 in buffers of rank 8, a scaling that no power of two is; whoever damages it updates it again."""
+    started = start_lora(tiny_model, tmp_path_factory.mktemp("lora"), "float32", 4, 6.8, ("all-linear",))
+    yield started
+    stop(started.live)
+
+
+def test_every_update_is_verified_and_the_probe_stays_small(lora):
+    names = {name for name, _ in lora.policy.adapter.named_weights()}
+    for seed in range(4):
+        ticket = lora.publish(seed)
+        assert {spec.name for spec in ticket.parameters} == names
+        report = lora.apply(ticket)
+        check_report(report, ticket)
+        assert report.num_bytes == sum(t.nbytes for _, t in lora.policy.adapter.named_weights())
+        assert mean_difference(lora.live, lora.policy, SAMPLING) < 0.001
+        # What it would be with the adapter left out, so that the number above means something.
+        assert mean_difference(lora.live, lora.policy.without_adapter(), SAMPLING) > 0.05
+    report = lora.live.call(lora.live.engine.verify(ticket, 60))
+    check_report(report, ticket)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("model.layers.1.self_attn.qkv_proj b 1 5 3", "layers.1.self_attn.k_proj.lora_B.weight"),
+        ("model.layers.0.mlp.gate_up_proj a 1 2 63", "layers.0.mlp.up_proj.lora_A.weight"),
+        ("model.layers.0.mlp.down_proj b 0 7 0", "layers.0.mlp.down_proj.lora_B.weight"),
+        ("model.layers.1.self_attn.o_proj b 0 7 6", "model.layers.1.self_attn.o_proj (beside the adapter)"),
+    ],
+)
+def test_one_flipped_bit_in_the_engines_buffers_is_found_and_named(lora, place, name):
+    ticket = lora.publish(10)
+    lora.flip.write_text(place)
+    report = lora.apply(ticket)
+    assert len(report.mismatched) == 1
+    assert report.mismatched[0].endswith(name)
+    with pytest.raises(WeightsError, match="1 of 28 parameters"):
+        check_report(report, ticket)
+    with pytest.raises(EngineError, match="did not verify"):
+        lora.live.sample("refused", SAMPLING)
+    lora.update(11)
+    assert lora.live.sample("again", SAMPLING)
+
+
+def test_a_damaged_or_missing_file_is_found(lora):
+    ticket = lora.publish(20)
+    file = Path(ticket.location) / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = next(iter(weights))
+    weights[name].view(torch.int32).view(-1)[3] ^= 1
+    save_file(weights, file)
+    assert lora.apply(ticket).mismatched == (name,)
+    missing = lora.publish(21)
+    (Path(missing.location) / "adapter_model.safetensors").unlink()
+    with pytest.raises(EngineError, match="tensors"):
+        lora.apply(missing)
+    with pytest.raises(EngineError, match="503"):
+        lora.live.sample("refused", SAMPLING)
+    lora.update(22)
+
+
+def test_another_base_is_found(lora):
+    ticket = lora.update(30)
+    spec = ticket.base[3]
+    other = msgspec.structs.replace(spec, fingerprint="0" * 16)
+    changed = msgspec.structs.replace(ticket, base=(*ticket.base[:3], other, *ticket.base[4:]))
+    assert lora.live.call(lora.live.engine.verify(changed, 60)).mismatched == (spec.name,)
+
+
+def test_a_prompt_cached_under_an_old_adapter_is_computed_again(lora):
+    prompt = [PROMPTS[7] * 4]
+    lora.update(41)
+    before = lora.live.sample("cached", GREEDY, prompt)
+    lora.update(42)
+    after = lora.live.sample("fresh", GREEDY, prompt)
+    lora.update(41)
+    again = lora.live.sample("again", GREEDY, prompt)
+    assert before[0].logprobs != after[0].logprobs
+    assert before[0].logprobs == again[0].logprobs
+
+
+def test_an_engine_that_died_comes_back_with_base_and_adapter_verified(lora):
+    lora.update(50)
+    before = lora.live.sample("before", GREEDY)
+    os.kill(lora.live.engine.process.process.pid, signal.SIGKILL)
+    lora.live.engine.process.process.wait(10)
+    after = lora.live.sample("after", GREEDY)
+    assert lora.live.events[-1][0] == "engine_restart"
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert [c.logprobs for c in after] == [c.logprobs for c in before]
+    assert mean_difference(lora.live, lora.policy, SAMPLING) < 0.001
+
+
+@pytest.mark.slow
+def test_adapter_and_merged_export_give_the_same_greedy_tokens_everywhere(lora, live, tiny_model, tmp_path):
+    lora.update(60)
+    beside = [completion.token_ids for completion in lora.live.sample("beside", GREEDY)]
+    adapter = lora.policy.adapter
+    write_adapter_folder(tmp_path / "adapter", adapter.named_weights(), adapter.config)
+    export(tmp_path / "adapter", tmp_path / "merged", merged=True)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
+    for model in (theirs, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
+        for prompt, expected in zip(PROMPTS, beside, strict=True):
+            out = model.generate(
+                input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
+            )
+            assert out[0, len(prompt) :].tolist()[: len(expected)] == expected
+    merged = PolicyModel.load(tmp_path / "merged")
+    restart = create_bridge("restart", folder=tmp_path / "weights", source=tiny_model, engine=live.engine)
+    ticket = restart.publisher.publish(merged.named_weights(), 1, 0, lambda ticket: None)
+    check_report(live.call(restart.receiver.apply(ticket, 60)), ticket)
+    assert [completion.token_ids for completion in live.sample("merged", GREEDY)] == beside
+
+
+@pytest.mark.slow
+def test_bfloat16_and_a_few_targets(tiny_model, tmp_path):
+    started = start_lora(tiny_model, tmp_path, "bfloat16", 16, 32.0, ("q_proj", "v_proj", "down_proj"))
+    try:
+        for seed in (1, 2):
+            started.update(seed)
+            assert mean_difference(started.live, started.policy, SAMPLING) < 0.02
+        report = started.live.call(started.live.engine.verify(started.publish(3), 60))
+        assert len(report.mismatched) == 2 * len(started.policy.adapter.layers)
+    finally:
+        stop(started.live)

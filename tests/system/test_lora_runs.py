@@ -1,0 +1,96 @@
+"""Whole runs in which only an adapter is trained: scripted, and through the real command with real vLLM."""
+
+import json
+
+import pytest
+
+from slipstream.launch.export import export
+from slipstream.runlog import read_events, read_metrics
+from slipstream.weights.adapter import read_adapter_config, read_adapter_tensors
+from slipstream.weights.files import read_model_folder
+from slipstream.weights.fingerprint import describe
+
+LORA = ("--lora.rank", "4", "--lora.alpha", "8", "--training.learning_rate", "1e-2")
+
+
+def test_the_disk_bridge_publishes_the_adapter_merged(scripted, model, tmp_path):
+    kl = ("--algorithm.kl_coef", "0.1")
+    assert scripted.run(*LORA, *kl, "--weights.bridge", "disk").status == "finished"
+    rows = scripted.metrics
+    assert all(row["probe/abs_logprob_diff"] < 1e-5 for row in rows)
+    # The first step is the base itself; after it the adapter has moved away.
+    assert rows[1]["train/kl_reference"] == pytest.approx(0, abs=1e-7)
+    assert rows[3]["train/kl_reference"] > 1e-6
+    weights = scripted.folder / "checkpoints" / "step-000003" / "weights"
+    assert read_adapter_config(weights).base == str(model)
+    export(weights.parent, tmp_path / "merged", merged=True)
+    published = dict(read_model_folder(scripted.folder / "weights" / "0.3"))
+    assert describe(read_model_folder(tmp_path / "merged")) == describe(published.items())
+    base = dict(read_model_folder(model))
+    assert base.keys() == published.keys()
+    assert sum(not base[name].equal(published[name]) for name in base) == 7
+
+
+def test_a_resumed_adapter_run_ends_on_the_same_bits(scripted, run_file, tmp_path):
+    options = (*LORA, "--algorithm.kind", "sft", "--evaluation", "false")
+    text = run_file.with_name("sft.toml").read_text().replace("[weights]\nprobe_tasks = 2\n", "")
+    run_file.write_text(text)
+    steps = "--training.steps"
+    first = scripted.folder
+    scripted.run(*options, steps, "4")
+    scripted.folder = tmp_path / "again"
+    scripted.run(*options, steps, "2")
+    scripted.run(*options, steps, "4", "--run.folder", str(scripted.folder), resume=True)
+    ends = [read_adapter_tensors(folder / "checkpoints/step-000004/weights") for folder in (first, scripted.folder)]
+    assert describe(ends[0].items()) == describe(ends[1].items())
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command, run_file, tmp_path):
+    sft = run_file.with_name("sft.toml")
+    sft.write_text(sft.read_text().replace("[weights]\nprobe_tasks = 2\n", ""))
+    code, out, err = command(
+        "sft", sft, *LORA, "--evaluation", "false", "--run.folder", tmp_path / "sft", "--json"
+    ).wait()
+    assert code == 0, err
+    adapter = json.loads(out)["weights"]
+
+    options = (
+        *LORA,
+        "--lora.path",
+        adapter,
+        "--algorithm.kl_coef",
+        "0.05",
+        "--run.folder",
+        tmp_path / "grpo",
+        "--json",
+    )
+    code, out, err = command("train", run_file, *options).wait()
+    assert code == 0, err
+    rows = read_metrics(tmp_path / "grpo")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["probe/abs_logprob_diff"] < 0.001 for row in rows)
+    assert rows[1]["train/kl_reference"] > 1e-6, "the reference is the base, not the adapter that was started from"
+    events = read_events(tmp_path / "grpo")
+    digests = {event["version"]: event["digest"] for event in events if event["kind"] == "publish"}
+    assert len(set(digests.values())) == 4
+    assert {event["version"]: event["digest"] for event in events if event["kind"] == "apply"} == digests
+
+    code, out, err = command("train", run_file, *options, "--training.steps", "5", "--resume").wait()
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["steps"] == 5
+    assert summary["weights"].endswith("step-000005/weights")
+
+    code, out, err = command("eval", run_file, *LORA[:4], "--lora.path", summary["weights"], "--json").wait()
+    assert code == 0, err
+    assert json.loads(out)["eval/num_failed"] == 0
+    assert json.loads(out)["eval/accuracy"] == summary["eval/accuracy"]
+
+    code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000005", tmp_path / "whole", "--merged").wait()
+    assert code == 0, err
+    assert {name for name, _ in read_model_folder(tmp_path / "whole")}
+    code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000005", tmp_path / "whole").wait()
+    assert code == 2
+    assert "exists already" in err

@@ -1,0 +1,266 @@
+"""LoRA against PEFT's own code: the same adapter, the same numbers; and what must not move does not."""
+
+import json
+import math
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slipstream import records
+from slipstream.config import GRPOConfig
+from slipstream.errors import ConfigError, TrainingError
+from slipstream.launch.export import export
+from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.trainer.learner import Learner, score
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.objectives import GRPOObjective, SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.weights.adapter import AdapterConfig, folded, read_adapter_config, write_adapter_folder
+from slipstream.weights.fingerprint import describe
+
+ALL = ("all-linear",)
+
+
+@pytest.fixture
+def make_lora(model_folder):
+    def make(targets=ALL, *, rank=4, alpha=12.0, dtype="float32", path=None, random=True, seed=0):
+        torch.manual_seed(seed)
+        model = PolicyModel.load(model_folder, dtype)
+        adapter = model.add_adapter(AdapterConfig(rank, alpha, targets, str(model_folder)), path)
+        if random and path is None:
+            with torch.no_grad():
+                for layer in adapter.layers.values():
+                    layer.lora_B.normal_(std=0.1)
+        optimizer = MasterAdamW(model.network.named_parameters())
+        return Learner(model, optimizer, micro_batch_tokens=512)
+
+    return make
+
+
+@pytest.fixture
+def group():
+    """Two prompts of four completions each, so that prompts are shared in the packed rows."""
+    torch.manual_seed(1)
+    sequences = []
+    for prompt in (list(range(3, 33)), list(range(50, 60))):
+        for _ in range(4):
+            completion = torch.randint(3, 90, (9,)).tolist()
+            mask = [False] * len(prompt) + [True] * 9
+            sequences.append(records.Sequence(prompt + completion, mask, [0.0] * len(prompt) + [-4.0] * 9))
+    return sequences
+
+
+def advance(learner, batch, rate=1e-2):
+    learner.forward_backward(batch, SFTObjective())
+    learner.optim_prepare(rate)
+    learner.optim_commit()
+
+
+def as_peft(learner, folder, tmp_path, **options):
+    write_adapter_folder(tmp_path / "adapter", learner.model.adapter.named_weights(), learner.model.adapter.config)
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter", **options)
+
+
+@pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj", "mlp.down_proj")])
+def test_logprobs_and_gradients_are_those_of_peft(make_lora, model_folder, tmp_path, group, gradients_of, targets):
+    from slipstream.trainer.batching import StepBatch
+
+    learner = make_lora(targets)
+    theirs = as_peft(learner, model_folder, tmp_path, is_trainable=True)
+    ours = learner.forward(group).logprobs
+    loss = torch.zeros(())
+    for sequence, mine in zip(group, ours, strict=True):
+        ids = torch.tensor([sequence.token_ids])
+        logprobs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        trained = logprobs[torch.tensor(sequence.mask[1:])]
+        assert (mine - trained).abs().max() < 1e-5
+        loss = loss - trained.sum()
+    (loss / sum(sequence.num_trainable for sequence in group)).backward()
+    learner.forward_backward(StepBatch(group), SFTObjective())
+    mine = gradients_of(learner)
+    named = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert len(named) == len(mine) == 2 * len(learner.model.adapter.layers)
+    for name, gradient in mine.items():
+        other = named[f"base_model.model.{name}.default.weight"]
+        assert (gradient - other).abs().max() < 1e-5 * max(1.0, other.abs().max().item())
+
+
+def test_a_fresh_adapter_is_peft_s_initialization_and_changes_nothing(make_lora, model_folder, group):
+    learner = make_lora(random=False)
+    base = PolicyModel.load(model_folder)
+    for mine, theirs in zip(
+        learner.forward(group).logprobs, score(base, group, micro_batch_tokens=512).logprobs, strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    for layer in learner.model.adapter.layers.values():
+        bound = 1 / math.sqrt(layer.base_layer.in_features)
+        assert 0.8 * bound < layer.lora_A.abs().max() <= bound
+        assert 0.45 < layer.lora_A.std() / bound < 0.7  # uniform: 0.577
+        assert not layer.lora_B.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_the_adapter_is_trained_with_fp32_masters(make_lora, make_batch, model_folder, dtype):
+    learner = make_lora(dtype=dtype, random=False)
+    before = describe(PolicyModel.load(model_folder, dtype).named_weights())
+    assert describe(learner.model.base_weights()) == before
+    adapter_before = describe(learner.model.adapter.named_weights())
+    for seed in range(3):
+        advance(learner, make_batch(seed=seed))
+    assert describe(learner.model.base_weights()) == before
+    assert describe(learner.model.named_weights()) != before
+    assert all(a != b for a, b in zip(describe(learner.model.adapter.named_weights()), adapter_before, strict=True))
+    masters = learner.optimizer.masters()
+    assert {name.rpartition(".")[2] for name in masters} == {"lora_A", "lora_B"}
+    assert all(master.dtype == torch.float32 for master in masters.values())
+
+
+def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, group):
+    from slipstream.trainer.batching import StepBatch
+
+    learner = make_lora()
+    sampling = records.SamplingParams(max_tokens=9, temperature=0.8)
+    separate = score(PolicyModel.load(model_folder), group, sampling, micro_batch_tokens=512).logprobs
+    same_memory = score(learner.model.without_adapter(), group, sampling, micro_batch_tokens=512).logprobs
+    kl = []
+    for reference in (separate, same_memory):
+        batch = StepBatch(group, [1.0, -1.0] * 4)
+        batch.reference_logprobs = reference
+        objective = GRPOObjective(GRPOConfig(kl_coef=0.1), sampling)
+        kl.append(learner.forward_backward(batch, objective)["kl_reference"])
+    assert kl[0] == kl[1] > 0.01
+    assert all(torch.equal(a, b) for a, b in zip(separate, same_memory, strict=True))
+    # The policy itself still has its adapter.
+    assert not torch.equal(learner.forward(group, sampling).logprobs[0], separate[0])
+
+
+def test_checkpoints_are_adapters_that_peft_loads_and_resume_bit_for_bit(make_lora, make_batch, tmp_path, group):
+    learner = make_lora(random=False)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    advance(learner, make_batch(seed=1))
+    path = store.save(1, learner, learner.model.folder, {"step": 1})
+    assert sorted(file.name for file in (path / "weights").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    model = AutoModelForCausalLM.from_pretrained(read_adapter_config(path / "weights").base)
+    theirs = peft.PeftModel.from_pretrained(model, path / "weights")
+    ids = torch.tensor([group[0].token_ids])
+    mine = learner.forward(group[:1]).logprobs[0]
+    assert (theirs(ids).logits[0, -2].log_softmax(-1)[ids[0, -1]] - mine[-1]).abs() < 1e-5
+    resumed = make_lora(random=False, seed=99)
+    store.load(path, resumed)
+    for one in (learner, resumed):
+        advance(one, make_batch(seed=2))
+    assert describe(learner.model.adapter.named_weights()) == describe(resumed.model.adapter.named_weights())
+    with pytest.raises(TrainingError, match=r"another model: .*lora_A has shape"):
+        store.load(path, make_lora(rank=2))
+    with pytest.raises(TrainingError, match="is in only one of them"):
+        store.load(path, make_lora(("q_proj",)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_made_by_peft_is_continued(make_lora, model_folder, tmp_path, group, dtype):
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
+    theirs = peft.get_peft_model(model, config)
+    theirs.save_pretrained(tmp_path)
+    learner = make_lora(("q_proj", "down_proj"), path=tmp_path, dtype=dtype)
+    ids = torch.tensor([group[0].token_ids])
+    mine = learner.forward(group[:1]).logprobs[0][-1]
+    difference = (theirs(ids).logits[0, -2].float().log_softmax(-1)[ids[0, -1]] - mine).abs()
+    assert difference < (1e-5 if dtype == "float32" else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"rank": 8}, r"lora.rank = 8, and the adapter in .* has 4: set lora.rank = 4"),
+        ({"alpha": 16.0}, r"lora.alpha = 16, and the adapter in .* has 12: set lora.alpha = 12"),
+        (
+            {"targets": ("q_proj", "up_proj")},
+            r"missing base_model.model.model.layers.0.mlp.up_proj.lora_A.weight, .*; ",
+        ),
+        ({"targets": ("q_proj",)}, r"\(unexpected .*down_proj.lora_A.weight, .* and 1 more\): its own target_modules"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(make_lora, tmp_path, asked, sentence):
+    learner = make_lora(("q_proj", "down_proj"))
+    write_adapter_folder(tmp_path / "a", learner.model.adapter.named_weights(), learner.model.adapter.config)
+    with pytest.raises(ConfigError, match=sentence):
+        make_lora(**{"targets": ("q_proj", "down_proj"), **asked}, path=tmp_path / "a")
+
+
+def test_shapes_are_compared_and_other_kinds_of_adapter_are_refused(make_lora, tmp_path):
+    learner = make_lora(("q_proj",))
+    weights = dict(learner.model.adapter.named_weights())
+    name = next(iter(weights))
+    write_adapter_folder(
+        tmp_path / "a", (weights | {name: weights[name][:, :-1]}).items(), learner.model.adapter.config
+    )
+    with pytest.raises(ConfigError, match=f"{name} has shape"):
+        make_lora(("q_proj",), path=tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+    with pytest.raises(ConfigError, match=r"use_dora = true, which is not plain LoRA"):
+        make_lora(("q_proj",), path=tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
+        read_adapter_config(tmp_path)
+
+
+@pytest.mark.parametrize(("target", "reason"), [("lm_head", "the output head"), ("query", "use some of .*q_proj")])
+def test_targets_that_are_not_there_are_refused(make_lora, target, reason):
+    with pytest.raises(ConfigError, match=f'lora.target_modules has "{target}".*{reason}'):
+        make_lora((target,))
+
+
+@pytest.mark.parametrize("scaling", [2.0, 0.3])
+def test_a_folded_adapter_is_the_same_function(make_lora, tmp_path, group, scaling):
+    learner = make_lora(alpha=4 * scaling)
+    config = learner.model.adapter.config
+    write_adapter_folder(
+        tmp_path / "a",
+        folded(learner.model.adapter.named_weights(), config.scaling),
+        AdapterConfig(4, 4.0, config.target_modules, config.base),
+    )
+    other = make_lora(alpha=4.0, path=tmp_path / "a")
+    for mine, theirs in zip(learner.forward(group).logprobs, other.forward(group).logprobs, strict=True):
+        assert (mine - theirs).abs().max() < 1e-5
+
+
+def greedy(model, prompt, num=16):
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(num):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def test_exports(make_lora, make_batch, model_folder, tmp_path):
+    learner = make_lora()
+    path = CheckpointStore(tmp_path / "checkpoints").save(1, learner, learner.model.folder, {})
+    export(path, tmp_path / "merged", merged=True)
+    export(path / "weights", tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    prompts = [list(range(3, 13)), list(range(40, 60))]
+    assert [greedy(merged, prompt) for prompt in prompts] == [greedy(theirs, prompt) for prompt in prompts]
+    assert [greedy(base, prompt) for prompt in prompts] != [greedy(theirs, prompt) for prompt in prompts]
+    assert (
+        load_file(tmp_path / "merged" / "model.safetensors").keys()
+        == load_file(model_folder / "model.safetensors").keys()
+    )
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    with pytest.raises(ConfigError, match="exists already"):
+        export(path, tmp_path / "merged", merged=True)
+    export(tmp_path / "merged", tmp_path / "copy")
+    assert load_file(tmp_path / "copy" / "model.safetensors").keys()
+    with pytest.raises(ConfigError, match="nothing to merge"):
+        export(tmp_path / "merged", tmp_path / "again", merged=True)
+    with pytest.raises(ConfigError, match="neither a model nor an adapter"):
+        export(tmp_path, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
