@@ -13,7 +13,7 @@ from slipstream.cli import main
 from slipstream.runlog import read_exit
 from slipstream.trainer.new_model import new_model
 
-COMMANDS = ["train", "sft", "eval", "plan", "runs", "env", "env test", "model", "model new"]
+COMMANDS = ["train", "sft", "eval", "plan", "runs", "report", "env", "env test", "model", "model new"]
 RUN_FILE = """
 [model]
 path = "{model}"

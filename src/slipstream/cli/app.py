@@ -24,6 +24,7 @@ app.command(commands.sft)
 app.command(commands.evaluate, name="eval")
 app.command(commands.plan)
 app.command(commands.runs)
+app.command(commands.report)
 app.command(commands.env_app)
 app.command(commands.model_app)
 
