@@ -28,7 +28,7 @@ class Headline:
 
     before: Accuracy | None
     after: Accuracy | None
-    """None as well when there is only one measurement."""
+    """The last measurement; None when there is only that of the starting model."""
     gained: tuple[float, float, float] | None
     """Difference of the accuracies, with its interval."""
     reward: tuple[float, float] | None
@@ -46,8 +46,8 @@ class Headline:
 def headline(record: RunRecord) -> Headline:
     """Taken from a run's rows and events."""
     measured = [found for row in record.rows if (found := _accuracy(row)) is not None]
-    before = measured[0] if measured else None
-    after = measured[-1] if len(measured) > 1 else None
+    before = measured[0] if len(measured) > 1 or (measured and measured[0].step == 0) else None
+    after = measured[-1] if measured and measured[-1] is not before else None
     rewards = _values(record, "reward/mean")
     applied = [event for event in record.events if event["kind"] == "apply"]
     version = applied[-1] if applied else {}

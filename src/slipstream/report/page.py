@@ -140,7 +140,11 @@ def _plot(panel: Panel, records: Sequence[RunRecord], names: Sequence[str], acro
         ]
         note = f"Shown: {line.label}." if len(panel.lines) > 1 else ""
     series = [line for line in found if line is not None]
-    return figure(panel, series, across, note=note) if series else None
+    if not series:
+        return None
+    # Runs of other lengths would squeeze one another where only one of them has the metric.
+    shared = across if len(records) == 1 else step_scale([x for line in series for x in line.x])
+    return figure(panel, series, shared, note=note)
 
 
 def _unmeasured(known: Sequence[Panel], records: Sequence[RunRecord]) -> Html | None:

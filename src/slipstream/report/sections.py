@@ -43,9 +43,9 @@ def accuracy_text(measured: Accuracy | None) -> str:
 def tiles(record: RunRecord, head: Headline) -> Html:
     """The headline numbers of one run."""
     found: list[Html] = []
-    if head.before is not None:
-        words = "accuracy after" if head.after else f"accuracy at step {head.before.step}"
-        best = head.after or head.before
+    best = head.after or head.before
+    if best is not None:
+        words = "accuracy after" if head.after else "accuracy before"
         found.append(_tile(words, f"{100 * best.value:.1f}", "%", f"95 % interval {100 * best.low:.1f} to "
                            f"{100 * best.high:.1f}, {best.num_tasks} held-out tasks"))  # fmt: skip
     if head.gained is not None and head.before is not None:
