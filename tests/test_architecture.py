@@ -23,6 +23,7 @@ LAYERS = {
     "algo": 2,
     "data": 2,
     "transport": 2,
+    "sinks": 2,
     "weights": 2,
     "inference": 3,
     "trainer": 3,

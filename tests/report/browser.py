@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -106,6 +107,7 @@ async def browser(program):
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
         try:
             address = await asyncio.wait_for(_address(process), WAIT_S)
@@ -115,12 +117,16 @@ async def browser(program):
             ):
                 page = Page(socket, "")
                 listening = asyncio.create_task(page.listen())
-                await page.attach()
-                yield page
-                listening.cancel()
+                try:
+                    await page.attach()
+                    yield page
+                finally:
+                    listening.cancel()
+                    # A socket that somebody still reads from would wait for that reader for ever.
+                    await asyncio.wait([listening])
         finally:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
 

@@ -12,7 +12,7 @@ from slipstream.runlog import RunLog
 SETTINGS = """
 [model]
 path = "models/tiny"  # run.toml:2
-dtype = "float32"     # derived: few parameters  # so to say
+dtype = "float32"     # derived: few parameters
 [environment]
 name = "reasoning_gym/{task}"  # run.toml:4
 api_key = "hunter2-secret"     # command line

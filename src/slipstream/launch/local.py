@@ -30,6 +30,7 @@ from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings
+from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import create_bridge
 
 if TYPE_CHECKING:
@@ -117,7 +118,11 @@ def train(
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
         run = _Run(prepared, folder, progress, log, stop, make_engine)
         try:
-            return run.carry_out(resume)
+            with MetricSinks(
+                prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log
+            ) as sinks:
+                log.listen(sinks.put)
+                return run.carry_out(resume)
         finally:
             run.stop()
             progress.stop()

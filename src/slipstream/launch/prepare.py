@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.launch.facts import gather_facts, read_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.records import Message, SamplingParams, Task
+from slipstream.sinks import require_sinks
 
 T = TypeVar("T")
 
@@ -71,6 +72,7 @@ class Prepared:
 def prepare(loaded: Loaded) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan."""
     config = loaded.config
+    require_sinks(config.run.sinks)
     section = config.environment
     system = section.system_prompt if section else ""
     tokenizer = ChatTokenizer(config.model.path, system, config.model.trust_remote_code)
