@@ -222,7 +222,7 @@ class RunSection(Section):
     keep_checkpoints: PositiveInt = 2
     """Older ones are removed; the last is always kept."""
     save_samples: PositiveInt = 4
-    """Rollouts kept in `samples.jsonl` for each step."""
+    """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of trainer and engine. `auto`: all cores this process may use."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()

@@ -331,6 +331,7 @@ class _Run:
             probe=self._probe(engine).sample,
             evaluate=self._evaluation(runner),
             on_applied=self._applied,
+            on_evaluated=self._evaluated,
             start=start,
             waits=Waits(
                 apply_s=config.weights.apply_timeout_s + config.inference.start_timeout_s,
@@ -374,6 +375,24 @@ class _Run:
                 self.progress.end_phase()
 
         return run
+
+    def _evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Keep the answers to the first held-out tasks, which are the same in every evaluation."""
+        for rollout in evaluation.rollouts[: self.config.run.save_samples]:
+            if rollout.completion:
+                self.log.sample(
+                    {
+                        "step": step,
+                        "split": "eval",
+                        "id": rollout.id,
+                        "task": rollout.task_id,
+                        "prompt": rollout.prompt,
+                        "completion": rollout.completion,
+                        "reward": rollout.reward,
+                        "outcome": rollout.outcome,
+                        "version": f"{self.log.lineage}.{step}",
+                    }
+                )
 
     def _applied(self, report: ApplyReport) -> None:
         self.log.event(
