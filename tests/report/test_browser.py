@@ -28,9 +28,9 @@ DRAWN = """
 })
 """
 OVERFLOWING = """
-[document.documentElement.scrollWidth - innerWidth,
+[document.documentElement.scrollWidth - document.documentElement.clientWidth,
  [...document.querySelectorAll("body *")].filter(node => !node.closest(".scroll, svg, .hidden, .readout, .lane")
-   && node.getClientRects().length && node.getBoundingClientRect().right > innerWidth + 0.5)
+   && node.getClientRects().length && node.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)
    .map(node => node.tagName + "." + node.className)]
 """
 HOVER = """

@@ -10,6 +10,7 @@ import pytest
 from slipstream.config import load_config
 from slipstream.errors import DataError
 from slipstream.launch.prepare import prepare
+from slipstream.runlog import read_samples
 
 WITHOUT_EVALUATION = ("--evaluation", "false")
 
@@ -244,3 +245,15 @@ def dying_at(number):
         engine.on_request = on_request
 
     return change
+
+
+def test_a_run_feeds_its_sinks_and_keeps_samples_of_both_kinds(scripted):
+    assert scripted.run("--run.sinks", '["tensorboard"]', "--run.save-samples", "2").status == "finished"
+    (told,) = scripted.events("sink")
+    assert (told["name"], told["num_written"], told["num_lost"]) == ("tensorboard", len(scripted.metrics), 0)
+    assert list((scripted.folder / "tensorboard").glob("events.out.tfevents.*"))
+    samples = read_samples(scripted.folder)
+    held_out = [(sample["step"], sample["id"]) for sample in samples if sample.get("split") == "eval"]
+    assert held_out == [(0, "eval.0"), (0, "eval.1"), (3, "eval.0"), (3, "eval.1")]
+    assert all(sample["prompt"] for sample in samples)
+    assert len(samples) == 4 + 3 * 2

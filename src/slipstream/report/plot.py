@@ -163,7 +163,7 @@ def _y_labels(vertical: Scale, unit: str) -> Html:
         if unit == "%":
             step = vertical.ticks[1] - vertical.ticks[0]
             return f"{100 * tick:.{0 if step >= 0.01 else 1}f} %"
-        return f"1e{round(math.log10(tick))}" if vertical.log else _tick(tick, vertical.ticks)
+        return f"1e{round(math.log10(tick))}" if vertical.log else tick_text(tick, vertical.ticks)
 
     labels = [h("span", shown(tick), style=f"top:{100 * (1 - vertical.place(tick)):.2f}%") for tick in vertical.ticks]
     return h("div", labels, class_="y", aria_hidden="true")
@@ -176,7 +176,8 @@ def _x_labels(across: Scale) -> Html:
     return h("div", labels, class_="x", aria_hidden="true")
 
 
-def _tick(value: float, ticks: Sequence[float]) -> str:
+def tick_text(value: float, ticks: Sequence[float]) -> str:
+    """A tick's label, with as many digits as tell it from the next."""
     step = abs(ticks[1] - ticks[0])
     if value == 0:
         return "0"

@@ -155,4 +155,4 @@ def _thinned(points: list[tuple[float, float, float, float]]) -> list[tuple[floa
 
 def _varies(runs: Iterable[list[dict[str, Any]]], name: str) -> bool:
     values = [value for rows in runs for row in rows if (value := value_of(row, name)) is not None]
-    return len(values) > 1 and min(values) < max(values)
+    return len(values) > 1 and max(values) - min(values) > 1e-4 * max(map(abs, values))

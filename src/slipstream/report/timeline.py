@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.report.html import NONE, Html, data, details, duration, h, join, number, table
-from slipstream.report.plot import HEIGHT, WIDTH, linear_scale
+from slipstream.report.plot import HEIGHT, WIDTH, linear_scale, tick_text
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord
 
@@ -113,9 +113,10 @@ def _lanes(steps: Sequence[StepTime], label: str) -> Html:
         spans.append((name, words, at, median[name]))
         at += median[name]
     after = median["batch"] + median["train"]
-    busy = min(generate, total)
+    # Generating begins while a checkpoint is written, and in lock-step ends before the training.
+    busy = min(generate, after) if generate < total else total
     engine = [("generate", "generate", 0.0, busy)]
-    if generate <= after:
+    if generate < total:
         engine += [("idle", "idle", busy, after - busy), *spans[2:]]
     return h(
         "div",
@@ -179,7 +180,10 @@ def _bars(steps: Sequence[StepTime], order: Sequence[str], names: dict[str, str]
           h("b", duration(totals[name])), class_="key")
         for name in order
     ]  # fmt: skip
-    labels = [h("span", number(tick), style=f"top:{100 * (1 - scale.place(tick)):.2f}%") for tick in scale.ticks]
+    labels = [
+        h("span", tick_text(tick, scale.ticks), style=f"top:{100 * (1 - scale.place(tick)):.2f}%")
+        for tick in scale.ticks
+    ]
     ends = [(0, bars[0]), (len(bars) - 1, bars[-1])] if len(bars) > 1 else [(0, bars[0])]
     svg = h(
         "svg",
