@@ -144,7 +144,7 @@ def _plot(panel: Panel, records: Sequence[RunRecord], names: Sequence[str], acro
         return None
     # Runs of other lengths would squeeze one another where only one of them has the metric.
     shared = across if len(records) == 1 else step_scale([x for line in series for x in line.x])
-    return figure(panel, series, shared, note=note)
+    return figure(panel, series, shared, note=note, named=len(records) > 1)
 
 
 def _unmeasured(known: Sequence[Panel], records: Sequence[RunRecord]) -> Html | None:

@@ -75,8 +75,8 @@ def log_scale(values: Sequence[float]) -> Scale:
     return Scale(10.0**low, 10.0**high, ticks, log=True)
 
 
-def figure(panel: Panel, series: Sequence[Series], across: Scale, *, note: str = "") -> Html:
-    """The plot of a panel; `across` is the axis of steps that all plots of a page share."""
+def figure(panel: Panel, series: Sequence[Series], across: Scale, *, note: str = "", named: bool = False) -> Html:
+    """The plot of a panel; `across` is its axis of steps; with `named` even a lone line has a legend."""
     log = panel.log and all(value > 0 for line in series for value in line.y)
     bounds = [value for line in series for value in (*line.y, *line.low, *line.high)]
     if log:
@@ -102,7 +102,7 @@ def figure(panel: Panel, series: Sequence[Series], across: Scale, *, note: str =
         tabindex=0,
         focusable="true",
     )
-    legend = h("p", [_key(line) for line in series], class_="legend") if len(series) > 1 else None
+    legend = h("p", [_key(line) for line in series], class_="legend") if named or len(series) > 1 else None
     averaged = max(line.num_steps for line in series) > len(series[0].x)
     return h(
         "figure",
