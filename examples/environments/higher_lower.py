@@ -1,4 +1,4 @@
-"""Guess a number in a few turns: an environment that talks. The plan counts one turn: set `inference.max_model_len`."""
+"""Guess a number in a few turns: an environment that talks."""
 
 import random
 

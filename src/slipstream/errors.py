@@ -53,6 +53,10 @@ class TrainingError(SlipstreamError):
     exit_code = 7
 
 
+class ZeroGradientError(TrainingError):
+    """No parameter has a gradient other than zero."""
+
+
 class MismatchError(TrainingError):
     """Engine and trainer give the same tokens different log-probabilities."""
 

@@ -232,6 +232,8 @@ class EngineHealth(msgspec.Struct, frozen=True):
     patches: tuple[str, ...] = ()
     reason: str = ""
     num_running: int = 0
+    keeps_requests: bool = False
+    """Whether a version can be applied while requests run, which then go on with it."""
     info: dict[str, Any] = {}
 
 

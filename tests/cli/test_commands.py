@@ -173,6 +173,7 @@ def test_sft_on_a_file_of_conversations_then_runs(slipstream, model, run_file, t
     assert "finished" in out
     code, out, _ = slipstream("train", run_file, "--run.folder", "runs/one", "--resume", *common)
     assert code == 2
+    assert read_exit("runs/one").status == "finished"
 
 
 def test_env_test_passes_on_a_reasoning_gym_task(slipstream, run_file):

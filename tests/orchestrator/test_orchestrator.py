@@ -12,7 +12,7 @@ from slipstream.envs.scorer import InlineScorer
 from slipstream.errors import DeadlineError, EngineError, EnvironmentFault, Interrupted, TrainingError, WeightsError
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import tasks as tasks_module
-from slipstream.orchestrator.batches import Batcher
+from slipstream.orchestrator.batches import Batcher, staleness_metrics
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
@@ -20,7 +20,16 @@ from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of, outliving
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import ApplyReport, Message, SamplingParams, Ticket, Version
+from slipstream.records import (
+    ApplyReport,
+    Message,
+    Rollout,
+    SamplingParams,
+    Sequence,
+    Ticket,
+    Version,
+    VersionSpan,
+)
 from slipstream.weights.disk import DiskReceiver
 
 END = 0
@@ -60,12 +69,19 @@ def say(text):
     return lambda prompt_ids, seed: [*map(ord, text), END]
 
 
-def make_runner(engine, environment=None):
+def make_runner(engine, environment=None, run_timeout_s=10.0):
     environment = environment or Odd()
-    return RolloutRunner(environment, InlineScorer(environment), Letters(), engine, request_timeout_s=0.2)
+    return RolloutRunner(
+        environment,
+        InlineScorer(environment),
+        Letters(),
+        engine,
+        request_timeout_s=0.2,
+        run_timeout_s=run_timeout_s,
+    )
 
 
-def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True):
+def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True, staleness=0):
     return Batcher(
         make_runner(engine, environment),
         group_size=2,
@@ -73,6 +89,7 @@ def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_log
         seed=0,
         max_reward_failures=max_reward_failures,
         needs_logprobs=needs_logprobs,
+        staleness=staleness,
     )
 
 
@@ -138,6 +155,26 @@ async def test_a_rollout_and_its_outcomes():
     assert "KeyError" in crashed.error
 
 
+async def test_an_environment_that_does_nothing_is_given_up_but_the_engines_time_is_not_its_own():
+    class Slow(Odd):
+        async def run(self, task, policy):
+            reply = await super().run(task, policy)
+            await asyncio.sleep(10.0 if task.id == "t1" else 0.0)
+            return reply
+
+    class SlowEngine(ScriptedEngine):
+        async def generate(self, request):
+            await asyncio.sleep(0.3)
+            return await super().generate(request)
+
+    runner = make_runner(SlowEngine(say("b")), Slow(), run_timeout_s=0.1)
+    common = {"rollout_id": "r", "group_id": "g", "sampling": SAMPLING, "seed": 0}
+    assert (await runner.run(TASKS[0], **common)).outcome == "done"
+    rollout = await runner.run(TASKS[1], **common)
+    assert rollout.outcome == "environment_error"
+    assert "did nothing for 0.1 s (environment.run_timeout_s)" in rollout.error
+
+
 async def test_a_rollout_that_lost_its_engine_is_made_again_with_the_same_seed():
     seeds = []
     engine = ScriptedEngine(lambda prompt, seed: seeds.append(seed) or [ord("b"), END], max_restarts=1)
@@ -172,11 +209,24 @@ async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
         await make_batcher(engine, max_reward_failures=0.3).make(4, Version(0, 4), TASKS)
 
 
-async def test_a_batch_of_two_versions_is_refused():
+async def test_a_batch_holds_no_older_tokens_than_the_staleness_allows():
     engine = ScriptedEngine(say("b"))
     engine.version = Version(0, 3)
-    with pytest.raises(TrainingError, match=r"version 0\.3 in a batch of 0\.4"):
+    with pytest.raises(TrainingError, match=r"version 0\.3 in the batch of step 4: training\.staleness = 0"):
         await make_batcher(engine).make(4, Version(0, 4), TASKS)
+    batch = await make_batcher(engine, staleness=1).make(4, Version(0, 3), TASKS)
+    assert batch.metrics["staleness/mean"] == batch.metrics["staleness/max"] == 1.0
+    engine.version = Version(1, 4)
+    with pytest.raises(TrainingError, match=r"allows only 0\.3, 0\.4"):
+        await make_batcher(engine, staleness=1).make(4, Version(0, 4), TASKS)
+
+
+def test_staleness_counts_sampled_tokens():
+    spans = [VersionSpan(2, "0.6"), VersionSpan(4, "0.7")]
+    sequence = Sequence([1] * 7, [False, False, True, True, True, False, True], versions=spans)
+    rollout = Rollout("a", "task", "group", [sequence], reward=0.0, outcome="done")
+    metrics = staleness_metrics(7, [rollout])
+    assert metrics == {"staleness/mean": 0.5, "staleness/max": 1.0, "staleness/mixed_fraction": 1.0}
 
 
 async def test_missing_logprobs_are_refused_where_they_are_needed():
@@ -190,13 +240,16 @@ async def test_missing_logprobs_are_refused_where_they_are_needed():
 
 async def test_an_evaluation_counts_failures_as_wrong():
     engine = ScriptedEngine(lambda prompt, seed: [ord("bax"[prompt[-1] - ord("0")]), END])
-    evaluation = await evaluate(make_runner(engine), TASKS, sampling=SAMPLING, threshold=1.0, seed=0)
+    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0}
+    evaluation = await evaluate(make_runner(engine), TASKS, **how, max_failures=0.5)
     assert (evaluation.num_tasks, evaluation.num_right, evaluation.num_failed) == (3, 1, 1)
     low, high = evaluation.interval
     assert low < evaluation.accuracy < high
+    with pytest.raises(EnvironmentFault, match=r"(?s)1 of 3 rollouts of the evaluation failed.*x is not graded"):
+        await evaluate(make_runner(engine), TASKS, **how, max_failures=0.3)
     engine.kill()
     with pytest.raises(EngineError):
-        await evaluate(make_runner(engine), TASKS, sampling=SAMPLING, threshold=1.0, seed=0)
+        await evaluate(make_runner(engine), TASKS, **how, max_failures=0.5)
 
 
 async def test_the_probe_repeats_itself_and_needs_logprobs():

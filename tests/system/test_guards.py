@@ -53,7 +53,8 @@ def test_a_gradient_that_is_zero_or_not_finite(scripted, offset, says):
         )
 
     report = scripted.run(*WITHOUT_EVALUATION, change=change)
-    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)
+    assert report.error in ("TrainingError", "ZeroGradientError")
+    assert (report.exit_code, report.step) == (7, 0)
     assert says in report.message
 
 
@@ -81,6 +82,69 @@ def test_an_update_whose_groups_all_agree_is_left_out(scripted):
     report = scripted.run(*WITHOUT_EVALUATION, *halves, script=script)
     assert (report.status, report.step) == ("finished", 6)
     assert {row.get("train/skipped_updates") for row in scripted.metrics[1:]} >= {0.0, 1.0}
+
+
+def test_an_update_that_is_left_out_counts_in_the_schedule(scripted):
+    def script(prompt, seed):
+        return scripted.letter(prompt, seed) if prompt[-20] % 2 else scripted.say("a")
+
+    schedule = ("--training.schedule", "linear", "--training.steps", "10", "--training.prompts_per_batch", "1")
+    scripted.run(*WITHOUT_EVALUATION, *schedule, script=script)
+    rates = [row.get("train/learning_rate") for row in scripted.metrics[1:]]
+    planned = [1e-3 * (1 - step / 10) for step in range(10)]
+    assert any(rate is None for rate in rates)
+    assert [rate for rate in rates if rate] == pytest.approx(
+        [value for value, rate in zip(planned, rates, strict=True) if rate]
+    )
+
+
+def test_quiet_steps_are_counted_across_a_resume(scripted):
+    quiet = {"script": lambda prompt, seed: scripted.say("a")}
+    limit = ("--run.max_steps_without_signal", "2", "--training.steps", "4")
+
+    def stop_in_the_second_step(engine):
+        engine.on_request = lambda request: os.kill(os.getpid(), signal.SIGTERM) if engine.num_requests == 22 else None
+
+    report = scripted.run(*WITHOUT_EVALUATION, *limit, **quiet, change=stop_in_the_second_step)
+    assert (report.status, report.step) == ("interrupted", 1)
+    report = scripted.run(*WITHOUT_EVALUATION, *limit, **quiet, resume=True)
+    assert (report.error, report.step) == ("TrainingError", 1)
+    assert "2 consecutive steps" in report.message
+
+
+def test_the_time_limit_ends_with_an_evaluation(scripted):
+    report = scripted.run("--training.max_seconds", "0.001", "--training.steps", "9")
+    assert (report.status, report.step) == ("finished", 1)
+    assert [step for step, row in enumerate(scripted.metrics) if "eval/accuracy" in row] == [0, 1]
+
+
+def test_a_kl_term_hides_no_lack_of_signal(scripted):
+    kl = ("--algorithm.kl_coef", "0.1", "--training.steps", "3")
+    report = scripted.run(*WITHOUT_EVALUATION, *kl, script=lambda prompt, seed: scripted.say("a"))
+    assert (report.error, report.step) == ("TrainingError", 3)
+    assert "nothing was trained" in report.message
+
+
+def test_a_kl_term_is_measured_against_the_first_weights(scripted):
+    report = scripted.run(*WITHOUT_EVALUATION, "--algorithm.kl_coef", "0.1")
+    assert report.status == "finished"
+    kl = [row["train/kl_reference"] for row in scripted.metrics[1:]]
+    assert kl[0] == pytest.approx(0.0, abs=1e-9)
+    assert kl[-1] > 1e-6
+
+
+def test_an_environment_without_held_out_tasks(run_file):
+    with pytest.raises(DataError, match="has no held-out tasks"):
+        prepare(load_config(run_file, ("--environment.settings", "{held_out = false}")))
+
+
+def test_a_resumed_run_refuses_other_data(scripted):
+    scripted.run(*WITHOUT_EVALUATION)
+    report = scripted.run(
+        *WITHOUT_EVALUATION, "--training.steps", "4", "--environment.num_train_tasks", "12", resume=True
+    )
+    assert (report.error, report.exit_code) == ("ConfigError", 2)
+    assert "64 training items, now there are 12" in report.message
 
 
 def test_a_training_question_that_is_held_out_is_left_out(run_file, tmp_path):
@@ -197,8 +261,15 @@ def test_an_engine_that_does_not_start(scripted):
 
 @pytest.mark.parametrize(
     ("number", "at", "step"),
-    [(signal.SIGINT, 1, 0), (signal.SIGTERM, 5, 0), (signal.SIGINT, 15, 0), (signal.SIGTERM, 30, 1)],
-    ids=["probe", "evaluation", "first rollouts", "second rollouts"],
+    [
+        (signal.SIGINT, 1, 0),
+        (signal.SIGTERM, 5, 0),
+        (signal.SIGINT, 15, 0),
+        (signal.SIGTERM, 27, 1),
+        (signal.SIGTERM, 30, 1),
+        (signal.SIGINT, 68, 3),
+    ],
+    ids=["probe", "evaluation", "first rollouts", "second probe", "second rollouts", "last evaluation"],
 )
 def test_a_signal_leaves_a_checkpoint_and_the_run_can_be_resumed(scripted, number, at, step):
     def change(engine):
@@ -215,6 +286,8 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_can_be_resumed(scripted, numbe
     report = scripted.run(resume=True)
     assert (report.status, report.step, report.lineage) == ("finished", 3, 1)
     assert [row["step"] for row in scripted.metrics] == [0, 1, 2, 3]
+    assert [step for step, row in enumerate(scripted.metrics) if "train/loss" in row] == [1, 2, 3]
+    assert [step for step, row in enumerate(scripted.metrics) if "eval/accuracy" in row] == [0, 3]
 
 
 def test_an_engine_that_hangs_is_not_waited_for(scripted):
@@ -257,3 +330,12 @@ def test_a_run_feeds_its_sinks_and_keeps_samples_of_both_kinds(scripted):
     assert held_out == [(0, "eval.0"), (0, "eval.1"), (3, "eval.0"), (3, "eval.1")]
     assert all(sample["prompt"] for sample in samples)
     assert len(samples) == 4 + 3 * 2
+
+
+def test_one_step_of_staleness(scripted):
+    report = scripted.run(*WITHOUT_EVALUATION, "--training.staleness", "1", "--training.steps", "6")
+    assert (report.status, report.step) == ("finished", 6)
+    stale = [row["staleness/max"] for row in scripted.metrics[1:]]
+    assert stale[0] == 0.0
+    assert max(stale) == 1.0
+    assert max(row["probe/abs_logprob_diff"] for row in scripted.metrics) < 1e-5

@@ -44,13 +44,15 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found["algorithm.importance_cap"] = 'has no effect while algorithm.importance_sampling is "none"'
         return found
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
+    found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
+    found["training.staleness"] = "applies to grpo, not to sft, whose batches no engine makes"
     if config.data is not None and environment is not None:
         if config.evaluation is None:
             found["environment"] = "has no use when data is given and evaluation is off"
         else:
             found["environment.num_train_tasks"] = "has no effect when data is given"
     if not uses_engine(config):
-        without_engine = ("sampling", "inference", "weights", "run.save_samples")
+        without_engine = ("sampling", "inference", "weights")
         without_rewards = ("environment.reward_timeout_s", "environment.max_reward_failures")
         for path in (*without_engine, *without_rewards):
             found[path] = "has no effect under sft while evaluation is off"
@@ -107,12 +109,12 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
     training = config.training
-    if training.warmup_steps > 0 and training.warmup_steps >= training.steps:
+    num_updates = training.steps * training.updates_per_batch * training.epochs_per_batch
+    if training.warmup_steps > 0 and training.warmup_steps >= num_updates:
         yield (
             "training.warmup_steps",
-            f"training.warmup_steps = {training.warmup_steps} is not below "
-            f"training.steps = {training.steps}, so the learning rate would never be reached: "
-            f"use at most {training.steps - 1}",
+            f"training.warmup_steps = {training.warmup_steps} is not below the run's {num_updates} optimizer steps, so "
+            f"the learning rate would never be reached: use at most {num_updates - 1}",
         )
     sentence = divisor_problem(training.updates_per_batch, training.prompts_per_batch)
     if sentence:

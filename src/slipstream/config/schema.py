@@ -61,6 +61,9 @@ class EnvironmentConfig(Section):
     reward_timeout_s: PositiveFloat = 10.0
     """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
     trained on."""
+    run_timeout_s: PositiveFloat = 300.0
+    """How long the environment may take between two turns; then the rollout is counted as `environment_error` and not
+    trained on."""
     max_reward_failures: Fraction = 0.1
     """The run stops when more than this part of a batch's rollouts fail, in the reward, the environment or the
     engine."""
@@ -139,12 +142,17 @@ class TrainingConfig(Section):
     """Prompts (SFT: conversations) in a batch."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps that one batch is split into."""
+    staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """How many versions older than the newest a batch's tokens may be. 0: generation and training take turns. 1: the
+    next batch is generated while this one is trained on, and new weights reach the engine between two tokens."""
     epochs_per_batch: PositiveInt = 1
     """How often a batch is gone through."""
     learning_rate: PositiveFloat = 1e-5
+    """Peak, reached at the end of the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or decaying to zero at the last step."""
     warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises from zero; a batch makes `updates_per_batch` of them."""
     weight_decay: NonNegativeFloat = 0.0
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -182,8 +190,9 @@ class InferenceConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engine, and how that is proved."""
 
-    bridge: Literal["disk", "restart"] = "disk"
-    """`disk`: files loaded in place into the running engine. `restart`: the engine is started anew."""
+    bridge: Literal["disk", "broadcast", "restart"] = "disk"
+    """`disk`: files loaded in place into the running engine. `broadcast`: from memory to memory over a process group.
+    `restart`: the engine is started anew."""
     apply_timeout_s: PositiveFloat = 300.0
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import aiohttp
@@ -100,7 +100,7 @@ class EngineClient:
         timeout_s = max(request.timeout_s for request, _ in outbox) + _GRACE_S
         body = msgspec.msgpack.encode([request for request, _ in outbox])
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as deadline:
                 async with self._open().post("http://engine/generate", data=body) as response:
                     if response.status != 200:
                         text = (await response.read()).decode(errors="replace")
@@ -108,14 +108,21 @@ class EngineClient:
                     while waiting:
                         size = int.from_bytes(await response.content.readexactly(4), "big")
                         completion = self._decoder.decode(await response.content.readexactly(size))
+                        # Some wait in the engine for others to end: while answers come, nothing hangs.
+                        deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
                         future = waiting.pop(completion.id)
                         if not future.done():
                             future.set_result(completion)
         except (TimeoutError, aiohttp.ClientError, asyncio.IncompleteReadError, EngineError) as error:
-            failure = await self._explain("/generate", error, timeout_s)
-            for future in waiting.values():
-                if not future.done():
-                    future.set_exception(failure)
+            failure: EngineError = EngineError("the connections to the engine were closed")
+            try:
+                failure = await self._explain("/generate", error, timeout_s)
+            finally:
+                _fail(waiting.values(), failure)
+        except asyncio.CancelledError:
+            # By `close`: whoever waits must learn that nothing will come.
+            _fail(waiting.values(), EngineError("the connections to the engine were closed"))
+            raise
 
     async def _explain(self, path: str, error: Exception, timeout_s: float) -> EngineError:
         if isinstance(error, EngineError):
@@ -134,3 +141,9 @@ class EngineClient:
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Compare the engine's live weights with a published version, changing nothing."""
         return await self._post("/verify", encode(ticket), ApplyReport, timeout_s)
+
+
+def _fail(futures: Iterable[asyncio.Future[Completion]], failure: EngineError) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(failure)

@@ -40,6 +40,7 @@ class SupervisedEngine:
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._reviving = asyncio.Lock()
+        self._only_in_memory = False
         self.num_restarts = 0
 
     @property
@@ -72,6 +73,11 @@ class SupervisedEngine:
             if self._process.is_alive():
                 return
             why = self._process.describe()
+            if self._only_in_memory:
+                raise EngineError(
+                    "the engine died, and no file holds the weights that it got by broadcast: continue the run with "
+                    f"--resume, or use weights.bridge = disk, which can restart it: {why}"
+                )
             if self.num_restarts >= self._max_restarts:
                 raise EngineError(
                     f"the engine died, and inference.max_restarts = {self._max_restarts} allows no further restart: "
@@ -89,11 +95,13 @@ class SupervisedEngine:
         try:
             report = await self._process.client.apply(ticket, timeout_s)
         except EngineError:
-            if self._process.is_alive():
+            # A collective cannot be joined again by a new process: the trainer has to send once more.
+            if self._process.is_alive() or ticket.bridge == "broadcast":
                 raise
             await self.revive()
             report = await self._process.client.apply(ticket, timeout_s)
-        if not report.mismatched:
+        self._only_in_memory = ticket.bridge == "broadcast"
+        if not report.mismatched and not report.unverified and not self._only_in_memory:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
 

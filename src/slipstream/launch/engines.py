@@ -11,7 +11,7 @@ from slipstream.config import RunConfig
 from slipstream.inference.engine import OnEvent, SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator import rollouts
-from slipstream.records import ParameterSpec, Version
+from slipstream.records import EngineHealth, ParameterSpec, Version
 
 
 class RunEngine(rollouts.Engine, weights.Engine, Protocol):
@@ -21,8 +21,8 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
         """Begin to start."""
         ...
 
-    async def wait_ready(self) -> object:
-        """Wait until it is in service, with a deadline."""
+    async def wait_ready(self) -> EngineHealth:
+        """Wait until it is in service, with a deadline, and what it says of itself."""
         ...
 
     async def stop(self) -> None:

@@ -80,6 +80,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
                 prepared.tokenizer,
                 engine,
                 request_timeout_s=config.inference.request_timeout_s,
+                run_timeout_s=section.run_timeout_s,
             )
             progress.phase("evaluate", len(prepared.eval_tasks))
             return await evaluate(
@@ -88,6 +89,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
                 sampling=prepared.sampling(evaluation.temperature),
                 threshold=evaluation.threshold,
                 seed=evaluation.seed,
+                max_failures=section.max_reward_failures,
                 on_rollout=progress.advance,
             )
     finally:

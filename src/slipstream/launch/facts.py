@@ -124,13 +124,14 @@ def measure_data(
     ]
     answers = sorted(answered, key=lambda turns: _num_bytes(turns[-1:]), reverse=True)[:MAX_MEASURED]
     trained: Sequence[Sequence[Message]] = (conversations or answered) if is_sft else ()
+    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
     longest = sorted(trained, key=_num_bytes, reverse=True)[:MAX_MEASURED]
     answer_lengths = [tokenizer.training_tokens(turns, "last").num_trainable for turns in answers]
     return DataFacts(
         num_train_tasks=len(conversations) or len(tasks),
         max_prompt_tokens=max((len(tokenizer.render(task.prompt)) for task in generating), default=0),
         max_answer_tokens=max(answer_lengths, default=None),
-        max_sequence_tokens=max((len(tokenizer.training_tokens(turns, "all")) for turns in longest), default=None),
+        max_sequence_tokens=max((len(tokenizer.training_tokens(turns, train_on)) for turns in longest), default=None),
     )
 
 

@@ -29,7 +29,7 @@ from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, Rollo
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
-from slipstream.runlog import RunLog, read_settings
+from slipstream.runlog import RunLog, read_exit, read_settings
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import create_bridge
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from slipstream.trainer.model import PolicyModel
 
 _START_GRACE_S = 60.0
+_HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
 _REQUESTS = 4
 """A batch or an evaluation may take as long as this many requests one after the other."""
 
@@ -101,6 +102,8 @@ def train(
     make_engine: EngineMaker = create_engine,
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
+    if resume:
+        _check_unfinished(prepared, folder)
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
@@ -117,15 +120,22 @@ def train(
         if changed:
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
         run = _Run(prepared, folder, progress, log, stop, make_engine)
-        try:
-            with MetricSinks(
-                prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log
-            ) as sinks:
-                log.listen(sinks.put)
+        with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
+            log.listen(sinks.put)
+            try:
                 return run.carry_out(resume)
-        finally:
-            run.stop()
-            progress.stop()
+            finally:
+                try:
+                    run.stop()
+                finally:
+                    progress.stop()
+
+
+def _check_unfinished(prepared: Prepared, folder: Path) -> None:
+    """Refuse to resume a run that has nothing left to do, before its exit report is replaced."""
+    report = read_exit(folder)
+    if report is not None and report.status == "finished" and report.step >= prepared.config.training.steps:
+        raise ConfigError(f"run {folder} has already made its {report.step} steps: raise training.steps to go on")
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -234,6 +244,7 @@ class _Run:
             sampling=sampling,
             reference=self._load_model() if algorithm.kind == "grpo" and algorithm.kl_coef > 0 else None,
             should_stop=self.should_stop,
+            num_items=self.prepared.num_items,
         )
         if resume:
             self._resume(loop)
@@ -273,10 +284,6 @@ class _Run:
         if latest is not None:
             loop.resume(latest)
         self.log.resumed(loop.step, checkpoint=latest.name if latest else None)
-        if loop.step >= self.config.training.steps:
-            raise ConfigError(
-                f"run {self.folder} has already made its {loop.step} steps: raise training.steps to go on"
-            )
 
     def _items_of_step(self, step: int) -> list[int]:
         """Which items of the training set make the batch of `step`; a pure function of seed and step."""
@@ -292,11 +299,27 @@ class _Run:
         thread = EventLoopThread(self.should_stop)
         scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
 
+        bridge = create_bridge(
+            config.weights.bridge,
+            folder=self.folder / "weights",
+            source=loop.learner.model.folder,
+            engine=engine,
+            timeout_s=config.weights.apply_timeout_s,
+        )
+        self._exits.callback(bridge.publisher.close)
+        versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s)
+
+        async def start_engine() -> None:
+            health = await engine.wait_ready()
+            if health.keeps_requests:
+                versions.allow_in_flight()
+            self.log.event("engine", **{name: getattr(health, name) for name in _HEALTH_SHOWN})
+
         async def start() -> None:
             # The restart bridge starts the engine itself, on the first version.
             waits: list[Coroutine[Any, Any, object]] = [scorer.__aenter__()]
             if config.weights.bridge != "restart":
-                waits.append(engine.wait_ready())
+                waits.append(start_engine())
             await all_of(waits)
 
         async def close() -> None:
@@ -304,23 +327,17 @@ class _Run:
             await engine.stop()
 
         self._exits.callback(lambda: thread.stop(close()))
-        bridge = create_bridge(
-            config.weights.bridge,
-            folder=self.folder / "weights",
-            source=loop.learner.model.folder,
-            engine=engine,
-        )
-        versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s)
         runner = RolloutRunner(
             prepared.environment,
             scorer,
             prepared.tokenizer,
             engine,
             request_timeout_s=config.inference.request_timeout_s,
+            run_timeout_s=config.environment.run_timeout_s,
         )
 
-        def publish(step: int) -> Ticket:
-            ticket = bridge.publisher.publish(loop.learner.named_weights(), step, self.log.lineage, lambda _: None)
+        def publish(step: int, announce: Callable[[Ticket], None]) -> Ticket:
+            ticket = bridge.publisher.publish(loop.learner.named_weights(), step, self.log.lineage, announce)
             self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest)
             return ticket
 
@@ -334,7 +351,10 @@ class _Run:
             on_evaluated=self._evaluated,
             start=start,
             waits=Waits(
-                apply_s=config.weights.apply_timeout_s + config.inference.start_timeout_s,
+                # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
+                apply_s=config.weights.apply_timeout_s
+                + config.inference.start_timeout_s
+                + bool(config.training.staleness) * _REQUESTS * config.inference.request_timeout_s,
                 evaluate_s=_REQUESTS * config.inference.request_timeout_s,
                 start_s=config.inference.start_timeout_s + _START_GRACE_S,
             ),
@@ -356,7 +376,8 @@ class _Run:
         )
 
     def _evaluation(self, runner: RolloutRunner) -> Callable[[], Awaitable[Evaluation]]:
-        evaluation = self.config.evaluation
+        evaluation, section = self.config.evaluation, self.config.environment
+        assert section is not None
 
         async def run() -> Evaluation:
             assert evaluation is not None
@@ -369,6 +390,7 @@ class _Run:
                     sampling=self.prepared.sampling(evaluation.temperature),
                     threshold=evaluation.threshold,
                     seed=evaluation.seed,
+                    max_failures=section.max_reward_failures,
                     on_rollout=self.progress.advance,
                 )
             finally:
@@ -417,6 +439,7 @@ class _Run:
             seed=config.run.seed,
             max_reward_failures=config.environment.max_reward_failures,
             needs_logprobs=algorithm.importance_sampling == "truncated",
+            staleness=config.training.staleness,
             on_rollout=self.progress.advance,
         )
         reader = RolloutReader(
@@ -426,6 +449,7 @@ class _Run:
             lambda step: [self.prepared.train_tasks[item] for item in self._items_of_step(step)],
             should_stop=self.should_stop,
             timeout_s=_REQUESTS * config.inference.request_timeout_s,
+            staleness=config.training.staleness,
             on_begin=lambda num_tasks: self.progress.phase("generate", num_tasks * algorithm.group_size),
             on_end=self.progress.end_phase,
         )

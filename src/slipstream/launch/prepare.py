@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from slipstream.config import Loaded, RunConfig
 from slipstream.config.checks import uses_engine
@@ -83,6 +83,11 @@ def prepare(loaded: Loaded) -> Prepared:
         train_tasks = list(environment.tasks("train", section.num_train_tasks)) if config.data is None else []
         if config.evaluation is not None:
             eval_tasks = list(environment.tasks("eval", config.evaluation.num_tasks))
+            if not eval_tasks:
+                raise DataError(
+                    f"environment {environment.name} has no held-out tasks, so nothing can be measured: have its tasks "
+                    "answer to the split eval, or set evaluation = false"
+                )
     dropped: dict[str, int] = {}
     held_out = {_question(task.prompt) for task in eval_tasks}
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
@@ -95,7 +100,8 @@ def prepare(loaded: Loaded) -> Prepared:
     if is_sft:
         conversations = _conversations(config, environment, train_tasks, dropped)
         conversations = _not_held_out(conversations, _question, held_out, dropped)
-        conversations = _short_enough(conversations, tokenizer, context, dropped)
+        train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
+        conversations = _short_enough(conversations, tokenizer, train_on, context, dropped)
     gold = environment.gold if environment else (lambda task: task.answer)
     facts = gather_facts(
         config,
@@ -178,10 +184,14 @@ def _conversations(
 
 
 def _short_enough(
-    conversations: list[Sequence[Message]], tokenizer: ChatTokenizer, context: int, dropped: dict[str, int]
+    conversations: list[Sequence[Message]],
+    tokenizer: ChatTokenizer,
+    train_on: Literal["last", "all"],
+    context: int,
+    dropped: dict[str, int],
 ) -> list[Sequence[Message]]:
-    """Conversations that fit into the model's context. A token is at least one character long, or a few of them."""
-    kept = [c for c in conversations if _num_tokens(c, tokenizer, context) <= context]
+    """Conversations that fit into the model's context."""
+    kept = [c for c in conversations if len(tokenizer.training_tokens(c, train_on)) <= context]
     if len(kept) < len(conversations):
         dropped["conversation_too_long"] = len(conversations) - len(kept)
     if not kept:
@@ -190,7 +200,3 @@ def _short_enough(
             "tokens: use shorter ones, or a model with a longer context"
         )
     return kept
-
-
-def _num_tokens(conversation: Sequence[Message], tokenizer: ChatTokenizer, context: int) -> int:
-    return len(tokenizer.training_tokens(conversation, "all"))

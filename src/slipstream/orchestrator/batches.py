@@ -1,8 +1,8 @@
 """Cutting batches: groups of rollouts, generated at the same time, counted whatever becomes of them.
 
-Guarantees: every rollout that is started ends in the batch or in `dropped`, by reason; a batch holds rollouts
-of one version only (staleness 0); too many failed rewards end the run with the first failure's text; a rollout
-that lost its engine is run again once the engine is back.
+Guarantees: every rollout that is started ends in the batch or in `dropped`, by reason; a batch for step k holds no
+token of a version older than k - staleness, or of another lineage; too many failed rewards end the run with the first
+failure's text; a rollout that lost its engine is run again once the engine is back.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from slipstream.errors import EnvironmentFault, TrainingError
-from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.errors import TrainingError
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
@@ -30,6 +30,7 @@ class Batcher:
         seed: int,
         max_reward_failures: float,
         needs_logprobs: bool,
+        staleness: int = 0,
         on_rollout: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner = runner
@@ -38,6 +39,7 @@ class Batcher:
         self._seed = seed
         self._max_reward_failures = max_reward_failures
         self._needs_logprobs = needs_logprobs
+        self._staleness = staleness
         self._on_rollout = on_rollout
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
@@ -61,6 +63,7 @@ class Batcher:
                 "time/generate_s": seconds,
                 "throughput/generated_tokens_per_s": sampled / seconds,
                 "throughput/rollouts_per_s": len(rollouts) / seconds,
+                **staleness_metrics(step, kept),
             },
         )
 
@@ -77,13 +80,8 @@ class Batcher:
         return rollout
 
     def _check(self, step: int, version: Version, rollouts: list[Rollout]) -> None:
-        failed = [rollout for rollout in rollouts if rollout.outcome not in TRAINABLE_OUTCOMES]
-        if len(failed) > self._max_reward_failures * len(rollouts):
-            raise EnvironmentFault(
-                f"{len(failed)} of {len(rollouts)} rollouts of step {step} failed, more than "
-                f"environment.max_reward_failures = {self._max_reward_failures:g} allows; the first "
-                f"({failed[0].outcome}): {failed[0].error}"
-            )
+        allowed = {Version(version.lineage, k).name for k in range(max(0, step - self._staleness), step + 1)}
+        check_failures(rollouts, f"step {step}", self._max_reward_failures)
         for rollout in rollouts:
             for sequence in rollout.sequences:
                 if self._needs_logprobs and sequence.logprobs is None:
@@ -91,9 +89,32 @@ class Batcher:
                         f"rollout {rollout.id} came without log-probabilities, which algorithm.importance_sampling = "
                         "truncated needs: use an engine that returns them, or set it to none"
                     )
-                strange = {span.version for span in sequence.versions} - {version.name}
+                strange = {span.version for span in sequence.versions} - allowed
                 if strange:
                     raise TrainingError(
-                        f"rollout {rollout.id} holds tokens of version {', '.join(sorted(strange))} in a batch of "
-                        f"{version.name}: staleness 0 allows one version only"
+                        f"rollout {rollout.id} holds tokens of version {', '.join(sorted(strange))} in the batch of "
+                        f"step {step}: training.staleness = {self._staleness} allows only {', '.join(sorted(allowed))}"
                     )
+
+
+def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How many versions older than the newest possible one the sampled tokens are: mean over tokens, and largest; and
+    the part of rollouts that more than one version made."""
+    ages: Counter[int] = Counter()
+    mixed = 0
+    for rollout in rollouts:
+        versions: set[str] = set()
+        for sequence in rollout.sequences:
+            for place, span in enumerate(sequence.versions):
+                end = sequence.versions[place + 1].start if place + 1 < len(sequence.versions) else len(sequence)
+                ages[step - int(span.version.split(".")[1])] += sum(sequence.mask[span.start : end])
+                versions.add(span.version)
+        mixed += len(versions) > 1
+    total = sum(ages.values())
+    if not total:
+        return {}
+    return {
+        "staleness/mean": sum(age * count for age, count in ages.items()) / total,
+        "staleness/max": float(max(ages)),
+        "staleness/mixed_fraction": mixed / max(1, len(rollouts)),
+    }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.algo.statistics import wilson_interval
-from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
@@ -57,9 +57,13 @@ async def evaluate(
     sampling: SamplingParams,
     threshold: float,
     seed: int,
+    max_failures: float,
     on_rollout: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """One completion for each task, all at once; right when the reward reaches `threshold`."""
+    """One completion for each task, all at once; right when the reward reaches `threshold`.
+
+    A failed rollout counts as wrong; raises `EnvironmentFault` when more than the part `max_failures` of them failed.
+    """
 
     async def attempt(place: int, task: Task) -> Rollout:
         name = f"eval.{place}"
@@ -69,6 +73,7 @@ async def evaluate(
 
     rollouts = await all_of(attempt(place, task) for place, task in enumerate(tasks))
     graded = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
+    check_failures(rollouts, "the evaluation", max_failures)
     return Evaluation(
         num_tasks=len(rollouts),
         num_right=sum(rollout.reward >= threshold for rollout in graded),

@@ -9,6 +9,7 @@ engine and the reward workers whatever state they are in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from slipstream.errors import DeadlineError, Interrupted, SlipstreamError
+from slipstream.errors import DeadlineError, Interrupted, SlipstreamError, WeightsError
 from slipstream.orchestrator.batches import Batcher
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
@@ -44,8 +45,11 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float, waits_for: str) -> T:
-        """Run `work` there and wait for it here; a stop request or the deadline ends the wait and the work."""
-        future = self.submit(work)
+        """Run `work` there and wait for it here; see `wait`."""
+        return self.wait(self.submit(work), timeout_s, waits_for)
+
+    def wait(self, future: Future[T], timeout_s: float, waits_for: str) -> T:
+        """What was started there; a stop request or the deadline ends the wait and the work."""
         waited = 0.0
         while True:
             try:
@@ -73,7 +77,9 @@ class EventLoopThread:
             await last
 
         try:
-            self.submit(wind_up()).result(timeout_s)
+            # Work that swallows its cancellation or blocks the loop must not hide what ended the run.
+            with contextlib.suppress(FutureTimeout):
+                self.submit(wind_up()).result(timeout_s)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)
@@ -96,7 +102,7 @@ class Orchestrator:
         thread: EventLoopThread,
         versions: Versions,
         *,
-        publish: Callable[[int], Ticket],
+        publish: Callable[[int, Callable[[Ticket], None]], Ticket],
         probe: Callable[[], Awaitable[list[TokenSequence]]],
         evaluate: Callable[[], Awaitable[Evaluation]],
         on_applied: Callable[[ApplyReport], None],
@@ -118,17 +124,25 @@ class Orchestrator:
 
     def update(self, step: int) -> list[TokenSequence]:
         """See the loop's `Engine`."""
-        ticket = self._publish(step)
         if self._start is not None:
             start, self._start = self._start, None
             self._thread.call(_awaited(start), self._waits.start_s, "the engine to start")
 
-        async def apply_and_probe() -> tuple[ApplyReport, list[TokenSequence]]:
+        async def apply_and_probe(ticket: Ticket) -> tuple[ApplyReport, list[TokenSequence]]:
             report = await self._versions.apply(ticket)
             return report, await self._probe()
 
-        report, sequences = self._thread.call(
-            apply_and_probe(), self._waits.apply_s, f"the engine to apply version {ticket.version.name}"
+        # The bridge decides when the engine begins: after the files are whole, or before a collective.
+        under_way: list[Future[tuple[ApplyReport, list[TokenSequence]]]] = []
+        try:
+            ticket = self._publish(step, lambda ticket: under_way.append(self._thread.submit(apply_and_probe(ticket))))
+        except WeightsError as error:
+            # A receiver that failed is the reason, and the sender's wait only what came of it.
+            if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
+                raise cause from error
+            raise
+        report, sequences = self._thread.wait(
+            under_way[0], self._waits.apply_s, f"the engine to apply version {ticket.version.name}"
         )
         self._on_applied(report)
         return sequences
@@ -159,15 +173,18 @@ class RolloutReader:
         *,
         should_stop: Callable[[], bool],
         timeout_s: float,
+        staleness: int = 0,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
     ) -> None:
+        """`staleness`: the batch of step k may be begun by version k - staleness."""
         self._thread = thread
         self._versions = versions
         self._batcher = batcher
         self._tasks_of_step = tasks_of_step
         self._should_stop = should_stop
         self._timeout_s = timeout_s
+        self._staleness = staleness
         self._on_begin = on_begin
         self._on_end = on_end
         self._transport: MemoryTransport[Batch] = MemoryTransport(
@@ -177,16 +194,19 @@ class RolloutReader:
         self._producer: Future[None] | None = None
 
     def start(self, step: int, num_steps: int) -> None:
-        """Begin to produce batches from `step` on, each as soon as its version is released."""
+        """Begin to produce batches from `step` on, each as soon as a version that is new enough is released."""
         self._producer = self._thread.submit(self._produce(step, num_steps))
 
     async def _produce(self, first: int, num_steps: int) -> None:
         try:
             for step in range(first, num_steps):
-                version = await self._versions.wait_for(step, self._timeout_s)
+                # A resumed run's first version is the one it begins with.
+                # No deadline: the trainer is in this process, and when it ends, so does this wait.
+                version = await self._versions.wait_for(max(first, step - self._staleness), None)
                 tasks = self._tasks_of_step(step)
                 self._on_begin(len(tasks))
-                batch = await self._batcher.make(step, version, tasks)
+                async with self._versions.generating():
+                    batch = await self._batcher.make(step, version, tasks)
                 self._on_end()
                 await self._transport.put_async(batch, self._timeout_s)
         except BaseException as error:

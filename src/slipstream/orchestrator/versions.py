@@ -7,6 +7,8 @@ for a version has a deadline and says who was waited for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from contextlib import AbstractAsyncContextManager
 
 from slipstream.errors import DeadlineError
 from slipstream.records import ApplyReport, Ticket, Version
@@ -18,6 +20,7 @@ class Versions:
 
     def __init__(self, receiver: Receiver, *, apply_timeout_s: float) -> None:
         self._receiver = receiver
+        self._turns: AbstractAsyncContextManager[None] = asyncio.Lock()
         self._apply_timeout_s = apply_timeout_s
         self._changed = asyncio.Condition()
         self._released = -1
@@ -25,11 +28,20 @@ class Versions:
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
         """Have the engine take a version; raises `WeightsError` unless it then holds exactly that."""
-        report = await self._receiver.apply(ticket, self._apply_timeout_s)
+        async with self._turns:
+            report = await self._receiver.apply(ticket, self._apply_timeout_s)
         check_report(report, ticket)
         async with self._changed:
             self.current = ticket.version
         return report
+
+    def allow_in_flight(self) -> None:
+        """From now on versions are applied while rollouts are being made, and no longer between two batches."""
+        self._turns = contextlib.nullcontext()
+
+    def generating(self) -> AbstractAsyncContextManager[None]:
+        """Held while a batch is made."""
+        return self._turns
 
     async def release(self, step: int) -> None:
         """Rollouts may now be made with version `step`."""
@@ -37,7 +49,7 @@ class Versions:
             self._released = max(self._released, step)
             self._changed.notify_all()
 
-    async def wait_for(self, step: int, timeout_s: float) -> Version:
+    async def wait_for(self, step: int, timeout_s: float | None) -> Version:
         """The current version, once `step` has been released."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:

@@ -244,8 +244,8 @@ def make_step_batches(
 
     `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are
     left out, and with `train_on_truncated=False` truncated ones too. A repeated epoch repeats the same
-    objects, so that old log-probabilities filled in once hold for all. Raises TrainingError when there are
-    too few groups.
+    objects, so that old log-probabilities filled in once hold for all. Fewer groups than updates make fewer
+    steps; without any, TrainingError.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
@@ -254,14 +254,14 @@ def make_step_batches(
         trained = rollout.outcome in records.TRAINABLE_OUTCOMES
         if trained and (train_on_truncated or rollout.outcome != "truncated"):
             groups.setdefault(rollout.group_id, []).append(index)
-    if len(groups) < updates_per_batch:
+    if not groups:
         raise TrainingError(
-            f"batch {batch.step} has {len(groups)} groups to train on, fewer than updates_per_batch "
-            f"{updates_per_batch}: use larger batches or fewer updates"
+            f"none of the {len(batch.rollouts)} rollouts of batch {batch.step} may be trained on (all "
+            "are truncated, or none ended well): raise sampling.max_tokens, or set algorithm.train_on_truncated = true"
         )
     members = list(groups.values())
     steps: list[StepBatch] = []
-    for part in split(len(members), updates_per_batch):
+    for part in split(len(members), min(updates_per_batch, len(members))):
         step = StepBatch([], None if advantages is None else [])
         for index in (index for group in part for index in members[group]):
             sequences = batch.rollouts[index].sequences

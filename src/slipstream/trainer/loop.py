@@ -25,7 +25,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.algo.advantages import group_advantages, signal_fraction
 from slipstream.config.schema import GRPOConfig, RunConfig
-from slipstream.errors import Interrupted, MismatchError, TrainingError
+from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
@@ -117,19 +117,28 @@ class TrainingLoop:
     sampling: records.SamplingParams
     reference: PolicyModel | None = None
     should_stop: Callable[[], bool] = lambda: False
+    num_items: int = 0
+    """Size of the training set, which a resumed run must not have changed: the order of the data follows from it."""
     step: int = 0
     """Batches trained on so far; set by `resume`."""
 
     _quiet_steps: int = 0
     _trained_steps: int = 0
     _saved_step: int = -1
+    _evaluated_step: int = -1
 
     def resume(self, checkpoint: Path) -> None:
         """Continue after `checkpoint`."""
         extra = self.store.load(checkpoint, self.learner)
+        if int(extra["num_items"]) != self.num_items:
+            raise ConfigError(
+                f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
+                "resume with the same data, or start a new run from the checkpoint's weights"
+            )
         self.step = self._saved_step = int(extra["step"])
         self._trained_steps = int(extra["trained_steps"])
         self._quiet_steps = int(extra["quiet_steps"])
+        self._evaluated_step = int(extra["evaluated_step"])
 
     def run(self) -> None:
         """Train to the end; see the module for what ends it."""
@@ -147,18 +156,17 @@ class TrainingLoop:
             self._report(metrics)
             self.engine.release(self.step)
         started = time.monotonic()
-        while self.step < training.steps:
+        is_last = False
+        while self.step < training.steps and not is_last:
             if self.should_stop():
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
-            if training.max_seconds is not None and time.monotonic() - started >= training.max_seconds:
-                self.log.event("time_limit", step=self.step, max_seconds=training.max_seconds)
-                break
-            self._one_step(started)
+            is_last = self._one_step(started)
         self._check_learned()
         if self._saved_step != self.step:
             self._save()
 
-    def _one_step(self, started: float) -> None:
+    def _one_step(self, started: float) -> bool:
+        """One batch; whether it was the last, by number or by time."""
         with self.log.phase("batch"):
             batch = self.reader.take(self.step)
         begun = time.monotonic()
@@ -166,20 +174,33 @@ class TrainingLoop:
         with self.log.phase("train"):
             metrics |= self._train(batch)
         self.step += 1
-        limit = self.config.training.max_seconds
-        last = self.step >= self.config.training.steps or (limit is not None and time.monotonic() - started >= limit)
-        evaluate = self._evaluates_after(self.step, last)
-        if self.engine is not None and (isinstance(self.config.algorithm, GRPOConfig) or evaluate):
-            metrics |= self._synchronise(evaluate)
-            self.engine.release(self.step)
+        training = self.config.training
+        is_late = training.max_seconds is not None and time.monotonic() - started >= training.max_seconds
+        if is_late:
+            self.log.event("time_limit", step=self.step, max_seconds=training.max_seconds)
+        is_last = is_late or self.step >= training.steps
+        evaluate = self._evaluates_after(self.step, is_last)
+        try:
+            if self.engine is not None and (isinstance(self.config.algorithm, GRPOConfig) or evaluate):
+                metrics |= self._synchronise(evaluate)
+                self.engine.release(self.step)
+        except Interrupted:
+            # The step was made and will be in the checkpoint: so are its numbers.
+            self._report(metrics)
+            raise
         metrics["time/after_batch_s"] = time.monotonic() - begun
         self._report(metrics)
         if self._is_due(self.step, self.config.run.checkpoint_every):
             self._save()
+        return is_last
 
     def _evaluates_at_start(self) -> bool:
+        """Of the model as it comes; of a resumed run's, if it was stopped before an evaluation that was due."""
         evaluation = self.config.evaluation
-        return evaluation is not None and evaluation.at_start and self.step == 0
+        if self.step > 0:
+            is_last = self.step >= self.config.training.steps
+            return self._evaluated_step < self.step and self._evaluates_after(self.step, is_last)
+        return evaluation is not None and evaluation.at_start
 
     def _evaluates_after(self, step: int, last: bool) -> bool:
         evaluation = self.config.evaluation
@@ -202,7 +223,7 @@ class TrainingLoop:
             advantages, signal = batch_advantages(batch, algorithm)
             metrics["reward/signal_fraction"] = signal
             truncated = algorithm.train_on_truncated
-            if signal == 0.0 and algorithm.kl_coef == 0.0:
+            if signal == 0.0:
                 return metrics | self._skip(batch.step)
         planned = make_step_batches(
             batch,
@@ -211,8 +232,8 @@ class TrainingLoop:
             epochs=training.epochs_per_batch,
             train_on_truncated=truncated,
         )
-        always = not isinstance(algorithm, GRPOConfig) or algorithm.kl_coef > 0.0
-        steps = [(place, step) for place, step in enumerate(planned) if always or step.has_signal]
+        is_sft = not isinstance(algorithm, GRPOConfig)
+        steps = [(place, step) for place, step in enumerate(planned) if is_sft or step.has_signal]
         if isinstance(algorithm, GRPOConfig):
             metrics["train/skipped_updates"] = float(len(planned) - len(steps))
             if not steps:
@@ -221,7 +242,17 @@ class TrainingLoop:
         self._fill_references([step for _, step in steps])
         self.learner.fill_old_logprobs([step for _, step in steps], self.sampling)
         self.progress.phase("train", len(steps))
-        rows = [self._update(step, batch.step * len(planned) + place) for place, step in steps]
+        each = training.updates_per_batch * training.epochs_per_batch
+        rows: list[dict[str, float]] = []
+        for place, step in steps:
+            try:
+                rows.append(self._update(step, batch.step * each + place))
+            except ZeroGradientError:
+                # After the first update of a batch, the clipped ratio of every token may have left its range.
+                if not rows:
+                    raise
+                self.learner.optimizer.discard_gradients()
+                metrics["train/skipped_updates"] += 1.0
         self._trained_steps += 1
         self._keep_samples(batch)
         return metrics | {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
@@ -254,10 +285,12 @@ class TrainingLoop:
             ).logprobs
 
     def _check_version(self, batch: records.Batch) -> None:
-        if isinstance(self.config.algorithm, GRPOConfig) and batch.version.step != self.step:
+        staleness = self.config.training.staleness
+        is_new_enough = self.step - staleness <= batch.version.step <= self.step
+        if isinstance(self.config.algorithm, GRPOConfig) and not is_new_enough:
             raise TrainingError(
-                f"the batch for step {self.step} was generated by version {batch.version.name}: staleness 0 allows "
-                f"only version {self.step}"
+                f"the batch for step {self.step} was begun by version {batch.version.name}: training.staleness = "
+                f"{staleness} allows none before {self.step - staleness} and none after {self.step}"
             )
 
     def _skip(self, step: int) -> dict[str, float]:
@@ -293,6 +326,7 @@ class TrainingLoop:
         if evaluate:
             with self.log.phase("evaluate"):
                 metrics |= self.engine.evaluate(self.step)
+            self._evaluated_step = self.step
         return metrics
 
     def _probe(self, sequences: list[records.Sequence]) -> dict[str, float]:
@@ -343,6 +377,8 @@ class TrainingLoop:
                 "lineage": self.log.lineage,
                 "trained_steps": self._trained_steps,
                 "quiet_steps": self._quiet_steps,
+                "evaluated_step": self._evaluated_step,
+                "num_items": self.num_items,
             }
             path = self.store.save(self.step, self.learner, self.learner.model.folder, extra)
         self._saved_step = self.step
@@ -386,6 +422,11 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         return metrics
     rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.num_sampled for rollout in rollouts]
+    components: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            components.setdefault(name, []).append(value)
+    metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in components.items()}
     metrics |= {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -394,9 +435,4 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         "rollout/truncated_fraction": statistics.fmean(r.outcome == "truncated" for r in rollouts),
         "rollout/num": float(len(rollouts)),
     }
-    components: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.metrics.items():
-            components.setdefault(name, []).append(value)
-    metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in components.items()}
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

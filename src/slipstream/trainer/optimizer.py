@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import TrainingError
+from slipstream.errors import TrainingError, ZeroGradientError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -100,11 +100,18 @@ class MasterAdamW:
         """Clip the accumulated gradient to `max_grad_norm` and update the masters; live weights stay as they
         are.
 
-        Raises TrainingError when the gradient is zero or not finite; nothing has then been changed.
+        Raises TrainingError when the gradient is not finite, and ZeroGradientError when it is zero; nothing has then
+        been changed.
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
-        if norm == 0.0 or not math.isfinite(norm):
+        if norm == 0.0:
+            raise ZeroGradientError(
+                f"optimizer step {self.step} has a gradient that is zero or not finite: it is zero in all "
+                f"{len(self._masters)} parameters, {next(iter(self._masters))} among them, because the batch "
+                "teaches nothing (equal rewards?); skip the step"
+            )
+        if not math.isfinite(norm):
             raise TrainingError(self._explain(norm))
         clipped = norm > self.max_grad_norm
         if clipped:
@@ -171,12 +178,6 @@ class MasterAdamW:
 
     def _explain(self, norm: float) -> str:
         """Which gradient is bad, in one sentence."""
-        if norm == 0.0:
-            return (
-                f"optimizer step {self.step} has a gradient that is zero or not finite: it is zero in all "
-                f"{len(self._masters)} parameters, {next(iter(self._masters))} among them, because the batch "
-                "teaches nothing (equal rewards?); skip the step"
-            )
         counts = {
             name: int((~torch.isfinite(master.grad)).sum())
             for name, master in self._masters.items()

@@ -47,6 +47,10 @@ class Publisher(Protocol):
         """Held while the optimizer writes the live weights."""
         ...
 
+    def close(self) -> None:
+        """Give up what the bridge holds outside the run folder."""
+        ...
+
 
 class Receiver(Protocol):
     """The engine's half."""

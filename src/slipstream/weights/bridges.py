@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.weights.base import Bridge, Engine, Publisher, Receiver
+from slipstream.weights.broadcast import BroadcastPublisher, BroadcastReceiver
 from slipstream.weights.disk import DiskReceiver, FolderPublisher, RestartReceiver
 
 
@@ -17,7 +18,20 @@ class _Bridge:
     receiver: Receiver
 
 
-def create_bridge(name: Literal["disk", "restart"], *, folder: Path, source: Path, engine: Engine) -> Bridge:
-    """The bridge called `name`. `folder` takes published versions; `source` is the model's own folder."""
+def create_bridge(
+    name: Literal["disk", "restart", "broadcast"],
+    *,
+    folder: Path,
+    source: Path,
+    engine: Engine,
+    timeout_s: float = 300.0,
+    num_workers: int = 1,
+) -> Bridge:
+    """The bridge called `name`. `folder` takes published versions; `source` is the model's own folder; `timeout_s`
+    bounds a collective among the trainer and the engine's `num_workers`."""
+    if name == "broadcast":
+        return _Bridge(
+            name, BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s), BroadcastReceiver(engine)
+        )
     receiver = DiskReceiver(engine) if name == "disk" else RestartReceiver(engine)
     return _Bridge(name, FolderPublisher(name, folder, source), receiver)

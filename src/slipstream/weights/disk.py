@@ -57,6 +57,9 @@ class FolderPublisher:
         self._published = self._published[-_KEEP:]
         return ticket
 
+    def close(self) -> None:
+        """Nothing to give up: the newest versions stay in the run folder."""
+
 
 class DiskReceiver:
     """Loads a published folder into the running engine."""

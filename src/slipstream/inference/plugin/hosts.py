@@ -30,8 +30,26 @@ class Host(Protocol):
         """Call a worker method in every worker, between two steps."""
         ...
 
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether `pause` keeps running requests, and completions say which version made which token."""
+        ...
+
+    async def pause(self) -> None:
+        """Make no step until `resume`; running requests wait where they are."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False when vLLM refused."""
+        """Forget all cached blocks, also those of running requests, which are computed anew from their tokens when
+        they go on; False when vLLM refused."""
+        ...
+
+    async def set_version(self, name: str) -> None:
+        """Tokens from now on are made by the version called `name`."""
         ...
 
     @property
@@ -56,6 +74,7 @@ class InProcessHost:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
         self._death: BaseException | None = None
+        self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -67,7 +86,7 @@ class InProcessHost:
     def _run(self) -> None:
         try:
             while True:
-                busy = self._engine.has_unfinished_requests()
+                busy = self._engine.has_unfinished_requests() and not self._paused
                 with contextlib.suppress(queue.Empty):
                     # Block only while there is nothing to step; otherwise take what has come in meanwhile.
                     while True:
@@ -75,7 +94,7 @@ class InProcessHost:
                         if command is None:
                             return
                         command()
-                        busy = True
+                        busy = not self._paused
                 for output in self._engine.step():
                     if output.finished:
                         self._finish(output)
@@ -133,9 +152,27 @@ class InProcessHost:
         """See `Host`."""
         return await asyncio.wrap_future(self._submit(lambda: self._engine.collective_rpc(method, args=args)))
 
+    @property
+    def keeps_requests(self) -> bool:
+        """See `Host`: vLLM 0.32 labels tokens, 0.26 does not."""
+        return hasattr(self._engine, "set_weight_version")
+
+    async def pause(self) -> None:
+        """See `Host`."""
+        await asyncio.wrap_future(self._submit(lambda: setattr(self, "_paused", True)))
+
+    async def resume(self) -> None:
+        """See `Host`."""
+        await asyncio.wrap_future(self._submit(lambda: setattr(self, "_paused", False)))
+
     async def reset_prefix_cache(self) -> bool:
         """See `Host`."""
-        return bool(await asyncio.wrap_future(self._submit(self._engine.reset_prefix_cache)))
+        return bool(await asyncio.wrap_future(self._submit(lambda: self._engine.reset_prefix_cache(True))))
+
+    async def set_version(self, name: str) -> None:
+        """See `Host`."""
+        if self.keeps_requests:
+            await asyncio.wrap_future(self._submit(lambda: self._engine.set_weight_version(name)))
 
     def shutdown(self) -> None:
         """Stop stepping; the process ends right after."""
@@ -168,9 +205,29 @@ class AsyncHost:
         """See `Host`."""
         return await self._engine.collective_rpc(method, args=args)
 
+    @property
+    def keeps_requests(self) -> bool:
+        """See `Host`: vLLM 0.32 labels tokens, 0.26 does not."""
+        return hasattr(self._engine.engine_core, "set_weight_version_async")
+
+    async def pause(self) -> None:
+        """See `Host`."""
+        if self.keeps_requests:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """See `Host`."""
+        if self.keeps_requests:
+            await self._engine.resume_generation()
+
     async def reset_prefix_cache(self) -> bool:
         """See `Host`; versions before 0.27 answer nothing."""
-        return (await self._engine.reset_prefix_cache()) is not False
+        return (await self._engine.reset_prefix_cache(True)) is not False
+
+    async def set_version(self, name: str) -> None:
+        """See `Host`."""
+        if self.keeps_requests:
+            await self._engine.engine_core.set_weight_version_async(name)
 
     def shutdown(self) -> None:
         """Stop the engine core's process."""

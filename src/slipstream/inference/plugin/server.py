@@ -13,6 +13,7 @@ Bodies are MessagePack records of `slipstream.records`; `/health` is JSON, for p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -55,6 +56,10 @@ class EngineServer:
         self.reason = "starting"
         self.num_running = 0
         self.patches: tuple[str, ...] = ()
+        # Twice what runs at once, so that the engine never waits for us; a request's deadline counts from its turn.
+        self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
+        self._settled = asyncio.Event()
+        self._settled.set()
 
     async def start(self) -> None:
         """Verify what was loaded; only then go into service."""
@@ -69,6 +74,7 @@ class EngineServer:
                     f"loaded weights of version {report.version.name} cannot be verified: {report.unverified}"
                 )
             self.version = self.settings.version
+            await self.host.set_version(self.version.name)
         self.reason = ""
 
     async def _verify(self, version: Version, parameters: tuple[ParameterSpec, ...]) -> ApplyReport:
@@ -88,37 +94,59 @@ class EngineServer:
         )
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
-        """Load a version in place, verify it, drop the prefix cache. On any failure the engine stays out of service."""
-        if self.num_running:
-            raise OutOfService(f"{self.num_running} requests are running: an update by {ticket.bridge} needs none")
+        """Load a version in place, verify it, drop the prefix cache.
+
+        Requests that are running stand still meanwhile and go on with the new version, their context computed anew
+        by it; where vLLM cannot say which version made which token, there may be none. On any failure the engine
+        stays out of service and standing requests never go on: they end at their deadlines or with their client.
+        """
+        if self.num_running and not self.host.keeps_requests:
+            raise OutOfService(
+                f"{self.num_running} requests are running, and this vLLM cannot say which version makes which token: "
+                "let them end first"
+            )
         self.reason = f"applying version {ticket.version.name}"
+        self._settled.clear()
         try:
-            text = msgspec.json.encode(ticket).decode()
-            loads = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_load", text)]
-            if not await self.host.reset_prefix_cache():
-                raise RuntimeError("vLLM refused to reset the prefix cache")
-            report = await self._verify(ticket.version, ticket.parameters)
+            return await self._apply(ticket)
         except Exception as error:
             self.reason = f"applying version {ticket.version.name} failed: {error}"
             raise
+        finally:
+            self._settled.set()
+
+    async def _apply(self, ticket: Ticket) -> ApplyReport:
+        await self.host.pause()
+        text = msgspec.json.encode(ticket).decode()
+        loads = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_load", text)]
+        if not await self.host.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset the prefix cache")
         report = msgspec.structs.replace(
-            report,
+            await self._verify(ticket.version, ticket.parameters),
             transfer_s=max(load["seconds"] for load in loads),
             num_bytes=sum(load["num_bytes"] for load in loads),
         )
-        if report.mismatched:
-            self.reason = f"version {ticket.version.name} did not verify: {', '.join(report.mismatched[:3])}"
-        else:
-            self.version, self.reason = ticket.version, ""
+        if unproved := report.mismatched + report.unverified:
+            self.reason = f"version {ticket.version.name} did not verify: {', '.join(unproved[:3])}"
+            return report
+        await self.host.set_version(ticket.version.name)
+        await self.host.resume()
+        self.version, self.reason = ticket.version, ""
         return report
 
-    def check_in_service(self) -> None:
-        """Raise `OutOfService` while nothing may be answered."""
+    async def until_in_service(self, timeout_s: float) -> None:
+        """Wait for an update that is under way; raises `OutOfService` when nothing may be answered."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), timeout_s)
         if self.reason:
             raise OutOfService(self.reason)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion; finish reason `abort`, and why, when its deadline passed or vLLM refused it."""
+        async with self._places:
+            return await self._generate_in_time(request)
+
+    async def _generate_in_time(self, request: GenerateRequest) -> Completion:
         self.num_running += 1
         try:
             return await asyncio.wait_for(self._generate(request), request.timeout_s)
@@ -132,15 +160,17 @@ class EngineServer:
             self.num_running -= 1
 
     async def _generate(self, request: GenerateRequest) -> Completion:
-        version = self.version.name if self.version else ""
+        before = self.version.name if self.version else ""
         prompt = {"prompt_token_ids": request.prompt_ids}
         output = await self.host.generate(prompt, self._sampling_params(request), request.id)
         out = output.outputs[0]
+        spans = getattr(out, "weight_versions", None) if self.host.keeps_requests else None
+        versions = [VersionSpan(span.start, span.version) for span in spans] if spans else [VersionSpan(0, before)]
         token_ids = list(out.token_ids)
         logprobs = [entry[token].logprob for entry, token in zip(out.logprobs or [], token_ids, strict=True)]
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         text = out.text if request.sampling.stop else ""
-        return Completion(request.id, token_ids, logprobs, reason, [VersionSpan(0, version)], text)
+        return Completion(request.id, token_ids, logprobs, reason, versions, text)
 
     def _sampling_params(self, request: GenerateRequest) -> Any:
         from vllm import SamplingParams
@@ -174,6 +204,7 @@ class EngineServer:
             patches=self.patches,
             reason=self.reason,
             num_running=self.num_running,
+            keeps_requests=self.host.keeps_requests,
         )
 
 
@@ -192,7 +223,7 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
     async def generate(request: web.Request) -> web.StreamResponse:
         """Many requests in, each completion out as soon as it is there: frames of length and MessagePack."""
         requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
-        server.check_in_service()
+        await server.until_in_service(max(r.timeout_s for r in requests))
         response = web.StreamResponse()
         await response.prepare(request)
         tasks = {r.id: asyncio.create_task(server.generate(r)) for r in requests}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.inference.plugin import patches, tensor_map
 from slipstream.records import ParameterSpec, Ticket
+from slipstream.weights import broadcast
 from slipstream.weights.files import read_model_folder
 
 
@@ -26,6 +27,8 @@ class WorkerExtension:
     """Mixed into vLLM's worker; `model_runner` is vLLM's."""
 
     model_runner: Any
+    rank: int
+    _slipstream_group: broadcast.Group | None = None
     _slipstream_map: tensor_map.TensorMap | None = None
     _slipstream_layout: tuple[tuple[str, tuple[int, ...], str], ...] = ()
 
@@ -47,7 +50,7 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_load(self, ticket_json: str) -> str:
-        """Load the ticket's files into the live weights. JSON: seconds and bytes."""
+        """Load a version into the live weights, from files or from the group. JSON: seconds and bytes."""
         ticket = msgspec.json.decode(ticket_json, type=Ticket)
         started = time.perf_counter()
         model, num_bytes = self._slipstream_model(), 0
@@ -56,7 +59,7 @@ class WorkerExtension:
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
-            for name, tensor in read_model_folder(Path(ticket.location)):
+            for name, tensor in self._slipstream_source(ticket):
                 num_bytes += tensor.nbytes
                 yield name, tensor
 
@@ -65,6 +68,14 @@ class WorkerExtension:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return json.dumps({"seconds": time.perf_counter() - started, "num_bytes": num_bytes})
+
+    def _slipstream_source(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
+        if ticket.bridge != "broadcast":
+            return read_model_folder(Path(ticket.location))
+        rendezvous = broadcast.rendezvous_of(ticket)
+        if self._slipstream_group is None or self._slipstream_group.rendezvous != rendezvous:
+            self._slipstream_group = broadcast.Group(rendezvous, rank=1 + self.rank)
+        return self._slipstream_group.receive(ticket.parameters)
 
     @torch.no_grad()
     def slipstream_fingerprint(self, parameters_json: str) -> str:
