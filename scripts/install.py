@@ -1,16 +1,19 @@
 """Makes `.venv` with everything that a development or quickstart machine needs; safe to run again.
 
-    python3 scripts/install.py [--gpu] [--extras NAME,NAME]
+    python3 scripts/install.py [--gpu] [--extras NAME,NAME] [--no-browser]
 
 uv does the installing, because it can leave out packages that vLLM asks for and a CPU machine cannot have
 (constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
-it, and otherwise from PyTorch's CPU index, which uv knows by name.
+it, and otherwise from PyTorch's CPU index, which uv knows by name. The tests of `slipstream report` need a Chromium:
+where there is none it comes from Debian's or Ubuntu's packages, if this user may install them.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 OLDEST, NEWEST = (3, 11), (3, 13)
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER_PACKAGE = "chromium-headless-shell"
 
 
 def run(*command: str | Path) -> None:
@@ -47,11 +52,36 @@ def torch_source() -> list[str]:
     return arguments if has_wheel else [*arguments, "--torch-backend", "cpu"]
 
 
+def install_browser() -> None:
+    """Bring a headless Chromium, or say why not: only tests that open a report need it."""
+    if os.environ.get("CHROMIUM") or any(map(shutil.which, BROWSERS)):
+        return
+    may_ask = shutil.which("sudo") and subprocess.call(["sudo", "-n", "true"], stderr=subprocess.DEVNULL) == 0
+    if shutil.which("apt-get") is None or (os.geteuid() != 0 and not may_ask):
+        reason = "there is no apt-get" if shutil.which("apt-get") is None else "this user may not install packages"
+    else:
+        root = [] if os.geteuid() == 0 else ["sudo", "-n"]
+        apt = [*root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
+        install = [*apt, "install", "-y", "--no-install-recommends", BROWSER_PACKAGE]
+        for command in (install, [*apt, "update"], install):
+            print("+", shlex.join(command), flush=True)
+            code = subprocess.call(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+            if command is install and code == 0:
+                return
+        reason = f"apt-get could not install {BROWSER_PACKAGE}"
+    print(
+        f"note: no Chromium ({reason}): tests that open a report in a browser are skipped; install one, or name it in "
+        "CHROMIUM",
+        flush=True,
+    )
+
+
 def main() -> None:
     """Create the environment and install into it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
     parser.add_argument("--extras", default="reasoning-gym,dev", help="further extras of pyproject.toml")
+    parser.add_argument("--no-browser", action="store_true", help="do not install a Chromium for the tests")
     options = parser.parse_args()
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         sys.exit(
@@ -68,6 +98,8 @@ def main() -> None:
     # Compiled once here, and not by the first import of every process that may not write there.
     arguments.append("--compile-bytecode")
     run(VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python", *arguments, "--editable", f".[{extras}]")
+    if "dev" in options.extras.split(",") and not options.no_browser:
+        install_browser()
 
 
 if __name__ == "__main__":

@@ -23,18 +23,26 @@ LAYERS = {
     "algo": 2,
     "data": 2,
     "transport": 2,
+    "sinks": 2,
     "weights": 2,
     "inference": 3,
     "trainer": 3,
     "envs": 3,
     "orchestrator": 4,
     "launch": 5,
+    "report": 6,
     "cli": 6,
     "view": 6,
 }
-SAME_LAYER = {("cli", "view"), ("records", "errors")}
+SAME_LAYER = {("cli", "view"), ("cli", "report"), ("records", "errors")}
 """Pairs of one layer in which the first may import the second."""
-LIGHT_MODULES = ("slipstream.records", "slipstream.config", "slipstream.launch.plan", "slipstream.cli")
+LIGHT_MODULES = (
+    "slipstream.records",
+    "slipstream.config",
+    "slipstream.launch.plan",
+    "slipstream.cli",
+    "slipstream.report",
+)
 HEAVY_MODULES = ("torch", "transformers", "vllm")
 
 

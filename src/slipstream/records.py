@@ -130,6 +130,8 @@ class Rollout(msgspec.Struct):
     """Reward components and anything else the environment measured."""
     completion: str = ""
     """The text that was graded, for samples and reports."""
+    prompt: str = ""
+    """The task's last message, for the same."""
     error: str = ""
     num_turns: int = 1
     seconds: float = 0.0

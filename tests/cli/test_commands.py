@@ -13,7 +13,7 @@ from slipstream.cli import main
 from slipstream.runlog import read_exit
 from slipstream.trainer.new_model import new_model
 
-COMMANDS = ["train", "sft", "eval", "plan", "runs", "env", "env test", "model", "model new"]
+COMMANDS = ["train", "sft", "eval", "plan", "runs", "report", "env", "env test", "model", "model new"]
 RUN_FILE = """
 [model]
 path = "{model}"
@@ -144,6 +144,13 @@ def test_runs_lists_none(slipstream):
     assert slipstream("runs")[0] == 0
 
 
+def test_report_needs_runs(slipstream, tmp_path):
+    for arguments, message in (([], "needs a run folder"), ([str(tmp_path)], "holds no run")):
+        code, _, err = slipstream("report", *arguments)
+        assert code == 2
+        assert message in err
+
+
 def test_sft_on_a_file_of_conversations_then_runs(slipstream, model, run_file, tmp_path):
     rows = [[("user", f"{letter}?"), ("assistant", f"{letter}!")] for letter in "ab"]
     rows = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
@@ -156,6 +163,9 @@ def test_sft_on_a_file_of_conversations_then_runs(slipstream, model, run_file, t
     assert summary["steps"] == 2
     assert os.path.isfile(os.path.join(summary["weights"], "model.safetensors"))
     assert read_exit("runs/one").status == "finished"
+    code, out, _ = slipstream("report", "runs/one", "--out", "one.html", "--json")
+    assert (code, json.loads(out)) == (0, {"report": "one.html"})
+    assert "</html>" in (tmp_path / "one.html").read_text(encoding="utf-8")
     code, out, _ = slipstream("runs", "--json")
     (listed,) = json.loads(out)
     assert (code, listed["name"], listed["status"], listed["step"]) == (0, "one", "finished", 2)

@@ -12,6 +12,7 @@ def test_keys_know_what_they_take():
     assert keys["inference.enforce_eager"].is_flag
     assert keys["inference.enforce_eager"].requirement == 'true, false or "auto"'
     assert keys["run.folder"].is_text
+    assert keys["run.sinks"].requirement == 'a list of "tensorboard", "wandb" or "trackio"'
     assert keys["environment.settings"].is_free
     assert keys["algorithm.group_size"].kinds == ("grpo",)
     assert keys["algorithm.kind"].choices == ("sft", "grpo")

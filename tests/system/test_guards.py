@@ -11,7 +11,7 @@ from slipstream.config import load_config
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.local import train
 from slipstream.launch.prepare import prepare
-from slipstream.runlog import read_exit
+from slipstream.runlog import read_exit, read_samples
 from slipstream.view import make_view
 
 WITHOUT_EVALUATION = ("--evaluation", "false")
@@ -347,6 +347,18 @@ def dying_at(number):
         engine.on_request = on_request
 
     return change
+
+
+def test_a_run_feeds_its_sinks_and_keeps_samples_of_both_kinds(scripted):
+    assert scripted.run("--run.sinks", '["tensorboard"]', "--run.save-samples", "2").status == "finished"
+    (told,) = scripted.events("sink")
+    assert (told["name"], told["num_written"], told["num_lost"]) == ("tensorboard", len(scripted.metrics), 0)
+    assert list((scripted.folder / "tensorboard").glob("events.out.tfevents.*"))
+    samples = read_samples(scripted.folder)
+    held_out = [(sample["step"], sample["id"]) for sample in samples if sample.get("split") == "eval"]
+    assert held_out == [(0, "eval.0"), (0, "eval.1"), (3, "eval.0"), (3, "eval.1")]
+    assert all(sample["prompt"] for sample in samples)
+    assert len(samples) == 4 + 3 * 2
 
 
 def test_one_step_of_staleness(scripted):

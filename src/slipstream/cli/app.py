@@ -25,6 +25,7 @@ app.command(commands.evaluate, name="eval")
 app.command(commands.plan)
 app.command(commands.export)
 app.command(commands.runs)
+app.command(commands.report)
 app.command(commands.env_app)
 app.command(commands.model_app)
 

@@ -177,6 +177,21 @@ def export(
     return 0
 
 
+def report(
+    *folders: Annotated[Path, Parameter(help="Run folders; several are compared.", show=True)],
+    out: Annotated[Path | None, Parameter(help="The HTML file to write; report.html if not given.")] = None,
+    json: Json = False,
+) -> int:
+    """Write one HTML file that shows a run whole, or several side by side; it opens without a network."""
+    if not folders:
+        raise ConfigError("report needs a run folder: name one or more, as `slipstream runs` lists them")
+    from slipstream.report import write_report
+
+    path = write_report(folders, out)
+    _print_json({"report": str(path)}) if json else print(f"report: {path}")
+    return 0
+
+
 @env_app.command(name="test")
 def env_test(
     run_file: RunFile,

@@ -239,7 +239,7 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
     plain = {
         "boolean": ["true", "false"],
         "object": ["a table of keys and values"],
-        "array": ["a list of texts"],
+        "array": [_list_words(spec.get("items", {}))],
         "string": ["a path" if spec.get("format") == "path" else "a text"],
     }
     if kind in plain:
@@ -258,6 +258,11 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
     if bounds == ["greater than 0"]:
         return [f"a positive {noun}"]
     return [f"a {noun} {' and '.join(bounds)}".rstrip()]
+
+
+def _list_words(items: Mapping[str, Any]) -> str:
+    choices = tuple(f'"{choice}"' for choice in items.get("enum", ()))
+    return f"a list of {join_choices(choices)}" if choices else "a list of texts"
 
 
 def _plain(number: float) -> str:

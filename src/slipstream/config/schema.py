@@ -279,9 +279,11 @@ class RunSection(Section):
     keep_checkpoints: PositiveInt = 2
     """Older ones are removed; the last is always kept."""
     save_samples: PositiveInt = 4
-    """Rollouts kept in `samples.jsonl` for each step."""
+    """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of trainer and engine. `auto`: all cores this process may use."""
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
+    """Where each step's metrics go beside the run folder; each is an extra to install."""
     max_steps_without_signal: PositiveInt = 20
     """Consecutive steps in which no group had any reward variance, after which the run fails."""
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.config import RunConfig, dump_resolved
+from slipstream.config import dump_resolved
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
-from slipstream.errors import ConfigError
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.facts import adapter_config
 from slipstream.launch.prepare import Prepared
+from slipstream.launch.resume import changed_settings, refuse_ended
 from slipstream.launch.stop import StopRequest
 from slipstream.orchestrator.batches import Batcher
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
@@ -31,6 +31,7 @@ from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings
+from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
 from slipstream.weights.base import NamedWeights
 
@@ -106,14 +107,14 @@ def train(
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
     if resume:
-        _refuse_ended(folder, prepared.config)
+        refuse_ended(folder, prepared.config)
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
     ):
         before = read_settings(folder) if resume else {}
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-        changed = _changes(before, read_settings(folder)) if before else []
+        changed = changed_settings(before, read_settings(folder)) if before else []
         warnings = list(prepared.plan.warnings)
         log.event("start", resume=resume, dropped=prepared.dropped, warnings=warnings, changed=changed)
         for text in warnings:
@@ -123,38 +124,15 @@ def train(
         if changed:
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
         run = _Run(prepared, folder, progress, log, stop, make_engine)
-        try:
-            return run.carry_out(resume)
-        finally:
+        with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
+            log.listen(sinks.put)
             try:
-                run.stop()
+                return run.carry_out(resume)
             finally:
-                progress.stop()
-
-
-def _refuse_ended(folder: Path, config: RunConfig) -> None:
-    """Raises `ConfigError` for a run that has nothing left to do, before anything of it is touched."""
-    from slipstream.trainer.checkpoint import CheckpointStore
-    from slipstream.trainer.early_stop import EarlyStop
-
-    latest = CheckpointStore(folder / "checkpoints").latest()
-    if latest is None:
-        return
-    extra = CheckpointStore.read_extra(latest)
-    step, watch = int(extra["step"]), EarlyStop(config.evaluation)
-    watch.load(extra.get("early_stop", {}))
-    # A run that was stopped in its last evaluation still has that to do.
-    is_evaluated = config.evaluation is None or int(extra["evaluated_step"]) >= step
-    if step >= config.training.steps and is_evaluated:
-        raise ConfigError(f"run {folder} has already made its {step} steps: raise training.steps to go on")
-    if watch.reason:
-        raise ConfigError(f"run {folder} has ended at step {step}, as {watch.reason}: change that setting to go on")
-
-
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Which settings two resolved configs differ in."""
-    names = [name for name in {**before, **after} if name != "run.folder" and before.get(name) != after.get(name)]
-    return [f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}" for name in names]
+                try:
+                    run.stop()
+                finally:
+                    progress.stop()
 
 
 class _Run:
@@ -372,6 +350,7 @@ class _Run:
             probe=self._probe(engine).sample,
             evaluate=self._evaluation(runner),
             on_applied=self._applied,
+            on_evaluated=self._evaluated,
             start=start,
             waits=Waits(
                 # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
@@ -434,6 +413,24 @@ class _Run:
                 self.progress.end_phase()
 
         return run
+
+    def _evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Keep the answers to the first held-out tasks, which are the same in every evaluation."""
+        for rollout in evaluation.rollouts[: self.config.run.save_samples]:
+            if rollout.completion:
+                self.log.sample(
+                    {
+                        "step": step,
+                        "split": "eval",
+                        "id": rollout.id,
+                        "task": rollout.task_id,
+                        "prompt": rollout.prompt,
+                        "completion": rollout.completion,
+                        "reward": rollout.reward,
+                        "outcome": rollout.outcome,
+                        "version": f"{self.log.lineage}.{step}",
+                    }
+                )
 
     def _applied(self, report: ApplyReport) -> None:
         self.log.event(

@@ -21,6 +21,7 @@ from slipstream.launch.facts import gather_facts, read_model
 from slipstream.launch.model_folder import check_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.records import Message, SamplingParams, Task
+from slipstream.sinks import require_sinks
 
 T = TypeVar("T")
 
@@ -74,6 +75,7 @@ class Prepared:
 def prepare(loaded: Loaded) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan."""
     config = loaded.config
+    require_sinks(config.run.sinks)
     section = config.environment
     system = section.system_prompt if section else ""
     check_options(config.inference.options)

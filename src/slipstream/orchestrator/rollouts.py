@@ -124,6 +124,7 @@ class RolloutRunner:
 
         policy = RecordingPolicy(generate, self._tokenizer)
         rollout = Rollout(rollout_id, task.id, group_id, policy.sequences, reward=0.0, outcome="done")
+        rollout.prompt = task.prompt[-1].content if task.prompt else ""
         try:
             async with own_time:
                 episode = await self._environment.run(task, policy)

@@ -108,6 +108,7 @@ class Orchestrator:
         on_applied: Callable[[ApplyReport], None],
         start: Callable[[], Awaitable[None]],
         waits: Waits,
+        on_evaluated: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
     ) -> None:
         """`start` ends when engine and rewards are ready for the first version; awaited before that is applied."""
         self._thread = thread
@@ -116,6 +117,7 @@ class Orchestrator:
         self._probe = probe
         self._evaluate = evaluate
         self._on_applied = on_applied
+        self._on_evaluated = on_evaluated
         self._start: Callable[[], Awaitable[None]] | None = start
         self._waits = waits
         self.last_evaluation: Evaluation | None = None
@@ -151,6 +153,7 @@ class Orchestrator:
         self.last_evaluation = self._thread.call(
             _awaited(self._evaluate), self._waits.evaluate_s, f"the evaluation of step {step}"
         )
+        self._on_evaluated(step, self.last_evaluation)
         return self.last_evaluation.metrics()
 
     def release(self, step: int) -> None:

@@ -4,7 +4,7 @@
 |---|---|
 | `events.jsonl` | what happened: `time`, `kind`, `lineage` and the event's own fields |
 | `metrics.jsonl` | one flat object for a step: `step`, `lineage`, `time` and `group/name` numbers |
-| `samples.jsonl` | rollouts kept for reading |
+| `samples.jsonl` | rollouts kept for reading, of training and (`split` is `eval`) of held-out tasks |
 | `resolved.toml` | every setting of the run, without secrets |
 | `exit.json` | how the run ended; absent while it runs and after `kill -9` |
 | `run.lock` | held by the writer for as long as it lives; contains its pid and host |
@@ -33,6 +33,7 @@ from slipstream.runlog.reader import (
     read_settings,
     summarize,
 )
+from slipstream.runlog.record import RunRecord, Setting, read_run
 from slipstream.runlog.redaction import REDACTED
 from slipstream.runlog.writer import RunLog, versions
 
@@ -43,13 +44,16 @@ __all__ = [
     "ExitReport",
     "ExitStatus",
     "RunLog",
+    "RunRecord",
     "RunStatus",
     "RunSummary",
+    "Setting",
     "is_running",
     "list_runs",
     "read_events",
     "read_exit",
     "read_metrics",
+    "read_run",
     "read_samples",
     "read_settings",
     "summarize",

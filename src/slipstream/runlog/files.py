@@ -107,10 +107,10 @@ def write_whole(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, damage: list[str] | None = None) -> list[dict[str, Any]]:
     """The whole lines of a file; what follows the last newline is still being written, or was torn.
 
-    Raises `DataError` for any other line that is not a JSON object.
+    Raises `DataError` for any other line that is not a JSON object; with `damage` these are left out and told there.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -121,7 +121,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(msgspec.json.decode(line, type=dict[str, Any]))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {number} is damaged ({error}): remove that line") from error
+            sentence = f"{path}, line {number} is damaged ({error}): remove that line"
+            if damage is None:
+                raise DataError(sentence) from error
+            damage.append(sentence)
     return rows
 
 

@@ -72,9 +72,13 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     What an earlier lineage made after the step that a later one resumed from is left out: it was made again.
     Rows of one step are merged: values are the last written, `lineage` and `time` those of the first row.
     """
-    resumed = {lineage: step + 1 for lineage, step in _resumed_from(folder).items()}
+    return metrics_of(read_lines(Path(folder) / "metrics.jsonl"), read_events(folder))
+
+
+def metrics_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `read_metrics` makes of the lines of a run."""
     rows: dict[int, dict[str, Any]] = {}
-    for row in _surviving(read_lines(Path(folder) / "metrics.jsonl"), resumed):
+    for row in _surviving(lines, _after(_resumed_from(events))):
         first = rows.setdefault(row["step"], row)
         rows[row["step"]] = {**first, **row, "lineage": first["lineage"], "time": first["time"]}
     return [rows[step] for step in sorted(rows)]
@@ -92,8 +96,17 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
 
 
 def read_samples(folder: str | Path) -> list[dict[str, Any]]:
-    """The samples of the surviving history; their `step` is that of their batch, which counts from 0."""
-    return _surviving(read_lines(Path(folder) / "samples.jsonl"), _resumed_from(folder))
+    """The samples of the surviving history. A training sample's `step` is that of its batch, which counts from 0;
+    that of a held-out one (`split` is `eval`) is that of the evaluated version."""
+    return samples_of(read_lines(Path(folder) / "samples.jsonl"), read_events(folder))
+
+
+def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `read_samples` makes of the lines of a run."""
+    resumed = _resumed_from(events)
+    held_out = [line for line in lines if line.get("split") == "eval"]
+    trained = [line for line in lines if line.get("split") != "eval"]
+    return _surviving(trained, resumed) + _surviving(held_out, _after(resumed))
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
@@ -138,7 +151,19 @@ def _summarize(folder: Path) -> RunSummary:
     # Asked first: a run that ends in between has its exit by the time that is read.
     running = is_running(folder)
     report, events, rows = read_exit(folder), read_events(folder), read_metrics(folder)
-    settings = msgspec.convert(read_toml(folder / "resolved.toml"), _Settings)
+    return summary_of(folder, running, report, events, rows, read_toml(folder / "resolved.toml"))
+
+
+def summary_of(
+    folder: Path,
+    running: bool,
+    report: ExitReport | None,
+    events: list[dict[str, Any]],
+    rows: list[dict[str, Any]],
+    tables: dict[str, Any],
+) -> RunSummary:
+    """The summary of what was read of a run; `running` is asked before anything is read."""
+    settings = msgspec.convert(tables, _Settings)
     started, duration_s = _working_time([*events, *rows], until=time.time() if running else None)
     return RunSummary(
         name=folder.resolve().name,
@@ -167,10 +192,13 @@ def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[flo
     return started, round(sum(last - first for first, last in spans.values()), 3)
 
 
-def _resumed_from(folder: str | Path) -> dict[int, int]:
+def _resumed_from(events: list[dict[str, Any]]) -> dict[int, int]:
     """The checkpoint's step that each resumed lineage says it started from."""
-    events = [event for event in read_events(folder) if event["kind"] == "resume"]
-    return {event["lineage"]: event["step"] for event in events}
+    return {event["lineage"]: event["step"] for event in events if event["kind"] == "resume"}
+
+
+def _after(steps: dict[int, int]) -> dict[int, int]:
+    return {lineage: step + 1 for lineage, step in steps.items()}
 
 
 def _surviving(rows: list[dict[str, Any]], begins: dict[int, int]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -49,6 +49,7 @@ class RunLog:
         self._phase_seconds: dict[str, float] = {}
         self._step = 0
         self._has_exit = False
+        self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
         rows = [*read_lines(folder / _EVENTS), *read_lines(folder / _METRICS)]
         self.lineage = max((int(row["lineage"]) for row in rows), default=-1) + 1
         self._files = {name: LineFile(folder / name) for name in (_EVENTS, _METRICS, _SAMPLES)}
@@ -119,7 +120,13 @@ class RunLog:
             row = {name: None if name in bad else value for name, value in numbers.items()}
             self._write(_METRICS, {"step": step, **row})
             self._step = max(self._step, step)
+        for listener in self._listeners:
+            listener(step, row)
         return row
+
+    def listen(self, listener: Callable[[int, Mapping[str, float | None]], None]) -> None:
+        """Have every later row of metrics told to `listener` as well, which must neither wait nor raise."""
+        self._listeners.append(listener)
 
     def sample(self, record: Mapping[str, Any] | msgspec.Struct) -> None:
         """Keep a record for people to read: a rollout and the `step` of its batch, which counts from 0."""

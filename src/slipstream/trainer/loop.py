@@ -371,6 +371,7 @@ class TrainingLoop:
                         "step": batch.step,
                         "id": rollout.id,
                         "task": rollout.task_id,
+                        "prompt": rollout.prompt,
                         "completion": rollout.completion,
                         "reward": rollout.reward,
                         "outcome": rollout.outcome,

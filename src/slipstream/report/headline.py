@@ -1,0 +1,108 @@
+"""The numbers that a run is told by: accuracy before and after, what was gained, and at what cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.report.series import value_of
+from slipstream.runlog import RunRecord
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One measurement on held-out tasks, with its 95 % interval."""
+
+    step: int
+    value: float
+    low: float
+    high: float
+    num_tasks: int
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What stands on top of a report. A number that the run has not told is None."""
+
+    before: Accuracy | None
+    after: Accuracy | None
+    """The last measurement; None when there is only that of the starting model."""
+    gained: tuple[float, float, float] | None
+    """Difference of the accuracies, with its interval."""
+    reward: tuple[float, float] | None
+    """Of the first and the last step."""
+    probe: float | None
+    """Largest mean difference of any step."""
+    dropped: int
+    """Rollouts that could not be trained on."""
+    skipped: int
+    """Steps without any signal."""
+    digest: str
+    """Of the last version that the engine proved to hold."""
+
+
+def headline(record: RunRecord) -> Headline:
+    """Taken from a run's rows and events."""
+    measured = [found for row in record.rows if (found := _accuracy(row)) is not None]
+    before = measured[0] if len(measured) > 1 or (measured and measured[0].step == 0) else None
+    after = measured[-1] if measured and measured[-1] is not before else None
+    rewards = _values(record, "reward/mean")
+    applied = [event for event in record.events if event["kind"] == "apply"]
+    version = applied[-1] if applied else {}
+    return Headline(
+        before=before,
+        after=after,
+        gained=difference_interval(before, after) if before and after else None,
+        reward=(rewards[0], rewards[-1]) if rewards else None,
+        probe=max(_values(record, "probe/abs_logprob_diff"), default=None),
+        dropped=round(sum(value_of(row, name) or 0.0 for row in record.rows for name in row if "dropped/" in name)),
+        skipped=round(sum(_values(record, "train/skipped"))),
+        digest=f"{version.get('version', '')} {version.get('digest', '')}".strip(),
+    )
+
+
+def difference_interval(before: Accuracy, after: Accuracy) -> tuple[float, float, float]:
+    """`after - before` and its 95 % interval, from the two intervals (Newcombe, Statist. Med. 17, 1998, method 10).
+
+    For independent measurements; on the same tasks, as here, it is rather too wide.
+    """
+    difference = after.value - before.value
+    low = difference - math.hypot(after.value - after.low, before.high - before.value)
+    high = difference + math.hypot(after.high - after.value, before.value - before.low)
+    return difference, low, high
+
+
+def setting(record: RunRecord, name: str) -> str:
+    """A setting as text, without the quotes of TOML; empty when it is not set."""
+    value = next((item.value for item in record.settings if item.name == name and item.applies), "")
+    return value[1:-1] if value.startswith('"') and value.endswith('"') else value
+
+
+def identity(record: RunRecord) -> list[tuple[str, str]]:
+    """What was trained, on what, and how."""
+    named = [("model", setting(record, "model.path")), ("environment", setting(record, "environment.name"))]
+    if data := setting(record, "data.path"):
+        named.append(("data", data))
+    named.append(("algorithm", setting(record, "algorithm.kind")))
+    return [(name, _short(value) if name != "algorithm" else value) for name, value in named if value]
+
+
+def _short(path: str) -> str:
+    """The end of a long path: what tells one model from another."""
+    parts = Path(path).parts
+    return path if len(parts) <= 3 and not path.startswith("/") else "…/" + "/".join(parts[-3:])
+
+
+def _accuracy(row: dict[str, Any]) -> Accuracy | None:
+    value, low, high, tasks = (
+        value_of(row, f"eval/{name}") for name in ("accuracy", "accuracy_low", "accuracy_high", "num_tasks")
+    )
+    if value is None:
+        return None
+    return Accuracy(row["step"], value, value if low is None else low, value if high is None else high, int(tasks or 0))
+
+
+def _values(record: RunRecord, name: str) -> list[float]:
+    return [value for row in record.rows if (value := value_of(row, name)) is not None]

@@ -1,0 +1,57 @@
+"use strict";
+// The read-out of the plots: the nearest step under the pointer, or the next one by arrow key.
+for (const plot of document.querySelectorAll("figure.plot")) {
+  const { x0, x1, lines, heads } = JSON.parse(plot.querySelector("script").textContent);
+  const area = plot.querySelector(".area"), svg = area.querySelector("svg");
+  const cursor = area.querySelector(".cursor"), readout = area.querySelector(".readout");
+  const steps = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
+  const places = lines.map((line) => new Map(line.x.map((x, place) => [x, place])));
+  let at = -1;
+
+  const show = (place) => {
+    at = Math.max(0, Math.min(steps.length - 1, place));
+    const x = steps[at], left = (x - x0) / (x1 - x0);
+    const head = document.createElement("div");
+    head.textContent = heads ? heads[at] : "step " + x;
+    const rows = lines.flatMap((line, number) => {
+      const found = places[number].get(x);
+      if (found === undefined || !line.t[found]) return [];
+      const row = document.createElement("div"), chip = document.createElement("i"), value = document.createElement("b");
+      row.className = line.c;
+      chip.className = "chip";
+      value.textContent = line.t[found];
+      row.append(chip, line.n, value);
+      return [row];
+    });
+    readout.replaceChildren(head, ...rows);
+    cursor.hidden = readout.hidden = false;
+    cursor.style.left = 100 * left + "%";
+    const width = readout.offsetWidth, room = area.clientWidth;
+    const wanted = left * room + (left * room + width + 14 > room ? -width - 12 : 12);
+    readout.style.left = Math.max(-40, Math.min(room - width, wanted)) + "px";
+  };
+  const hide = () => {
+    cursor.hidden = readout.hidden = true;
+    at = -1;
+  };
+  const follow = (event) => {
+    const box = area.getBoundingClientRect();
+    const x = x0 + ((event.clientX - box.left) / box.width) * (x1 - x0);
+    let nearest = 0;
+    steps.forEach((step, place) => {
+      if (Math.abs(step - x) < Math.abs(steps[nearest] - x)) nearest = place;
+    });
+    show(nearest);
+  };
+  area.addEventListener("pointermove", follow);
+  area.addEventListener("pointerdown", follow);
+  area.addEventListener("pointerleave", hide);
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("keydown", (event) => {
+    const moves = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: steps.length - 1 };
+    if (event.key === "Escape") hide();
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    show(moves[event.key]);
+  });
+}

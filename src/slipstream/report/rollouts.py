@@ -1,0 +1,94 @@
+"""What the model wrote before and after: the same tasks where there are such, as text that stays text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slipstream.report.html import Html, h, join, number
+from slipstream.runlog import RunRecord
+
+_MAX_SHOWN = 6
+_MAX_CHARACTERS = 4000
+
+Sample = dict[str, Any]
+
+
+def rollouts(record: RunRecord) -> Html:
+    """The section; a sentence when no rollouts were kept."""
+    samples = [sample for sample in record.samples if isinstance(sample.get("completion"), str)]
+    if not samples:
+        return h("p", "This run kept no rollouts.", class_="missing")
+    held_out = [sample for sample in samples if sample.get("split") == "eval"]
+    trained = [sample for sample in samples if sample.get("split") != "eval"]
+    pairs = _pairs(held_out, lambda first, last: first < last)
+    if pairs:
+        return join(h("p", "Held-out tasks, answered by the first and by the last version.", class_="note"),
+                    [_pair(before, after) for before, after in pairs[:_MAX_SHOWN]])  # fmt: skip
+    steps = [sample["step"] for sample in trained or held_out]
+    span = max(steps) - min(steps)
+    pairs = _pairs(trained, lambda first, last: last - first > span / 2)
+    if pairs:
+        return join(h("p", "The same training tasks, early and late.", class_="note"),
+                    [_pair(before, after) for before, after in pairs[:_MAX_SHOWN]])  # fmt: skip
+    return _ends(trained or held_out)
+
+
+def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list[tuple[Sample, Sample]]:
+    """First and last attempt at each task that was met at two such steps."""
+    first: dict[str, Sample] = {}
+    last: dict[str, Sample] = {}
+    for sample in samples:
+        task = str(sample.get("task"))
+        first.setdefault(task, sample)
+        if sample["step"] > last.get(task, first[task])["step"] or task not in last:
+            last[task] = sample
+    return [(first[task], last[task]) for task in first if apart(first[task]["step"], last[task]["step"])]
+
+
+def _ends(samples: Sequence[Sample]) -> Html:
+    """The first and the last step's rollouts side by side: other tasks, since none was kept at both ends."""
+    first, last = samples[0]["step"], samples[-1]["step"]
+    if first == last:
+        shown = [sample for sample in samples if sample["step"] == last][:_MAX_SHOWN]
+        return join(h("p", f"Rollouts of step {last}.", class_="note"), h("div", [_one(sample) for sample in shown]))
+    columns = [
+        h(
+            "div",
+            h("h3", f"{word}, step {step}"),
+            [_one(sample, named=True) for sample in samples if sample["step"] == step][:_MAX_SHOWN],
+        )
+        for word, step in (("Before", first), ("After", last))
+    ]
+    return join(
+        h("p", "Training tasks of the first and of the last step; no task was kept at both.", class_="note"),
+        h("div", columns, class_="pair"),
+    )
+
+
+def _pair(before: Sample, after: Sample) -> Html:
+    columns = [_one(sample, word) for word, sample in (("before", before), ("after", after))]
+    return h("article", _task(after), h("div", columns, class_="pair"), class_="rollout")
+
+
+def _task(sample: Sample) -> Html:
+    prompt = sample.get("prompt")
+    name = h("p", str(sample.get("task", "")), class_="task")
+    return join(name, h("pre", _cut(prompt), class_="prompt") if isinstance(prompt, str) and prompt else None)
+
+
+def _one(sample: Sample, word: str = "", named: bool = False) -> Html:
+    reward = sample.get("reward")
+    told = [
+        f"{word}, step {sample['step']}" if word else "",
+        f"reward {number(float(reward))}" if isinstance(reward, int | float) else "",
+        "" if sample.get("outcome") == "done" else str(sample.get("outcome", "")),
+    ]
+    facts = h("p", " · ".join(filter(None, told)), class_="note")
+    return h("div", _task(sample) if named else None, h("pre", _cut(sample["completion"])), facts, class_="attempt")
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return f"{text[:_MAX_CHARACTERS]} … ({len(text) - _MAX_CHARACTERS:,} more characters)"

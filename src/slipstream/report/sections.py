@@ -1,0 +1,260 @@
+"""The parts of a report that are words and tables: settings, versions, warnings, the end, and several runs compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.report.headline import Accuracy, Headline, headline, identity, setting
+from slipstream.report.html import NONE, Child, Html, details, duration, h, join, number, table
+from slipstream.report.plot import linear_scale
+from slipstream.runlog import RunRecord, RunSummary
+
+_STATE_WORDS = {
+    "finished": "finished",
+    "running": "running: these are the numbers so far",
+    "failed": "failed",
+    "interrupted": "interrupted",
+    "killed": "killed: it left no exit report",
+    "damaged": "damaged: parts of its folder cannot be read",
+}
+_MAX_WARNINGS = 50
+_MAX_VERSIONS = 400
+
+
+def state(summary: RunSummary) -> Html:
+    """A word and a dot."""
+    return h("span", _STATE_WORDS[summary.status], class_=f"state {summary.status}")
+
+
+def steps_of(summary: RunSummary) -> str:
+    """`40 of 40`."""
+    return f"{summary.step} of {summary.total_steps}" if summary.total_steps else str(summary.step)
+
+
+def accuracy_text(measured: Accuracy | None) -> str:
+    """`97.4 % (95.6 to 98.5)`."""
+    if measured is None:
+        return NONE
+    return f"{100 * measured.value:.1f} % ({100 * measured.low:.1f} to {100 * measured.high:.1f})"
+
+
+def tiles(record: RunRecord, head: Headline) -> Html:
+    """The headline numbers of one run."""
+    found: list[Html] = []
+    best = head.after or head.before
+    if best is not None:
+        words = "accuracy after" if head.after else "accuracy before"
+        found.append(_tile(words, f"{100 * best.value:.1f}", "%", f"95 % interval {100 * best.low:.1f} to "
+                           f"{100 * best.high:.1f}, {best.num_tasks} held-out tasks"))  # fmt: skip
+    if head.gained is not None and head.before is not None:
+        points, low, high = (100 * part for part in head.gained)
+        unsure = "" if low > 0 or high < 0 else "; not sure to differ from 0"
+        found.append(
+            _tile(
+                "points gained",
+                _signed(points),
+                "",
+                f"from {100 * head.before.value:.1f} %; interval {_signed(low)} to {_signed(high)}{unsure}",
+            )
+        )
+    if head.reward is not None:
+        found.append(_tile("reward", number(head.reward[1]), "", f"last step; first step {number(head.reward[0])}"))
+    summary = record.summary
+    missing = [f"{head.dropped} rollouts dropped" if head.dropped else "",
+               f"{head.skipped} steps without signal" if head.skipped else ""]  # fmt: skip
+    found.append(
+        _tile("steps", f"{summary.step}", f"of {summary.total_steps}" if summary.total_steps else "",
+              ", ".join(filter(None, missing)) or "none left out")
+    )  # fmt: skip
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started)) if summary.started else ""
+    found.append(_tile("time", duration(summary.duration_s), "", f"began {started}" if started else ""))
+    if head.probe is not None:
+        found.append(
+            _tile("largest probe difference", number(head.probe), "", "mean of a step, engine against trainer")
+        )
+    return h("dl", found, class_="tiles")
+
+
+def before_and_after(head: Headline) -> Html | None:
+    """Both accuracies with their intervals on one axis."""
+    if head.before is None or head.after is None:
+        return None
+    scale = linear_scale([0.0, 1.0])
+    rows = [
+        h(
+            "div",
+            h("span", f"{word}, step {measured.step}", class_="who"),
+            h(
+                "div",
+                h("span", class_="whisker",
+                  style=f"left:{100 * measured.low:.2f}%;width:{100 * (measured.high - measured.low):.2f}%"),
+                h("span", class_="dot", style=f"left:{100 * measured.value:.2f}%"),
+                class_="track",
+            ),
+            h("span", accuracy_text(measured), class_="value"),
+            class_=f"measure {word}",
+        )
+        for word, measured in (("before", head.before), ("after", head.after))
+    ]  # fmt: skip
+    ticks = [h("span", f"{100 * tick:.0f} %", style=f"left:{100 * tick:.0f}%") for tick in scale.ticks]
+    axis = h("div", h("span", class_="who"), h("div", ticks, class_="track axis"), h("span", class_="value"),
+             class_="measure", aria_hidden="true")  # fmt: skip
+    return h("div", rows, axis, class_="accuracy")
+
+
+def ending(record: RunRecord) -> Html:
+    """Why the run ended, what could not be read, and what it warned of."""
+    report, summary = record.exit, record.summary
+    parts: list[Child] = []
+    if record.damage:
+        sentences = h("ul", [h("li", sentence) for sentence in record.damage])
+        parts.append(h("div", h("p", "Not everything in the run folder could be read:"), sentences, class_="alert"))
+    if report is None:
+        words = {
+            "running": "The run is still going on; it writes its exit report when it ends.",
+            "killed": "There is no exit report and no process holds the folder: the run was killed. "
+            "Go on with --resume.",
+        }
+        parts.append(h("p", words.get(summary.status, "There is no exit report that can be read.")))
+    else:
+        how = f"{report.status} at step {report.step} with exit code {report.exit_code}"
+        parts.append(h("p", f"The run {how}, {duration(report.seconds)} after its last start."))
+        if report.message:
+            parts.append(h("p", f"{report.error}: {report.message}", class_="alert"))
+        if report.traceback:
+            parts.append(details("Traceback", h("pre", report.traceback)))
+    parts.append(_warnings(record.events))
+    return join(*parts)
+
+
+def _warnings(events: Sequence[dict[str, Any]]) -> Html:
+    told = [str(event.get("message", "")) for event in events if event["kind"] == "warning"]
+    for event in events:
+        if event["kind"] == "start":
+            told += [str(text) for text in [*_listed(event.get("warnings")), *_listed(event.get("changed"))]]
+    restarts = [event for event in events if event["kind"] == "engine_restart"]
+    resumes = [event for event in events if event["kind"] == "resume"]
+    if restarts:
+        told.append(f"The engine was started again {len(restarts)} times.")
+    told += [f"Lineage {event['lineage']} went on after step {event['step']}." for event in resumes]
+    if not told:
+        return h("p", "No warnings.")
+    counted = {text: told.count(text) for text in told}
+    lines = [h("li", text, f" ({count} times)" if count > 1 else None) for text, count in counted.items()]
+    more = len(lines) - _MAX_WARNINGS
+    return join(
+        h("h3", "Warnings and changes"),
+        h("ul", lines[:_MAX_WARNINGS], class_="warnings"),
+        h("p", f"and {more} more in events.jsonl", class_="note") if more > 0 else None,
+    )
+
+
+def settings(record: RunRecord) -> Html:
+    """Every setting with the origin of its value; what somebody chose first."""
+    if not record.settings:
+        return h("p", "The run has not written its settings.", class_="missing")
+
+    def rows(wanted: bool) -> list[list[Child]]:
+        return [
+            [h("code", item.name), h("code", item.value or "not set"), item.origin]
+            for item in record.settings
+            if wanted == (item.applies and item.origin != "default")
+        ]
+
+    head = ["setting", "value", "origin"]
+    return join(
+        h("h3", "Chosen or derived"),
+        table(head, rows(True), numbers=False, caption="Settings that were chosen or derived"),
+        details(f"Defaults and settings without effect ({len(rows(False))})",
+                table(head, rows(False), numbers=False, caption="Defaults and settings without effect")),
+    )  # fmt: skip
+
+
+def versions(record: RunRecord, head: Headline) -> Html:
+    """Software, and the digest of every version that the engine proved to hold."""
+    software: list[list[Child]] = [
+        [name, h("code", version)] for name, version in (record.exit.versions if record.exit else {}).items()
+    ]
+    parts: list[Child] = []
+    if software:
+        parts.append(table(["software", "version"], software, numbers=False, caption="Software versions"))
+    else:
+        parts.append(h("p", "Software versions are told when a run ends.", class_="missing"))
+    applied = [event for event in record.events if event["kind"] == "apply"]
+    if applied:
+        last = f"The engine last held version {head.digest.partition(' ')[0]}, digest "
+        parts.append(h("p", last, h("code", head.digest.partition(" ")[2]), "."))
+        rows: list[list[Child]] = [
+            [
+                str(event.get("version", "")),
+                h("code", str(event.get("digest", ""))),
+                number(_float(event.get("transfer_s")), "s"),
+                number(_float(event.get("verify_s")), "s"),
+            ]
+            for event in applied[-_MAX_VERSIONS:]
+        ]
+        told = f"{len(applied)} versions applied and verified"
+        parts.append(details(told, table(["version", "digest", "transfer", "verify"], rows, caption=told)))
+    return join(*parts)
+
+
+def comparison(records: Sequence[RunRecord], names: Sequence[Html]) -> Html:
+    """The runs' headline numbers side by side, and the settings in which they differ."""
+    heads = [headline(record) for record in records]
+    facts: list[tuple[str, Sequence[Child]]] = [
+        ("state", [record.summary.status for record in records]),
+        ("steps", [steps_of(record.summary) for record in records]),
+        ("time", [duration(record.summary.duration_s) for record in records]),
+        ("accuracy before", [accuracy_text(head.before) for head in heads]),
+        ("accuracy after", [accuracy_text(head.after) for head in heads]),
+        ("points gained", [_signed(100 * head.gained[0]) if head.gained else NONE for head in heads]),
+        ("last reward", [number(head.reward[1]) if head.reward else NONE for head in heads]),
+        ("largest probe difference", [number(head.probe) for head in heads]),
+        ("rollouts dropped", [str(head.dropped) for head in heads]),
+    ]
+    facts += [
+        (name, [dict(identity(record)).get(name, NONE) for record in records])
+        for name in ("model", "environment", "data", "algorithm")
+        if any(name in dict(identity(record)) for record in records)
+    ]
+    differing = _differing(records)
+    settings_table = (
+        table(["setting", *names], differing, numbers=False, caption="Settings that differ")
+        if differing
+        else h("p", "All settings are the same.")
+    )
+    return join(
+        table(["", *names], [[name, *cells] for name, cells in facts], caption="Runs compared"),
+        h("h3", "Settings that differ"),
+        settings_table,
+    )
+
+
+def _differing(records: Sequence[RunRecord]) -> list[list[Child]]:
+    names = dict.fromkeys(item.name for record in records for item in record.settings if item.name != "run.folder")
+    found: list[list[Child]] = []
+    for name in names:
+        values = [setting(record, name) for record in records]
+        if len(set(values)) > 1:
+            found.append([h("code", name), *(h("code", value) if value else NONE for value in values)])
+    return found
+
+
+def _tile(name: str, value: str, unit: str, note: str) -> Html:
+    shown = h("dd", h("span", value, class_="big"), h("span", f" {unit}", class_="unit") if unit else None,
+              h("span", note, class_="note"))  # fmt: skip
+    return h("div", h("dt", name), shown)
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.1f}".replace("-", "\u2212")
+
+
+def _float(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list) else []

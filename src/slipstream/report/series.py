@@ -1,0 +1,158 @@
+"""Which numbers are plotted together, and how they are taken out of a run's rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_POINTS = 400
+"""A longer line is drawn through the means of equal parts; what a mean would hide stays in the band."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric of a panel. `spread` is a standard deviation, `low` and `high` an interval."""
+
+    metric: str
+    label: str
+    spread: str = ""
+    low: str = ""
+    high: str = ""
+    absent: float | None = None
+    """What a row without the metric means, for a metric that is only written when there is something to tell."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Metrics that share a plot."""
+
+    title: str
+    note: str
+    lines: tuple[Line, ...]
+    unit: str = ""
+    log: bool = False
+    from_zero: bool = False
+    dots: bool = False
+    """Measured at a few steps only: each is a mark of its own."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line as drawn: one entry for each step that has a number."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    low: list[float] = field(default_factory=list[float])
+    high: list[float] = field(default_factory=list[float])
+    color: int = 0
+    num_steps: int = 0
+    """Steps that have the number; more than `len(x)` when parts were averaged."""
+
+
+PANELS = (
+    Panel("Reward", "Mean over a step's rollouts; the band is one standard deviation.",
+          (Line("reward/mean", "mean", spread="reward/std"),)),
+    Panel("Held-out accuracy", "Part of the held-out tasks solved, with its 95 % interval.",
+          (Line("eval/accuracy", "accuracy", low="eval/accuracy_low", high="eval/accuracy_high"),), "%", dots=True),
+    Panel("Probe difference", "Engine against trainer on the same tokens and weights, in log-probability a token.",
+          (Line("probe/abs_logprob_diff", "mean"), Line("probe/max_logprob_diff", "largest")), log=True),
+    Panel("Behaviour mismatch", "Log-probability of the trained tokens: what the engine said against the trainer.",
+          (Line("mismatch/abs_logprob_diff", "mean"),), log=True),
+    Panel("KL to the reference", "Estimated on the trained tokens.", (Line("train/kl_reference", "KL"),)),
+    Panel("Staleness", "How many versions old the trained tokens are.",
+          (Line("staleness/mean", "mean"), Line("staleness/max", "largest")), from_zero=True),
+    Panel("Entropy", "Of the policy, in nats a token.", (Line("train/entropy", "entropy"),), from_zero=True),
+    Panel("Completion length", "Tokens sampled for a completion.",
+          (Line("rollout/length", "mean"), Line("rollout/length_max", "longest")), from_zero=True),
+    Panel("Throughput", "Tokens a second, while generating.",
+          (Line("throughput/generated_tokens_per_s", "generated"),), from_zero=True),
+    Panel("Signal fraction", "Groups whose rewards differ: only these teach anything.",
+          (Line("reward/signal_fraction", "groups"),), "%", from_zero=True),
+    Panel("Loss", "As it was minimised.", (Line("train/loss", "loss"),)),
+    Panel("Token accuracy", "Part of the trained tokens that greedy decoding would choose.",
+          (Line("train/token_accuracy", "accuracy"),), "%"),
+    Panel("Gradient norm", "Before clipping.", (Line("train/grad_norm", "norm"),), from_zero=True),
+    Panel("Learning rate", "Mean over a step's updates.", (Line("train/learning_rate", "rate"),), from_zero=True),
+    Panel("Clipped tokens", "Part of the tokens whose ratio left the clip range.",
+          (Line("train/clip_fraction_high", "above"), Line("train/clip_fraction_low", "below")), "%", from_zero=True),
+)  # fmt: skip
+DROPPED = Panel("Outcomes dropped", "Rollouts that could not be trained on, by reason.", (), from_zero=True)
+_TIMES = "time/"
+
+
+def value_of(row: dict[str, Any], name: str) -> float | None:
+    """The number, or None when the row has none."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def panels_of(runs: Sequence[list[dict[str, Any]]]) -> tuple[list[Panel], list[Panel]]:
+    """The panels that any of the runs has numbers for, and one for each metric that no panel shows."""
+    present = {name for rows in runs for row in rows for name in row if "/" in name}
+    known = [panel for panel in PANELS if any(line.metric in present for line in panel.lines)]
+    reasons = sorted(name for name in present if name.startswith("dropped/"))
+    if reasons:
+        lines = tuple(Line(name, name.removeprefix("dropped/").replace("_", " "), absent=0.0) for name in reasons)
+        known.append(Panel(DROPPED.title, DROPPED.note, lines, from_zero=True))
+    shown = {
+        name for panel in known for line in panel.lines for name in (line.metric, line.spread, line.low, line.high)
+    }
+    rest = sorted(name for name in present - shown if not name.startswith(_TIMES))
+    return known, [Panel(name, "", (Line(name, name.partition("/")[2]),)) for name in rest if _varies(runs, name)]
+
+
+def series_of(rows: list[dict[str, Any]], line: Line, label: str, color: int) -> Series | None:
+    """The line through a run's rows, or None when no row has the metric."""
+    points: list[tuple[float, float, float, float]] = []
+    for row in rows:
+        value = value_of(row, line.metric)
+        if value is None:
+            # The first row is the starting model: nothing was generated for it.
+            if line.absent is None or value_of(row, "rollout/num") is None:
+                continue
+            value = line.absent
+        spread = value_of(row, line.spread) or 0.0
+        low, high = value_of(row, line.low), value_of(row, line.high)
+        points.append(
+            (
+                float(row["step"]),
+                value,
+                value - spread if low is None else low,
+                value + spread if high is None else high,
+            )
+        )
+    if not points:
+        return None
+    num_steps = len(points)
+    points = _thinned(points)
+    x, y, low, high = (list(column) for column in zip(*points, strict=True))
+    has_band = any(b > a for a, b in zip(low, high, strict=True))
+    return Series(label, x, y, low if has_band else [], high if has_band else [], color, num_steps)
+
+
+def _thinned(points: list[tuple[float, float, float, float]]) -> list[tuple[float, float, float, float]]:
+    """At most `MAX_POINTS`: means of equal parts, with the least and the greatest as their band."""
+    if len(points) <= MAX_POINTS:
+        return points
+    edges = [len(points) * part // MAX_POINTS for part in range(MAX_POINTS + 1)]
+    parts = [points[a:b] for a, b in itertools.pairwise(edges)]
+    return [
+        (
+            part[-1][0],
+            math.fsum(point[1] for point in part) / len(part),
+            min(point[2] for point in part),
+            max(point[3] for point in part),
+        )
+        for part in parts
+    ]
+
+
+def _varies(runs: Iterable[list[dict[str, Any]]], name: str) -> bool:
+    values = [value for rows in runs for row in rows if (value := value_of(row, name)) is not None]
+    return len(values) > 1 and max(values) - min(values) > 1e-4 * max(map(abs, values))

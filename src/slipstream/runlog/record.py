@@ -1,0 +1,117 @@
+"""Reads the whole of a run's folder at once, whatever state it is in: running, killed, torn or damaged.
+
+Guarantees: never waits for the writer, never changes a file, and raises only when the folder holds no run.
+Lines that cannot be used are left out, and each is told in `damage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.runlog.files import read_lines, read_toml
+from slipstream.runlog.reader import (
+    ExitReport,
+    RunSummary,
+    is_running,
+    metrics_of,
+    read_exit,
+    samples_of,
+    summary_of,
+)
+
+_NUMBER = (int, float)
+_EVENT = {"time": _NUMBER, "lineage": int, "kind": str}
+_STEP = {"time": _NUMBER, "lineage": int, "step": int}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of `resolved.toml`."""
+
+    name: str
+    """`section.key`."""
+    value: str
+    """As TOML writes it; empty when it is not set."""
+    origin: str
+    """Line of the run file, command line, default, or the reason of what was derived."""
+    applies: bool = True
+    """False: it is not set, or has no effect in this run."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything that a run's folder tells."""
+
+    summary: RunSummary
+    rows: list[dict[str, Any]]
+    """Metrics of the surviving history, one row a step."""
+    events: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    settings: list[Setting]
+    exit: ExitReport | None
+    damage: list[str]
+    """What could not be read, a sentence each."""
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """See the module. Raises `ConfigError` when `folder` holds no run."""
+    folder = Path(folder)
+    if not (folder / "events.jsonl").is_file():
+        raise ConfigError(f"{folder} holds no run: name a folder that `slipstream train` wrote")
+    damage: list[str] = []
+    # Asked first: a run that ends in between has its exit by the time that is read.
+    running = is_running(folder)
+    report: ExitReport | None = None
+    try:
+        report = read_exit(folder)
+    except DataError as error:
+        damage.append(str(error))
+    events = _usable(folder / "events.jsonl", _EVENT, damage)
+    events = [event for event in events if event["kind"] != "resume" or isinstance(event.get("step"), int)]
+    rows = metrics_of(_usable(folder / "metrics.jsonl", _STEP, damage), events)
+    samples = samples_of(_usable(folder / "samples.jsonl", _STEP, damage), events)
+    tables, settings = _settings(folder / "resolved.toml", damage)
+    try:
+        summary = summary_of(folder, running, report, events, rows, tables)
+    except (msgspec.ValidationError, TypeError) as error:
+        damage.append(f"{folder / 'resolved.toml'} has a value of a wrong kind ({error}): write it anew or remove it")
+        summary = summary_of(folder, running, report, events, rows, {})
+    if damage and report is None and not running:
+        summary = replace(summary, status="damaged", message=damage[0])
+    return RunRecord(summary, rows, events, samples, settings, report, damage)
+
+
+def _usable(path: Path, needs: dict[str, Any], damage: list[str]) -> list[dict[str, Any]]:
+    """The lines that have what every line must have."""
+    rows = read_lines(path, damage)
+    good = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in needs.items())]
+    if len(good) < len(rows):
+        damage.append(f"{path}: {len(rows) - len(good)} lines lack one of {', '.join(needs)}: remove them")
+    return good
+
+
+def _settings(path: Path, damage: list[str]) -> tuple[dict[str, Any], list[Setting]]:
+    """The file's tables, and its lines with their comments: where each value came from."""
+    try:
+        tables = read_toml(path)
+    except DataError as error:
+        damage.append(str(error))
+        return {}, []
+    if not tables:
+        return {}, []
+    section, found = "", list[Setting]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = line.strip("[] ") + "."
+        elif line.strip():
+            # An origin never has two spaces in a row, so the last such mark is where it begins.
+            setting, _, origin = line.rpartition("  # ")
+            applies = not setting.startswith("# ")
+            name, _, value = setting.removeprefix("# ").strip().partition(" = ")
+            found.append(Setting(section + name.removesuffix(" is not set"), value, origin, applies))
+    return tables, found

@@ -1,0 +1,170 @@
+"""Metric sinks: other places to which each step's metrics go, beside the run folder.
+
+Guarantees: `put` never waits and never raises. Each sink has a thread and a bounded queue of its own; a row that it
+cannot take is lost to it and counted, and its first failure is one warning. `close` has a deadline. The run folder
+stays the only record that is complete.
+
+Left to others: credentials, which each library looks up itself (environment, login), so that none passes through the
+settings or the run folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from slipstream.errors import ConfigError
+from slipstream.sinks.targets import TARGETS, Run, Sink
+
+__all__ = ["MetricSinks", "Run", "Sink", "require_sinks", "run_of"]
+
+MAX_WAITING = 1000
+CLOSE_TIMEOUT_S = 30.0
+
+
+class Log(Protocol):
+    """Where a sink's failure is told."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One event."""
+        ...
+
+    def warning(self, message: str, **fields: Any) -> None:
+        """One warning."""
+        ...
+
+
+def require_sinks(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for the first sink whose library is not installed; nothing is imported."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        # A folder of that name in the current one is found as well, and is no library.
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                f'run.sinks has "{name}", which is not installed: pip install "slipstream[{name}]", or leave it out'
+            )
+
+
+class MetricSinks:
+    """All sinks of a run; see the module. As a context manager it closes them."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        run: Run,
+        log: Log,
+        *,
+        targets: Mapping[str, Callable[[Run], Sink]] = TARGETS,
+        max_waiting: int = MAX_WAITING,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        self._log = log
+        self._close_timeout_s = close_timeout_s
+        self._workers = [_Worker(name, targets[name], run, log, max_waiting) for name in dict.fromkeys(names)]
+
+    def put(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Hand a step's metrics to every sink."""
+        row = {name: value for name, value in values.items() if value is not None}
+        for worker in self._workers:
+            worker.put((step, time.time(), row))
+
+    def close(self) -> None:
+        """Let the sinks write what waits, within one deadline, and tell what each of them got."""
+        deadline = time.monotonic() + self._close_timeout_s
+        for worker in self._workers:
+            worker.ask_to_end()
+        for worker in self._workers:
+            worker.wait(deadline)
+            self._log.event("sink", name=worker.name, num_written=worker.num_written, num_lost=worker.num_lost)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Worker:
+    """One sink in a thread of its own, in which even its import happens."""
+
+    def __init__(self, name: str, make: Callable[[Run], Sink], run: Run, log: Log, max_waiting: int) -> None:
+        self.name = name
+        self.num_put = 0
+        self.num_written = 0
+        self._make = make
+        self._run = run
+        self._log = log
+        self._has_warned = False
+        self._abandoned = False
+        self._ends = threading.Event()
+        self._rows: queue.Queue[tuple[int, float, dict[str, float]]] = queue.Queue(max_waiting)
+        # A daemon: a library that hangs cannot keep the process alive.
+        self._thread = threading.Thread(target=self._work, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_lost(self) -> int:
+        """Rows that were put and not written."""
+        return self.num_put - self.num_written
+
+    def put(self, row: tuple[int, float, dict[str, float]]) -> None:
+        self.num_put += 1
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self._fail(f"is {self._rows.maxsize} rows behind, and further ones are lost to it")
+
+    def ask_to_end(self) -> None:
+        self._ends.set()
+
+    def wait(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._fail("did not end in time, and what it had not written is lost to it")
+            self._abandoned = True
+
+    def _work(self) -> None:
+        try:
+            sink = self._make(self._run)
+        except BaseException as error:  # noqa: BLE001 (a library that exits must not end the run; it is told)
+            self._fail(f"cannot be opened ({_short(error)})")
+            return
+        while not (self._ends.is_set() and self._rows.empty()):
+            try:
+                step, when, row = self._rows.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            try:
+                sink.write(step, when, row)
+                self.num_written += 1
+            except Exception as error:  # noqa: BLE001 (foreign code: its failure is counted, the run goes on)
+                self._fail(f"did not take step {step} ({_short(error)})")
+        try:
+            sink.close()
+        except Exception as error:  # noqa: BLE001 (the same)
+            self._fail(f"could not be closed ({_short(error)})")
+
+    def _fail(self, what: str) -> None:
+        # An abandoned thread may come back after the log was closed.
+        if not self._has_warned and not self._abandoned:
+            self._has_warned = True
+            self._log.warning(
+                f"the metric sink {self.name} {what}: training goes on, and metrics.jsonl has every row", sink=self.name
+            )
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def run_of(folder: Path, lineage: int, settings: Mapping[str, Any]) -> Run:
+    """What a sink is told of the run; `settings` are those of the run folder, which hold no secrets."""
+    return Run(folder.resolve().name, folder.resolve(), lineage, dict(settings))

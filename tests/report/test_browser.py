@@ -1,0 +1,117 @@
+"""Reports in a real browser: nothing fails, everything is drawn, nothing sticks out."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from slipstream.report import write_report
+from tests.report.browser import browser, find
+from tests.system.conftest import Scripted, model, run_file  # noqa: F401 (fixtures)
+
+pytestmark = pytest.mark.skipif(
+    find() is None and "SLIPSTREAM_REQUIRE_BROWSER" not in os.environ,
+    reason="no Chromium: apt-get install chromium-headless-shell, or name one in CHROMIUM",
+)
+DRAWN = """
+[...document.querySelectorAll("figure.plot")].map(plot => {
+  for (let node = plot; node; node = node.parentElement) if (node.tagName == "DETAILS") node.open = true;
+  const marks = [...plot.querySelectorAll(".area .mark")];
+  const title = plot.querySelector("h3").textContent;
+  const visible = marks.filter(mark => {
+    const box = mark.getBoundingClientRect(), style = getComputedStyle(mark);
+    return box.width + box.height > 0 && (style.stroke != "none" || style.fill != "none");
+  });
+  const told = plot.querySelector("svg > title") && plot.querySelector("svg > desc") && plot.querySelector("table");
+  return [title, visible.length, !!told];
+})
+"""
+OVERFLOWING = """
+[document.documentElement.scrollWidth - document.documentElement.clientWidth,
+ [...document.querySelectorAll("body *")].filter(node => !node.closest(".scroll, svg, .hidden, .readout, .lane")
+   && node.getClientRects().length && node.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)
+   .map(node => node.tagName + "." + node.className)]
+"""
+HOVER = """
+[...document.querySelectorAll("figure.plot")].map(plot => {
+  const area = plot.querySelector(".area"), box = area.getBoundingClientRect();
+  area.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width - 1, clientY: box.top + 5}));
+  const readout = area.querySelector(".readout");
+  const shown = !readout.hidden && readout.querySelectorAll("b").length;
+  const right = readout.getBoundingClientRect().right;
+  area.dispatchEvent(new PointerEvent("pointerleave"));
+  return [shown, right <= innerWidth, readout.hidden];
+})
+"""
+KEYS = """
+(() => {
+  const plot = document.querySelector("figure.plot"), svg = plot.querySelector("svg");
+  svg.focus();
+  const press = key => svg.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+  const read = () => plot.querySelector(".readout").textContent;
+  press("Home"); const first = read(); press("ArrowRight"); const second = read(); press("End"); const last = read();
+  return [first, second, last];
+})()
+"""
+
+
+async def check(page, path, width, *, dark=False):
+    await page.open(path, width, dark=dark)
+    drawn = await page.ask(DRAWN)
+    assert len(drawn) >= 2
+    assert [plot for plot in drawn if not plot[1]] == []
+    assert all(told for _, _, told in drawn)
+    beyond, sticking_out = await page.ask(OVERFLOWING)
+    assert beyond <= 0
+    assert sticking_out == []
+    hovered = await page.ask(HOVER)
+    assert all(shown and inside and gone for shown, inside, gone in hovered), hovered
+    assert page.errors == []
+    assert await page.ask("window.hacked === undefined")
+    assert {url.partition(":")[0] for url in page.requests} <= {"file", "data", "about"}
+    if folder := os.environ.get("SLIPSTREAM_SCREENSHOTS"):
+        await page.picture(f"{folder}/{path.stem}-{width}{'-dark' if dark else ''}.png")
+    return [title for title, _, _ in drawn]
+
+
+async def test_a_real_run_in_a_real_browser(model, run_file, tmp_path, write):  # noqa: F811
+    run = Scripted(model, run_file, tmp_path / "run")
+    assert run.run("--training.steps", "4", "--evaluation.every", "2").status == "finished"
+    reports = {
+        "one": [run.folder],
+        "crafted": [write("crafted")],
+        "several": [run.folder, write("second", steps=300, total=400, ends=False), write("third", learns=False)],
+    }
+    async with browser(find()) as page:
+        for name, folders in reports.items():
+            path = write_report(folders, tmp_path / f"{name}.html")
+            for width in (1280, 400):
+                titles = await check(page, path, width)
+                assert {"Reward", "Held-out accuracy", "Every step"} <= set(titles)
+            if name == "crafted":
+                first, second, last = await page.ask(KEYS)
+                assert first.startswith("step 1")
+                assert second.startswith("step 2")
+                assert last.startswith("step 6")
+        await check(page, tmp_path / "crafted.html", 1280, dark=True)
+        light, dark = [], []
+        for colors, is_dark in ((light, False), (dark, True)):
+            await page.open(tmp_path / "one.html", 1280, dark=is_dark)
+            colors.append(await page.ask("getComputedStyle(document.body).backgroundColor"))
+        assert light != dark
+
+
+async def test_the_browser_check_notices_what_is_broken(tmp_path):
+    path = tmp_path / "bad.html"
+    path.write_text(
+        "<body><div style='width:2000px'>wide</div><figure class=plot><h3>empty</h3><div class=area></div>"
+        "<script>console.error('oh'); missing();</script></figure>"
+    )
+    async with browser(find()) as page:
+        await page.open(path, 400)
+        assert (await page.ask(DRAWN)) == [["empty", 0, False]]
+        beyond, sticking_out = await page.ask(OVERFLOWING)
+        assert beyond > 0
+        assert sticking_out
+        assert len(page.errors) == 2

@@ -1,0 +1,208 @@
+"""What a report says, read from its HTML, and what it makes of runs in every state."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.report import write_report
+from slipstream.report.headline import Accuracy, difference_interval
+from slipstream.report.html import data, h, number
+from slipstream.report.plot import linear_scale, log_scale, step_scale
+from slipstream.report.series import MAX_POINTS, Line, series_of
+from slipstream.report.timeline import MAX_BARS, step_times
+from slipstream.runlog import read_run
+from tests.report.conftest import HOSTILE
+
+
+class Words(HTMLParser):
+    """The elements of a page and what people read of it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words, self._open, self.attributes = [], "", [], []
+        self.feed(text)
+        assert self._open == [], f"left open: {self._open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("meta", "br", "link"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.words += data
+
+
+def report(tmp_path, *folders):
+    text = write_report(folders, tmp_path / "out.html").read_text(encoding="utf-8")
+    return text, Words(text)
+
+
+def test_a_finished_run_is_told_whole(write, tmp_path):
+    text, page = report(tmp_path, write("one"))
+    for words in ("one", "finished", "reasoning_gym/spell_backward", "+60.0", "of 6", "0.6"):
+        assert words in page.words, words
+    for title in ("Reward", "Held-out accuracy", "Probe difference", "Behaviour mismatch", "Entropy", "Loss",
+                  "Completion length", "Throughput", "Signal fraction", "Outcomes dropped", "Gradient norm",
+                  "Learning rate", "Every step", "An ordinary step"):  # fmt: skip
+        assert f"<h3>{title}</h3>" in text, title
+    assert "derived: few parameters" in page.words
+    assert "something to know <b>" in page.words
+    assert "0000000000000006" in page.words
+    assert "hunter2" not in text
+
+
+def test_it_needs_nothing_from_outside(write, tmp_path):
+    text, page = report(tmp_path, write("one"))
+    assert not {"link", "img", "iframe", "object", "base"} & set(page.tags) - {"link"}
+    assert {value for name, value in page.attributes if name in ("src", "href")} == {"data:,"}
+    assert re.findall(r"https?://|@import|url\(", text) == []
+
+
+def test_hostile_text_stays_text(write, tmp_path):
+    text, page = report(tmp_path, write("one"))
+    assert "<img" not in text
+    assert "<script>window.hacked" not in text
+    assert page.tags.count("script") == text.count("</script>")
+    assert page.words.count("</script><script>window.hacked = 1</script>") >= 4
+    assert "\x00" not in text
+    assert "\x1b" not in text
+
+
+def test_a_hostile_name_stays_text(write, tmp_path):
+    folder = write("</title><script>alert(1)<")
+    assert folder.name == "title><script>alert(1)<"
+    text, _ = report(tmp_path, folder)
+    assert "<script>alert" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"steps": 2, "ends": False}, "the run was killed"),
+        ({"steps": 2, "ends": False, "open": True}, "The run is still going on"),
+        ({"steps": 0, "ends": False, "open": True}, "Throughput"),
+        ({"steps": 1, "total": 1}, "1of 1"),
+    ],
+)
+def test_unfinished_runs(write, tmp_path, options, expected):
+    _, page = report(tmp_path, write("one", **options))
+    if expected == "Throughput":
+        assert expected not in page.words
+        assert "running" in page.words
+    else:
+        assert expected in page.words.replace("\u00a0", " ").replace(" of", "of")
+
+
+def test_a_failed_run_says_why_at_once(write, tmp_path, failed):
+    _, page = report(tmp_path, write("one", steps=2, error=failed))
+    assert page.words.index("the engine died") < page.words.index("Curves")
+    assert "with exit code 5" in page.words
+
+
+def test_damage_is_told_and_the_rest_is_shown(write, tmp_path):
+    folder = write("one")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "time": "late"}\nnonsense\n{"torn')
+    (folder / "exit.json").write_text("{")
+    (folder / "resolved.toml").write_text("[training]\nsteps = 'many'\n")
+    record = read_run(folder)
+    assert record.summary.status == "damaged"
+    assert len(record.rows) == 7
+    assert len(record.damage) == 4
+    _, page = report(tmp_path, folder)
+    for words in ("metrics.jsonl, line 9 is damaged", "1 lines lack one of", "exit.json is damaged", "wrong kind"):
+        assert words in page.words, words
+
+
+def test_settings_keep_their_origins(write):
+    found = {item.name: item for item in read_run(write("one")).settings}
+    assert (found["model.path"].value, found["model.path"].origin) == ('"models/tiny"', "run.toml:2")
+    assert found["environment.api_key"].value == '"<redacted>"'
+    assert not found["algorithm.kl_estimator"].applies
+    assert (found["training.max_seconds"].value, found["training.max_seconds"].applies) == ("", False)
+
+
+def test_several_runs_are_compared(write, tmp_path):
+    text, page = report(tmp_path, write("a/one"), write("b/one", learns=False, task="chain_sum"), write("two", total=9))
+    assert "a/one" in page.words
+    assert "b/one" in page.words
+    differing = text[text.index("Settings that differ") :]
+    assert "reasoning_gym/chain_sum" in differing
+    assert text.count('class="line mark"') > 3 * 10
+    assert "not sure" not in page.words
+
+
+@pytest.mark.parametrize("out", ["", "missing/out.html"])
+def test_a_place_that_cannot_be_written(write, tmp_path, out):
+    folder = write("one")
+    with pytest.raises(ConfigError, match="--out"):
+        write_report([folder], tmp_path / out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
+
+
+def test_a_folder_without_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_report([tmp_path], tmp_path / "out.html")
+
+
+def test_the_interval_of_a_difference_is_newcombes():
+    """The first example of Table II in Newcombe 1998: 56/70 against 48/80, method 10 gives 0.0524 to 0.3339."""
+    from slipstream.algo.statistics import wilson_interval
+
+    before, after = (Accuracy(0, n / m, *wilson_interval(n, m), m) for n, m in ((48, 80), (56, 70)))
+    assert difference_interval(before, after) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
+
+
+def test_scales_hold_their_values():
+    for low, high in ((0, 1), (-3e-9, 4e-9), (5, 5), (0, 0), (-7, -7), (999, 1001), (1e-300, 1e300)):
+        scale = linear_scale([low, high])
+        assert scale.low <= low <= high <= scale.high
+        assert 2 <= len(scale.ticks) <= 8, scale.ticks
+    assert log_scale([1e-7, 3e-7]).ticks == (1e-7, 1e-6)
+    assert len(log_scale([1e-12, 1e3]).ticks) <= 6
+    assert step_scale([0, 330]).ticks == (0, 100, 200, 300)
+    assert step_scale([0.0]).low < 0 < step_scale([0.0]).high
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "\u2013"), (0, "0"), (4.384e-7, "4.38e-7"), (-0.00123, "\u22120.0012"), (12345.6, "12\u202f346"),
+     (0.97412, "0.9741"), (3.14159, "3.142"), (1e12, "1.00e12"), (40, "40")],
+)  # fmt: skip
+def test_numbers_read_well(value, shown):
+    assert number(value) == shown
+
+
+def test_markup_is_escaped_and_data_cannot_leave_its_script():
+    assert h("p", "<&\"'", title='"') == '<p title="&quot;">&lt;&amp;&quot;&#x27;</p>'
+    assert "<" not in data({"a": HOSTILE})
+    assert json.loads(data({"a": HOSTILE})) == {"a": HOSTILE}
+
+
+def test_long_runs_are_thinned_without_hiding_extremes(write):
+    rows = [{"step": step, "m/x": 100.0 if step == 777 else step / 1e4} for step in range(3000)]
+    series = series_of(rows, Line("m/x", "x"), "x", 0)
+    assert len(series.x) == MAX_POINTS
+    assert max(series.high) == 100.0
+    assert series.x[-1] == 2999
+    assert series.num_steps == 3000
+
+
+def test_a_step_is_made_of_its_phases(write):
+    steps = step_times(read_run(write("one")))
+    assert len(steps) == 7 <= MAX_BARS
+    assert all(sum(step.phases.values()) == pytest.approx(step.wall) for step in steps)
+    assert "generate" not in steps[1].phases
+    assert steps[1].generate == 1.0

@@ -1,0 +1,240 @@
+"""Every sink gets every row and can be read back; one that fails, hangs or is missing costs the run nothing."""
+
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.runlog import RunLog, read_events, read_metrics
+from slipstream.sinks import MetricSinks, Run, require_sinks, run_of
+
+ROWS = [{"reward/mean": 0.25, "train/loss": -1.5}, {"reward/mean": 0.5, "train/loss": None}, {"reward/mean": 0.75}]
+
+
+class Broken:
+    """A sink that does what its test says when it is written to."""
+
+    def __init__(self, on_write):
+        self.on_write = on_write
+        self.rows = []
+
+    def __call__(self, run):
+        return self
+
+    def write(self, step, when, values):
+        self.on_write(step)
+        self.rows.append((step, values))
+
+    def close(self):
+        pass
+
+
+class Log:
+    def __init__(self):
+        self.warnings, self.events = [], []
+
+    def event(self, kind, **fields):
+        self.events.append({"kind": kind, **fields})
+
+    def warning(self, message, **fields):
+        self.warnings.append(message)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run("one", tmp_path, 0, {"training.steps": 3})
+
+
+def put_all(sinks, rows=ROWS, first=0):
+    for step, row in enumerate(rows, start=first):
+        sinks.put(step, row)
+
+
+def tensorboard_rows(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_what_was_written(run):
+    log = Log()
+    with MetricSinks(["tensorboard"], run, log) as sinks:
+        put_all(sinks)
+    assert log.warnings == []
+    assert log.events == [{"kind": "sink", "name": "tensorboard", "num_written": 3, "num_lost": 0}]
+    assert tensorboard_rows(run.folder / "tensorboard") == {
+        "reward/mean": [(0, 0.25), (1, 0.5), (2, 0.75)],
+        "train/loss": [(0, -1.5)],
+    }
+
+
+def test_tensorboard_forgets_what_was_made_again(run):
+    for first in (0, 2):
+        with MetricSinks(["tensorboard"], run, Log()) as sinks:
+            put_all(sinks, [{"reward/mean": first + step / 4} for step in range(3)], first)
+        time.sleep(1.1)  # the file's name is the second in which it was opened
+    rows = tensorboard_rows(run.folder / "tensorboard")["reward/mean"]
+    assert rows == [(0, 0.0), (1, 0.25), (2, 2.0), (3, 2.25), (4, 2.5)]
+
+
+def leveldb_records(log, at, block=32768, header=7):
+    """The records of a LevelDB log (its doc/log_format.md), which wandb's files are, after `at` bytes of their own."""
+    record = b""
+    while at + header <= len(log):
+        if block - at % block < header:
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", log, at)
+        record += log[at + header : at + header + size]
+        at += header + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+OFFLINE = """
+import json, sys
+from pathlib import Path
+from slipstream.runlog import RunLog, read_settings
+from slipstream.sinks import MetricSinks, run_of
+folder = Path(sys.argv[1])
+with RunLog.create(folder) as log:
+    log.resolved('[environment]\\napi_key = "hunter2-secret"  # command line\\n[training]\\nsteps = 3  # default\\n')
+    with MetricSinks([sys.argv[2]], run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
+        log.listen(sinks.put)
+        for step, row in enumerate(json.loads(sys.argv[3])):
+            log.metrics(step, row)
+"""
+
+
+def run_apart(folder, name, **environment):
+    """A run with one sink in a process of its own, for libraries that keep global state; its command has a secret."""
+    rows = [{name: value for name, value in row.items() if value is not None} for row in ROWS]
+    result = subprocess.run(
+        [sys.executable, "-c", OFFLINE, folder, name, json.dumps(rows), "--key", "hunter2-secret"],
+        capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "HOME": str(folder.parent), **environment},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    told = {event["kind"]: event for event in read_events(folder)}
+    assert "warning" not in told, told["warning"]
+    assert told["sink"]["num_written"] == 3
+
+
+def test_wandb_offline_keeps_every_row_and_no_secret(tmp_path):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    folder = tmp_path / "run"
+    run_apart(folder, "wandb", WANDB_API_KEY="", WANDB_MODE="offline")
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    rows, config = [], {}
+    for data in leveldb_records(path.read_bytes(), 7):
+        record = Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        elif record.WhichOneof("record_type") == "run":
+            config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    assert [row["reward/mean"] for row in rows] == [0.25, 0.5, 0.75]
+    assert [row["_step"] for row in rows] == [0, 1, 2]
+    assert config["training.steps"] == 3
+    assert config["environment.api_key"] == "<redacted>"
+    for file in folder.rglob("*"):
+        if file.is_file():
+            assert b"hunter2-secret" not in file.read_bytes(), file
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+def test_trackio_keeps_every_row_in_its_local_store(tmp_path):
+    folder = tmp_path / "run"
+    run_apart(folder, "trackio", TRACKIO_DIR=str(tmp_path / "store"))
+    program = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as S; "
+        "print(json.dumps([(r['step'], r['reward/mean']) for r in S.get_logs('slipstream', 'run')]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "store")},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [[0, 0.25], [1, 0.5], [2, 0.75]]
+
+
+def test_a_failing_sink_is_one_warning_and_the_others_go_on(run):
+    def fails_at_first(step):
+        if step < 2:
+            raise OSError("no\nnetwork")
+
+    log, good, bad = Log(), Broken(lambda step: None), Broken(fails_at_first)
+    with MetricSinks(["bad", "good", "bad"], run, log, targets={"bad": bad, "good": good}) as sinks:
+        put_all(sinks)
+    assert [step for step, _ in good.rows] == [0, 1, 2]
+    assert [step for step, _ in bad.rows] == [2]
+    assert log.warnings == [
+        "the metric sink bad did not take step 0 (OSError: no network): "
+        "training goes on, and metrics.jsonl has every row"
+    ]
+    assert [(event["name"], event["num_written"], event["num_lost"]) for event in log.events] == [
+        ("bad", 1, 2),
+        ("good", 3, 0),
+    ]
+
+
+@pytest.mark.parametrize("error", [ImportError("torn"), SystemExit(3)])
+def test_a_sink_that_cannot_be_opened(run, error):
+    def make(run):
+        raise error
+
+    log = Log()
+    with MetricSinks(["bad"], run, log, targets={"bad": make}) as sinks:
+        put_all(sinks)
+    (warning,) = log.warnings
+    assert "cannot be opened" in warning
+    assert log.events[0]["num_lost"] == 3
+
+
+def test_a_hanging_sink_neither_slows_nor_holds_the_run(run):
+    released = threading.Event()
+    log = Log()
+    begun = time.monotonic()
+    sinks = MetricSinks(["slow"], run, log, targets={"slow": Broken(lambda step: released.wait(60))},
+                        max_waiting=2, close_timeout_s=0.3)  # fmt: skip
+    put_all(sinks, [{"reward/mean": 1.0}] * 500)
+    assert time.monotonic() - begun < 2.0
+    sinks.close()
+    assert time.monotonic() - begun < 10.0
+    assert len(log.warnings) == 1
+    assert "2 rows behind" in log.warnings[0]
+    assert log.events == [{"kind": "sink", "name": "slow", "num_written": 0, "num_lost": 500}]
+    released.set()
+
+
+def test_a_missing_library_is_one_sentence_with_the_remedy(tmp_path, monkeypatch):
+    (tmp_path / "no_such_sink").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("no_such_library", "no_such_sink"):
+        with pytest.raises(ConfigError, match=rf'"{name}", which is not installed: pip install "slipstream\[{name}\]"'):
+            require_sinks([name])
+    require_sinks(["json"])
+
+
+def test_the_run_log_tells_its_listeners_and_keeps_its_own(tmp_path):
+    good = Broken(lambda step: None)
+    with (
+        RunLog.create(tmp_path / "run") as log,
+        MetricSinks(["good"], run_of(log.folder, 0, {}), log, targets={"good": good}) as sinks,
+    ):
+        log.listen(sinks.put)
+        log.metrics(0, {"a/b": 1.0, "a/nan": float("nan")})
+    assert good.rows == [(0, {"a/b": 1.0})]
+    assert read_metrics(tmp_path / "run")[0]["a/b"] == 1.0
