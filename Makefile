@@ -18,7 +18,8 @@ $(INSTALLED): pyproject.toml scripts/install.py $(wildcard constraints/cpu*.txt)
 quickstart: $(INSTALLED) ## train a small model with SFT, then GRPO, on this CPU, and show what it learned
 	$(BIN)/python examples/quickstart/run.py
 
-test: $(INSTALLED) ## all tests, with real vLLM
+test: $(INSTALLED) ## all tests, with real vLLM, and with a headless Chromium that is installed where that is allowed
+	@$(PYTHON) scripts/install.py --browser
 	$(BIN)/pytest
 
 check: $(INSTALLED) ## lint, format and types

@@ -1,6 +1,7 @@
 """Makes `.venv` with everything that a development or quickstart machine needs; safe to run again.
 
-    python3 scripts/install.py [--gpu] [--extras NAME,NAME] [--no-browser]
+    python3 scripts/install.py [--gpu] [--extras NAME,NAME]
+    python3 scripts/install.py --browser
 
 uv does the installing, because it can leave out packages that vLLM asks for and a CPU machine cannot have
 (constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
@@ -81,8 +82,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
     parser.add_argument("--extras", default="reasoning-gym,dev", help="further extras of pyproject.toml")
-    parser.add_argument("--no-browser", action="store_true", help="do not install a Chromium for the tests")
+    parser.add_argument("--browser", action="store_true", help="only bring a headless Chromium, which some tests need")
     options = parser.parse_args()
+    if options.browser:
+        install_browser()
+        return
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         sys.exit(
             f"Python {sys.version.split()[0]} is not supported: use 3.11 to 3.13, for example PYTHON=python3.12 make"
@@ -98,8 +102,6 @@ def main() -> None:
     # Compiled once here, and not by the first import of every process that may not write there.
     arguments.append("--compile-bytecode")
     run(VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python", *arguments, "--editable", f".[{extras}]")
-    if "dev" in options.extras.split(",") and not options.no_browser:
-        install_browser()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""Updates under load: new versions reach a running vLLM while long generations go on.
+
+    python benchmarks/in_flight.py [--bridge broadcast|disk] [--updates 100] [--requests 64] [--tokens 200]
+
+Keeps `--requests` generations running and applies `--updates` versions of new random weights one after the other.
+Every update's fingerprints are verified. Afterwards every request must have been answered exactly once, with versions
+that only rise, and every token's log-probability is compared with the trainer's own under the version that the
+completion names. Prints a Markdown table; the exit code is 1 when anything of that does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from slipstream.inference.engine import SupervisedEngine
+from slipstream.inference.settings import EngineSettings
+from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Sequence, Ticket
+from slipstream.trainer.learner import score
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.new_model import new_model
+from slipstream.weights import check_report, create_bridge
+
+PROMPT_TOKENS, LINEAGE, TIMEOUT_S = 40, 0, 120.0
+
+
+def main() -> int:
+    """Run it and print what held."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bridge", choices=["broadcast", "disk"], default="broadcast")
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=200)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(options, Path(folder))
+
+
+def _run(options: argparse.Namespace, folder: Path) -> int:
+    model = new_model(folder / "model", context_length=512)
+    original = load_file(model / "model.safetensors")
+    thread = EventLoopThread(lambda: False)
+    settings = EngineSettings(
+        model=str(model),
+        socket="",
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=options.requests,
+        kv_cache_bytes=1 << 29,
+        threads=2,
+    )
+
+    async def start() -> SupervisedEngine:
+        engine = SupervisedEngine(
+            settings, folder / "engine.log", start_timeout_s=300, max_restarts=0, on_event=lambda *_, **__: None
+        )
+        engine.launch()
+        await engine.wait_ready()
+        return engine
+
+    engine = thread.call(start(), 300, "the engine")
+    bridge = create_bridge(options.bridge, folder=folder / "weights", source=model, engine=engine, timeout_s=TIMEOUT_S)
+    answers: dict[str, list[Completion]] = {}
+    prompts: dict[str, list[int]] = {}
+    is_over = False
+
+    async def keep_generating(worker: int) -> None:
+        number = 0
+        while not is_over:
+            name = f"{worker}-{number}"
+            prompts[name] = [(worker * 31 + number * 7 + i * i) % 90 + 1 for i in range(PROMPT_TOKENS)]
+            request = GenerateRequest(
+                name, prompts[name], SamplingParams(max_tokens=options.tokens), seed=worker, timeout_s=TIMEOUT_S
+            )
+            answers.setdefault(name, []).append(await engine.generate(request))
+            number += 1
+
+    async def keep_all_generating() -> None:
+        await asyncio.gather(*(keep_generating(worker) for worker in range(options.requests)))
+
+    versions: list[dict[str, torch.Tensor]] = []
+    seconds: list[float] = []
+    reports: list[ApplyReport] = []
+
+    def update(step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        weights = {k: w + 0.02 * torch.randn(w.shape, generator=generator) for k, w in original.items()}
+        versions.append(weights)
+        under_way = []
+        began = time.monotonic()
+        ticket: Ticket = bridge.publisher.publish(
+            weights.items(),
+            step,
+            LINEAGE,
+            lambda ticket: under_way.append(thread.submit(bridge.receiver.apply(ticket, TIMEOUT_S))),
+        )
+        report = under_way[0].result(TIMEOUT_S)
+        check_report(report, ticket)
+        seconds.append(time.monotonic() - began)
+        reports.append(report)
+
+    update(0)
+    load = thread.submit(keep_all_generating())
+    for step in range(1, options.updates + 1):
+        time.sleep(0.05)  # an optimizer step
+        update(step)
+    is_over = True
+    load.result(10 * TIMEOUT_S)
+    bridge.publisher.close()
+    thread.stop(engine.stop())
+    return _judge(options, model, versions, answers, prompts, seconds, reports)
+
+
+def _judge(
+    options: argparse.Namespace,
+    model: Path,
+    versions: list[dict[str, torch.Tensor]],
+    answers: dict[str, list[Completion]],
+    prompts: dict[str, list[int]],
+    seconds: list[float],
+    reports: list[ApplyReport],
+) -> int:
+    completions = {name: found[0] for name, found in answers.items()}
+    lost = len(prompts) - len(completions) + sum(c.finish_reason == "abort" for c in completions.values())
+    twice = sum(len(found) - 1 for found in answers.values())
+    falling = 0
+    by_version: dict[int, list[tuple[str, int, int]]] = {}
+    for name, completion in completions.items():
+        numbers = [int(span.version.split(".")[1]) for span in completion.versions]
+        falling += numbers != sorted(set(numbers))
+        ends = [span.start for span in completion.versions[1:]] + [len(completion.token_ids)]
+        for number, span, end in zip(numbers, completion.versions, ends, strict=True):
+            by_version.setdefault(number, []).append((name, span.start, end))
+    policy = PolicyModel.load(model)
+    differences = []
+    for number, spans in by_version.items():
+        policy.network.load_state_dict(versions[number], strict=False)
+        sequences = [
+            Sequence(
+                [*prompts[name], *completions[name].token_ids[:end]],
+                [False] * (PROMPT_TOKENS + start) + [True] * (end - start),
+            )
+            for name, start, end in spans
+        ]
+        scores = score(policy, sequences, micro_batch_tokens=8192).logprobs
+        for (name, start, end), ours in zip(spans, scores, strict=True):
+            differences.append((ours - torch.tensor(completions[name].logprobs[start:end])).abs())
+    difference = torch.cat(differences)
+    spans = sum(len(found) for found in by_version.values())
+    transfer = statistics.median(report.transfer_s for report in reports)
+    print(
+        "| bridge | updates | requests | lost | twice | falling versions | spans | tokens | mean difference | largest |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        f"| {options.bridge} | {options.updates} | {len(completions)} | {lost} | {twice} | {falling} | {spans} "
+        f"| {len(difference)} | {difference.mean():.1e} | {difference.max():.1e} |"
+    )
+    print(
+        f"\nAn update from announcement to verified: median {1000 * statistics.median(seconds):.0f} ms "
+        f"({1000 * min(seconds):.0f} to {1000 * max(seconds):.0f}), of which transfer {1000 * transfer:.0f} ms."
+    )
+    return int(bool(lost or twice or falling or difference.mean() > 1e-4))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
