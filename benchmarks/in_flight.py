@@ -158,7 +158,7 @@ def _judge(
     spans = sum(len(found) for found in by_version.values())
     transfer = statistics.median(report.transfer_s for report in reports)
     print(
-        "| bridge | updates | requests | lost | twice | falling versions | spans | tokens | mean difference | largest |"
+        "| bridge | updates | requests | lost | twice | falling | spans | tokens | mean difference | largest |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     print(
