@@ -127,6 +127,7 @@ def main() -> None:
         f"{worst_probe(sft, grpo, control):.1e} nats a token on average after an update; "
         f"{time.monotonic() - started:.0f} s in all."
     )
+    slipstream("report", grpo, "--out", folder / "report.html")
     if after_rl - after_sft < FEWEST_POINTS or after_rl < LOWEST_ACCURACY:
         sys.exit(f"expected at least {FEWEST_POINTS:g} points more and {LOWEST_ACCURACY:g} %: look into {grpo}")
 
