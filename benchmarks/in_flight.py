@@ -157,9 +157,7 @@ def _judge(
     difference = torch.cat(differences)
     spans = sum(len(found) for found in by_version.values())
     transfer = statistics.median(report.transfer_s for report in reports)
-    print(
-        "| bridge | updates | requests | lost | twice | falling | spans | tokens | mean difference | largest |"
-    )
+    print("| bridge | updates | requests | lost | twice | falling | spans | tokens | mean difference | largest |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     print(
         f"| {options.bridge} | {options.updates} | {len(completions)} | {lost} | {twice} | {falling} | {spans} "

@@ -56,8 +56,11 @@ def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command,
     assert code == 0, err
     adapter = json.loads(out)["weights"]
 
+    # A new model never says the letter: rewards that alternate give GRPO something to learn from.
+    coin = ("--environment.settings", "{coin = true}")
     options = (
         *LORA,
+        *coin,
         "--lora.path",
         adapter,
         "--algorithm.kl_coef",
@@ -83,7 +86,7 @@ def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command,
     assert summary["steps"] == 5
     assert summary["weights"].endswith("step-000005/weights")
 
-    code, out, err = command("eval", run_file, *LORA[:4], "--lora.path", summary["weights"], "--json").wait()
+    code, out, err = command("eval", run_file, *LORA[:4], *coin, "--lora.path", summary["weights"], "--json").wait()
     assert code == 0, err
     assert json.loads(out)["eval/num_failed"] == 0
     assert json.loads(out)["eval/accuracy"] == summary["eval/accuracy"]
