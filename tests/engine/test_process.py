@@ -126,13 +126,20 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
         before = live.sample("before", SamplingParams(max_tokens=16))
 
         async def killed_under_way():
-            tasks = [asyncio.create_task(live.engine.generate(request)) for request in long_requests("lost")]
-            await asyncio.sleep(0.05)
+            # At different times, so that each travels on its own connection, as the turns of conversations do.
+            tasks = []
+            for request in long_requests("lost"):
+                tasks.append(asyncio.create_task(live.engine.generate(request)))
+                await asyncio.sleep(0.001)
             os.kill(live.engine.process.process.pid, signal.SIGKILL)
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            live.engine.process.process.wait(10)
+            # The first to notice starts the engine again, which closes the connections of all others.
+            await live.engine.revive()
+            async with asyncio.timeout(10):
+                results = await asyncio.gather(*tasks, return_exceptions=True)
             raise next(result for result in results if isinstance(result, Exception))
 
-        with pytest.raises(EngineError, match="died"):
+        with pytest.raises(EngineError, match=r"died|connections to the engine were closed"):
             live.call(killed_under_way())
         after = live.sample("after", SamplingParams(max_tokens=16))
         assert [c.logprobs for c in before] == [c.logprobs for c in after]
