@@ -328,7 +328,11 @@ class _Run:
             await scorer.__aexit__(None, None, None)
             await engine.stop()
 
-        self._exits.callback(lambda: thread.stop(close()))
+        def wind_up() -> None:
+            if not thread.stop(close()):
+                self.log.warning("work of the environment did not end when it was cancelled: the engine is killed now")
+
+        self._exits.callback(wind_up)
         runner = RolloutRunner(
             prepared.environment,
             scorer,

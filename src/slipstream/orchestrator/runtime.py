@@ -9,7 +9,6 @@ engine and the reward workers whatever state they are in.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -65,8 +64,8 @@ class EventLoopThread:
                 future.cancel()
                 raise DeadlineError(f"{waits_for} did not end within {timeout_s:.0f} s")
 
-    def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> None:
-        """Cancel everything, run `last`, end the thread."""
+    def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> bool:
+        """Cancel everything, run `last`, end the thread; whether all of that ended within the deadline."""
 
         async def wind_up() -> None:
             current = asyncio.current_task()
@@ -78,8 +77,11 @@ class EventLoopThread:
 
         try:
             # Work that swallows its cancellation or blocks the loop must not hide what ended the run.
-            with contextlib.suppress(FutureTimeout):
-                self.submit(wind_up()).result(timeout_s)
+            self.submit(wind_up()).result(timeout_s)
+        except FutureTimeout:
+            return False
+        else:
+            return True
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)

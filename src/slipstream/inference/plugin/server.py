@@ -183,7 +183,7 @@ class EngineServer:
         """As `verify`, but the base below an adapter, which nothing changes, only once."""
         if ticket.bridge != "lora" or not self._base_verified:
             report = await self.verify(ticket)
-            self._base_verified = not report.mismatched
+            self._base_verified = not (report.mismatched or report.unverified)
             return report
         assert self.adapter is not None
         return await self._verify(
