@@ -25,7 +25,7 @@ from slipstream.config import (
     load_config,
     with_values,
 )
-from slipstream.config.checks import inapplicable, reason_against
+from slipstream.config.checks import contradictions, inapplicable, reason_against
 from slipstream.config.keys import leaves
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
@@ -100,6 +100,9 @@ def test_every_auto_gets_its_value_and_reason():
         "inference.max_model_len": 80,  # 60 + 19, in multiples of 16
         "inference.max_num_seqs": 256,  # 32 * 8
         "inference.kv_cache_gib": 0.25,
+        "inference.gpu_memory_utilization": 0.45,
+        "inference.sleep": False,
+        "run.placement": "shared",
         "inference.enforce_eager": True,
         "environment.num_train_tasks": 1000,
         "training.micro_batch_tokens": 8192,
@@ -121,6 +124,9 @@ def test_what_the_user_set_stays():
         "inference.max_num_seqs": 3,
         "inference.kv_cache_gib": 1.0,
         "inference.enforce_eager": False,
+        "inference.gpu_memory_utilization": 0.5,
+        "inference.sleep": False,
+        "run.placement": "shared",
         "environment.num_train_tasks": 500,
         "training.micro_batch_tokens": 512,
         "training.gradient_checkpointing": False,
@@ -241,11 +247,70 @@ class TestCache:
         assert message.startswith("one sequence of inference.max_model_len = 100000000 tokens takes")
         assert "lower sampling.max_tokens" in message
 
-    def test_gpu(self):
-        made = plan(num_gpus=1, gpu_memory_bytes=10 * GIB)
-        assert made.config.inference.kv_cache_gib == pytest.approx(4.5, abs=0.01)
-        assert made.config.inference.enforce_eager is False
-        assert "smaller model" in refusal(num_gpus=1, gpu_memory_bytes=GIB, num_parameters=10**9)
+
+LARGE = {
+    "num_parameters": 1_543_714_304, "hidden_size": 1536, "intermediate_size": 8960, "num_layers": 28, "num_heads": 12,
+    "num_kv_heads": 2, "head_dim": 128, "context_length": 32_768, "vocab_size": 151_936, "max_prompt_tokens": 128,
+    "max_answer_tokens": None,
+}  # fmt: skip
+GENERATED = {"sampling.max_tokens": 512}
+
+
+class TestGPU:
+    """A model of 1.5 B parameters, 256 sequences of 640 tokens."""
+
+    def test_side_by_side(self):
+        made = plan(GENERATED, num_gpus=1, gpu_memory_bytes=139 * GIB, **LARGE)
+        inference = made.config.inference
+        assert (made.config.run.placement, inference.sleep, inference.max_num_seqs) == ("shared", False, 256)
+        assert inference.kv_cache_gib == pytest.approx(256 * 656 * 28 * 1024 / GIB, abs=1 / 16)
+        assert inference.enforce_eager is False
+        assert made.config.weights.bridge == "disk"
+        total = 1.54e9 * 2 / GIB + 4 + inference.kv_cache_gib
+        assert inference.gpu_memory_utilization == pytest.approx(total / 139, abs=0.01)
+        assert made.config.training.micro_batch_tokens >= 4096
+
+    def test_they_take_turns_where_both_do_not_fit(self):
+        made = plan(GENERATED, num_gpus=1, gpu_memory_bytes=48 * GIB, **LARGE)
+        assert made.config.inference.sleep is True
+        assert any("gives up its memory" in item.reason for item in made.derived)
+        reason = next(note.how for note in made.notes if note.name == "memory of the engine")
+        assert "given up while the trainer works" in reason
+        assert sum(note.value for note in made.notes if note.unit == "GiB") > 48
+
+    def test_with_staleness_they_share_what_there_is(self):
+        made = plan(GENERATED | {"training.staleness": 1}, num_gpus=1, gpu_memory_bytes=56 * GIB, **LARGE)
+        assert made.config.inference.sleep is False
+        assert sum(note.value for note in made.notes if note.unit == "GiB") <= 56
+        assert "turn off one of them" in refusal_of_file({"inference.sleep": True, "training.staleness": 1})
+
+    def test_two_cards(self):
+        made = plan(GENERATED, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE)
+        assert (made.config.run.placement, made.config.weights.bridge) == ("separate", "broadcast")
+        assert made.config.inference.sleep is False
+        together = plan(GENERATED | {"run.placement": "shared"}, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE)
+        assert together.config.weights.bridge == "disk"
+        assert "1 of 2 GPUs are not used" in together.warnings[0]
+        assert made.config.training.micro_batch_tokens >= together.config.training.micro_batch_tokens
+
+    def test_the_engine_over_several(self):
+        values = GENERATED | {"inference.options": {"tensor_parallel_size": 2}}
+        assert plan(values, num_gpus=3, gpu_memory_bytes=80 * GIB, **LARGE).config.run.placement == "separate"
+        assert plan(values, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE).config.run.placement == "shared"
+        message = refusal(values, num_gpus=1, gpu_memory_bytes=80 * GIB, **LARGE)
+        assert "tensor_parallel_size = 2 needs as many GPUs, and there are 1" in message
+
+    def test_what_cannot_be(self):
+        alone = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB, **LARGE}
+        assert "needs 2 GPUs" in refusal(GENERATED | {"run.placement": "separate"}, **alone)
+        assert "there is no GPU" in refusal({"inference.sleep": True})
+        message = refusal(GENERATED, **alone | {"gpu_memory_bytes": 24 * GIB})
+        assert "use [lora], a smaller model" in message
+        assert plan(GENERATED | {"inference.gpu_memory_utilization": 0.1}, **alone).config.inference.max_num_seqs < 256
+
+
+def refusal_of_file(values):
+    return " ".join(sentence for _, sentence in contradictions(with_values(GRPO, values)))
 
 
 class TestMicroBatch:
@@ -306,7 +371,7 @@ def test_memory_of_everything_together():
     assert training_state_bytes(TINY, "float32", with_reference=True) == 800_000 * (4 + 4 + 16 + 4)
     message = refusal(num_parameters=2_000_000_000)
     assert message.startswith("the run needs about ")
-    assert "there are 24.0 GiB: " in message
+    assert "there are 24.00 GiB: " in message
 
 
 def test_the_plan_can_be_shown():

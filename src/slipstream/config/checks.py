@@ -44,6 +44,12 @@ def uses_engine(config: RunConfig) -> bool:
     return isinstance(config.algorithm, GRPOConfig) or config.evaluation is not None
 
 
+def engine_workers(config: RunConfig) -> int:
+    """How many GPUs, or processes on a CPU, the engine's weights are spread over."""
+    size = config.inference.options.get("tensor_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1
+
+
 def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) without effect, each with what to say of them."""
     found: dict[str, str] = {}
@@ -65,7 +71,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         else:
             found["environment.num_train_tasks"] = "has no effect when data is given"
     if not uses_engine(config):
-        without_engine = ("sampling", "inference", "weights")
+        without_engine = ("sampling", "inference", "weights", "run.placement")
         without_rewards = ("environment.reward_timeout_s", "environment.max_reward_failures")
         for path in (*without_engine, *without_rewards):
             found[path] = "has no effect under sft while evaluation is off"
@@ -177,6 +183,18 @@ def _early_stop(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
     sampling, inference = config.sampling, config.inference
+    if inference.sleep is True and config.training.staleness:
+        yield (
+            "inference.sleep",
+            "inference.sleep = true stops the engine while a batch is trained on, and training.staleness = 1 has it "
+            "generate then: turn off one of them",
+        )
+    if inference.sleep is True and config.run.placement == "separate":
+        yield (
+            "inference.sleep",
+            'inference.sleep = true frees the engine\'s GPU for the trainer, which run.placement = "separate" has on '
+            "another: turn off one of them",
+        )
     if "" in sampling.stop:
         yield (
             "sampling.stop",

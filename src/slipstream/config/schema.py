@@ -212,9 +212,13 @@ class InferenceConfig(Section):
     max_num_seqs: PositiveInt | Literal["auto"] = "auto"
     """Sequences generated at once."""
     kv_cache_gib: PositiveFloat | Literal["auto"] = "auto"
-    """Memory for the KV cache on a CPU."""
-    gpu_memory_utilization: Fraction = 0.45
-    """Part of the card's memory that vLLM takes, on a GPU."""
+    """Memory for the KV cache. `auto`: what `max_num_seqs` sequences need, if there is room for it."""
+    gpu_memory_utilization: Fraction | Literal["auto"] = "auto"
+    """At most this part of its card's memory is the engine's, on a GPU. `auto`: what its weights and its KV cache
+    need."""
+    sleep: bool | Literal["auto"] = "auto"
+    """While a batch is trained on, the engine moves its weights to the CPU's memory and gives up its KV cache, so that
+    the trainer has the card to itself. `auto`: on a shared GPU where both do not fit otherwise."""
     enforce_eager: bool | Literal["auto"] = "auto"
     """No compilation. `auto`: on a CPU yes, on a GPU no."""
     start_timeout_s: PositiveFloat = 300.0
@@ -280,6 +284,10 @@ class RunSection(Section):
     """Older ones are removed; the last is always kept."""
     save_samples: PositiveInt = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
+    placement: Literal["auto", "shared", "separate"] = "auto"
+    """Which GPUs are whose. `shared`: trainer and engine are on the first. `separate`: the trainer is on the first,
+    the engine on the next one, or on as many as `inference.options.tensor_parallel_size` asks for. `auto`: separate
+    where there are enough GPUs."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of trainer and engine. `auto`: all cores this process may use."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()

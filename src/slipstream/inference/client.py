@@ -138,6 +138,14 @@ class EngineClient:
         """Have the engine load a published version in place and verify it."""
         return await self._post("/apply", encode(ticket), ApplyReport, timeout_s)
 
+    async def sleep(self, timeout_s: float) -> None:
+        """Have the engine free its memory until `wake`."""
+        await self._post("/sleep", b"", bool, timeout_s)
+
+    async def wake(self, timeout_s: float) -> None:
+        """Have it take the memory back."""
+        await self._post("/wake", b"", bool, timeout_s)
+
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Compare the engine's live weights with a published version, changing nothing."""
         return await self._post("/verify", encode(ticket), ApplyReport, timeout_s)

@@ -109,6 +109,16 @@ class SupervisedEngine:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
 
+    async def sleep(self, timeout_s: float) -> None:
+        """Free the engine's memory while nothing is generated; its weights wait in the CPU's memory."""
+        await self._process.client.sleep(timeout_s)
+
+    async def wake(self, timeout_s: float) -> None:
+        """Take the memory back; an engine that died in its sleep starts again."""
+        if not self._process.is_alive():
+            await self.revive()
+        await self._process.client.wake(timeout_s)
+
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `weights.Engine`."""
         return await self._process.client.verify(ticket, timeout_s)

@@ -89,6 +89,8 @@ class EngineProcess:
             "OMP_WAIT_POLICY": "PASSIVE",
             "KMP_BLOCKTIME": "0",
         }
+        if self.settings.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.settings.gpus)
         if self.settings.threads is not None:
             environment["OMP_NUM_THREADS"] = str(self.settings.threads)
         environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")

@@ -115,6 +115,12 @@ class ScriptedEngine:
         """See `SupervisedEngine`."""
         self.is_alive, self.version, self.location = True, version, model
 
+    async def sleep(self, timeout_s: float) -> None:
+        """See `SupervisedEngine`."""
+
+    async def wake(self, timeout_s: float) -> None:
+        """See `SupervisedEngine`."""
+
     async def stop(self) -> None:
         """See `SupervisedEngine`."""
         self.kill()

@@ -23,6 +23,10 @@ class EngineSettings(msgspec.Struct, frozen=True):
     enforce_eager: bool = True
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.45
+    gpus: tuple[str, ...] = ()
+    """The GPUs that it may see, as CUDA_VISIBLE_DEVICES names them; empty: all of this process."""
+    can_sleep: bool = False
+    """Start so that `sleep` can free its memory."""
     trust_remote_code: bool = False
     threads: int | None = None
     version: Version | None = None

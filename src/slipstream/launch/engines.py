@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from slipstream import weights
 from slipstream.config import RunConfig
+from slipstream.config.checks import engine_workers
 from slipstream.inference.engine import OnEvent, SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator import rollouts
@@ -23,6 +25,14 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
 
     async def wait_ready(self) -> EngineHealth:
         """Wait until it is in service, with a deadline, and what it says of itself."""
+        ...
+
+    async def sleep(self, timeout_s: float) -> None:
+        """Free its memory until `wake`."""
+        ...
+
+    async def wake(self, timeout_s: float) -> None:
+        """Take it back."""
         ...
 
     async def stop(self) -> None:
@@ -53,6 +63,7 @@ def engine_settings(
     assert isinstance(inference.max_num_seqs, int)
     assert isinstance(inference.enforce_eager, bool)
     assert isinstance(inference.kv_cache_gib, float | int)
+    assert isinstance(inference.gpu_memory_utilization, float | int)
     assert isinstance(config.run.threads, int)
     lora = config.lora if config.weights.bridge == "lora" else None
     return EngineSettings(
@@ -63,8 +74,10 @@ def engine_settings(
         max_num_seqs=inference.max_num_seqs,
         seed=config.run.seed,
         enforce_eager=inference.enforce_eager,
-        kv_cache_bytes=int(inference.kv_cache_gib * 2**30) if on_cpu else None,
+        kv_cache_bytes=int(inference.kv_cache_gib * 2**30),
         gpu_memory_utilization=inference.gpu_memory_utilization,
+        gpus=() if on_cpu else engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        can_sleep=inference.sleep is True,
         trust_remote_code=config.model.trust_remote_code,
         threads=config.run.threads if on_cpu else None,
         version=version,
@@ -74,6 +87,15 @@ def engine_settings(
         adapter=adapter,
         options=inference.options,
     )
+
+
+def engine_gpus(config: RunConfig, visible: str | None) -> tuple[str, ...]:
+    """The engine's GPUs when they are not the trainer's, which has the first; `visible` is CUDA_VISIBLE_DEVICES."""
+    if config.run.placement != "separate":
+        return ()
+    number = engine_workers(config)
+    named = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(number + 1)]
+    return tuple(named[1 : number + 1])
 
 
 def create_engine(config: RunConfig, settings: EngineSettings, log_folder: Path, on_event: OnEvent) -> SupervisedEngine:

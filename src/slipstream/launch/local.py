@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import dump_resolved
+from slipstream.config.checks import engine_workers
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.facts import adapter_config
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.resume import changed_settings, refuse_ended
+from slipstream.launch.sleep import Turns
 from slipstream.launch.stop import StopRequest
 from slipstream.orchestrator.batches import Batcher
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
@@ -32,7 +34,7 @@ from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings
 from slipstream.sinks import MetricSinks, run_of
-from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
+from slipstream.weights import Announce, Bridge, create_adapter_bridge, create_bridge
 from slipstream.weights.base import NamedWeights
 
 if TYPE_CHECKING:
@@ -194,9 +196,8 @@ class _Run:
         if self._engine is None:
             import torch
 
-            settings = engine_settings(
-                self.config, str(resolve_folder(self.config.model.path)), on_cpu=not torch.cuda.is_available()
-            )
+            folder, on_cpu = resolve_folder(self.config.model.path), not torch.cuda.is_available()
+            settings = engine_settings(self.config, str(folder), on_cpu=on_cpu)
             self._engine = self._make_engine(self.config, settings, self.folder / "logs", self.log.event)
             self._exits.callback(self._engine.kill)
         return self._engine
@@ -342,11 +343,18 @@ class _Run:
             run_timeout_s=config.environment.run_timeout_s,
         )
 
-        def publish(step: int, announce: Callable[[Ticket], None]) -> Ticket:
+        def publish(step: int, announce: Announce) -> Ticket:
             ticket = bridge.publisher.publish(published(), step, self.log.lineage, announce)
             self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest)
             return ticket
 
+        turns = Turns(
+            thread,
+            engine,
+            self.log,
+            sleeps=config.inference.sleep is True,
+            timeout_s=config.weights.apply_timeout_s,
+        )
         loop.engine = Orchestrator(
             thread,
             versions,
@@ -354,6 +362,8 @@ class _Run:
             probe=self._probe(engine).sample,
             evaluate=self._evaluation(runner),
             on_applied=self._applied,
+            wake=turns.wake,
+            rest=turns.sleep if config.algorithm.kind == "sft" else lambda: None,
             on_evaluated=self._evaluated,
             start=start,
             waits=Waits(
@@ -366,7 +376,7 @@ class _Run:
             ),
         )
         if config.algorithm.kind == "grpo":
-            loop.reader = self._rollouts(thread, versions, runner, loop.step)
+            loop.reader = self._rollouts(thread, versions, runner, loop.step, turns)
 
     def _bridge(self, model: PolicyModel, engine: RunEngine) -> tuple[Bridge, Callable[[], NamedWeights]]:
         """The bridge, and what it publishes: the adapter alone, or the whole model."""
@@ -374,7 +384,15 @@ class _Run:
         assert name != "auto", "the plan replaces every auto"
         if name != "lora":
             timeout_s = self.config.weights.apply_timeout_s
-            bridge = create_bridge(name, folder=folder, source=model.folder, engine=engine, timeout_s=timeout_s)
+            bridge = create_bridge(
+                name,
+                folder=folder,
+                source=model.folder,
+                engine=engine,
+                timeout_s=timeout_s,
+                num_workers=engine_workers(self.config),
+                between_gpus=model.device.type == "cuda" and self.config.run.placement == "separate",
+            )
             return bridge, model.named_weights
         assert model.adapter is not None
         bridge = create_adapter_bridge(
@@ -447,7 +465,7 @@ class _Run:
         )
 
     def _rollouts(
-        self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int
+        self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int, turns: Turns
     ) -> RolloutReader:
         config, algorithm = self.config, self.config.algorithm
         assert algorithm.kind == "grpo"
@@ -472,6 +490,7 @@ class _Run:
             staleness=config.training.staleness,
             on_begin=lambda num_tasks: self.progress.phase("generate", num_tasks * algorithm.group_size),
             on_end=self.progress.end_phase,
+            on_taken=turns.sleep,
         )
         reader.start(first_step, config.training.steps)
         return reader

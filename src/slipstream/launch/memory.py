@@ -11,6 +11,7 @@ GIB = 1 << 30
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
+GPU_BLOCK_TOKENS = 16
 
 
 def weights_bytes(model: ModelFacts, dtype: str) -> int:
@@ -42,13 +43,21 @@ def activation_bytes_per_token(model: ModelFacts, dtype: str, *, checkpointing: 
     heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads
     per_layer = 8 * model.hidden_size + heads * model.head_dim + 4 * model.intermediate_size
     layers = model.num_layers * model.hidden_size + per_layer if checkpointing else model.num_layers * per_layer
-    return layers * BYTES_OF[dtype] + 3 * 4 * model.vocab_size
+    return layers * BYTES_OF[dtype] + logits_bytes_per_token(model)
 
 
-def kv_bytes_per_sequence(model: ModelFacts, dtype: str, max_model_len: int) -> int:
+def logits_bytes_per_token(model: ModelFacts) -> int:
+    """What a scored token takes at the end of a forward pass: three fp32 rows of the vocabulary (logits, log-softmax,
+    gradient)."""
+    return 3 * 4 * model.vocab_size
+
+
+def kv_bytes_per_sequence(
+    model: ModelFacts, dtype: str, max_model_len: int, block_tokens: int = CPU_BLOCK_TOKENS
+) -> int:
     """Keys and values of one sequence of full length, in whole blocks."""
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * BYTES_OF[dtype]
-    return round_up(max_model_len, CPU_BLOCK_TOKENS) * per_token
+    return round_up(max_model_len, block_tokens) * per_token
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -14,15 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import Derived, GRPOConfig, RunConfig, with_values
-from slipstream.config.checks import divisor_problem, uses_engine
+from slipstream.config.checks import divisor_problem, engine_workers, uses_engine
 from slipstream.errors import ConfigError
+from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE, USABLE, Needs, Split, split_card
 from slipstream.launch.measured import Facts
 from slipstream.launch.memory import (
     CPU_BLOCK_TOKENS,
     GIB,
+    GPU_BLOCK_TOKENS,
     activation_bytes_per_token,
     gib,
     kv_bytes_per_sequence,
+    logits_bytes_per_token,
     round_up,
     weights_bytes,
 )
@@ -34,6 +37,10 @@ MAX_MICRO_BATCH_TOKENS = 32_768
 MAX_CPU_MICRO_BATCH_TOKENS = 8_192
 """Larger rows fall out of a CPU's cache: measured fastest of 1,024 to 36,000 for a 0.8 M parameter model."""
 MIN_KV_CACHE_GIB = 0.25
+MIN_ROW_TOKENS = 4096
+"""A GPU wants at least so many tokens at once; the engine rather sleeps than that it gets fewer."""
+ACTIVATION_MARGIN = 0.6
+"""Part of a GPU's room for activations that is planned with: the estimate knows no workspaces and no fragments."""
 MAX_KV_PART, MAX_ACTIVATION_PART = 1 / 4, 1 / 8
 """Parts of a CPU machine's memory."""
 
@@ -53,13 +60,14 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     draft = _Draft(config, facts)
     _plan_dtype(draft)
     _plan_batch(draft)
+    _plan_placement(draft)
     _plan_lora(draft)
     if uses_engine(config):
         _plan_lengths(draft)
         if draft.on_cpu:
             _plan_cpu_cache(draft)
         else:
-            _plan_gpu_cache(draft)
+            _plan_card(draft)
         draft.derive_auto(
             "inference.enforce_eager",
             draft.on_cpu,
@@ -77,7 +85,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if isinstance(planned.algorithm, GRPOConfig):
         draft.warnings += _warn_grpo(planned, planned.algorithm)
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
-    check_memory(notes, facts)
+    check_memory(planned, facts)
     return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings))
 
 
@@ -121,6 +129,30 @@ def _plan_dtype(draft: _Draft) -> None:
         draft.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")
 
 
+def _plan_placement(draft: _Draft) -> None:
+    """`run.placement`: who is on which GPU."""
+    if not uses_engine(draft.original):
+        return
+    num_gpus, needed = draft.facts.num_gpus, engine_workers(draft.original)
+    if num_gpus > needed:
+        draft.derive_auto("run.placement", "separate", f"there are {num_gpus} GPUs")
+    reason = "there is no GPU" if draft.on_cpu else f"there {'is' if num_gpus == 1 else 'are'} {num_gpus} GPU"
+    draft.derive_auto("run.placement", "shared", reason)
+    separate = draft["run.placement"] == "separate"
+    if separate and num_gpus <= needed:
+        raise ConfigError(
+            f'run.placement = "separate" needs {needed + 1} GPUs, one for the trainer and {needed} for the engine, and '
+            f'there {"is" if num_gpus == 1 else "are"} {num_gpus}: use "shared"'
+        )
+    if not draft.on_cpu and needed > num_gpus:
+        raise ConfigError(
+            f"inference.options.tensor_parallel_size = {needed} needs as many GPUs, and there are {num_gpus}: lower it"
+        )
+    used = needed + separate
+    if used < num_gpus:
+        draft.warnings.append(f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses one")
+
+
 def _plan_lora(draft: _Draft) -> None:
     """`weights.bridge` and `lora.target_modules`."""
     adapter, lora = draft.facts.adapter, draft.original.lora
@@ -128,8 +160,13 @@ def _plan_lora(draft: _Draft) -> None:
         reason = "all-linear: every linear layer but the output head"
         draft.derive("lora.target_modules", adapter.target_modules, reason)
     if uses_engine(draft.original):
-        reason = "[lora] is set: only the adapter is published" if lora else "files loaded into the running engine"
-        draft.derive_auto("weights.bridge", "lora" if lora else "disk", reason)
+        if lora:
+            choice, reason = "lora", "[lora] is set: only the adapter is published"
+        elif draft["run.placement"] == "separate":
+            choice, reason = "broadcast", "from GPU to GPU"
+        else:
+            choice, reason = "disk", "files loaded into the running engine"
+        draft.derive_auto("weights.bridge", choice, reason)
 
 
 def _plan_batch(draft: _Draft) -> None:
@@ -212,6 +249,10 @@ def _sequences(draft: _Draft) -> tuple[int, str]:
 
 def _plan_cpu_cache(draft: _Draft) -> None:
     """`inference.max_num_seqs` and `inference.kv_cache_gib` on a CPU."""
+    if draft["inference.sleep"] is True:
+        raise ConfigError("inference.sleep = true frees a GPU's memory, and there is no GPU: remove it")
+    draft.derive_auto("inference.sleep", False, "there is no GPU")
+    draft.derive_auto("inference.gpu_memory_utilization", 0.45, "has no effect on a CPU")
     memory, length = draft.facts.memory_bytes, draft["inference.max_model_len"]
     each = kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length)
     # vLLM keeps one block to itself.
@@ -247,22 +288,89 @@ def _plan_cpu_cache(draft: _Draft) -> None:
     )
 
 
-def _plan_gpu_cache(draft: _Draft) -> None:
-    """The same on a GPU, where vLLM measures what is left for the cache."""
-    draft.derive_auto("inference.max_num_seqs", *_sequences(draft))
-    part = draft["inference.gpu_memory_utilization"]
-    weights = weights_bytes(draft.facts.model, draft["model.dtype"])
-    left = part * draft.facts.gpu_memory_bytes - weights
-    if left < GIB / 100:
+def _plan_card(draft: _Draft) -> None:
+    """The same on a GPU, and whether the engine sleeps while the trainer works."""
+    card, model, length = draft.facts.gpu_memory_bytes, draft.facts.model, draft["inference.max_model_len"]
+    weights, each = weights_bytes(model, draft["model.dtype"]), _gpu_cache_each(draft)
+    wanted, reason = _sequences(draft)
+    split = _split_of(draft)
+    share = draft["inference.gpu_memory_utilization"]
+    room = split.cache if share == "auto" else min(split.cache, int(share * card) - weights - ENGINE_RESERVE)
+    given = draft["inference.kv_cache_gib"]
+    room = room if given == "auto" else int(given * GIB)
+    fitting = room // each
+    if fitting < 1:
         raise ConfigError(
-            f"the engine's weights take {gib(weights)}, more than inference.gpu_memory_utilization = "
-            f"{part:g} of the GPU's {gib(draft.facts.gpu_memory_bytes)}: raise it or use a smaller model"
+            f"one sequence of {length} tokens takes {gib(each)} of KV cache, and the GPU's {gib(card)} leave "
+            f"{gib(max(0, room))} for it: use [lora], a smaller model, a lower sampling.max_tokens or another GPU"
+        )
+    if wanted > fitting:
+        reason = f"as many sequences of {length} tokens as {gib(room)} hold"
+    draft.derive_auto("inference.max_num_seqs", min(wanted, fitting), reason)
+    need = draft["inference.max_num_seqs"] * each
+    if need > room and given == "auto":
+        raise ConfigError(
+            f"{draft['inference.max_num_seqs']} sequences of {length} tokens take {gib(need)} of KV cache, and there "
+            f"is room for {gib(room)}: use inference.max_num_seqs = {fitting}"
         )
     draft.derive_auto(
         "inference.kv_cache_gib",
-        round(left / GIB, 2),
-        "what gpu_memory_utilization leaves beside the weights; vLLM measures it when it starts",
+        math.ceil(need / GIB * 16) / 16,
+        f"{draft['inference.max_num_seqs']} sequences of {length} tokens; there would be room for {gib(room)}",
     )
+    total = weights + ENGINE_RESERVE + int(draft["inference.kv_cache_gib"] * GIB)
+    draft.derive_auto(
+        "inference.gpu_memory_utilization",
+        min(1.0, math.ceil(100 * total / card) / 100),
+        f"weights {gib(weights)}, KV cache, and {gib(ENGINE_RESERVE)} for graphs and activations, of {gib(card)}",
+    )
+    reason = "trainer and engine fit side by side"
+    if split.sleeps:
+        reason = "side by side there is not enough room: the engine gives up its memory while the trainer works"
+    elif draft["run.placement"] == "separate":
+        reason = "the engine has a GPU of its own"
+    elif not split.fits:
+        reason = "with staleness the engine works while the trainer does"
+    draft.derive_auto("inference.sleep", split.sleeps, reason)
+
+
+def _gpu_cache_each(draft: _Draft) -> int:
+    """KV cache of one sequence, and a block for what vLLM keeps to itself."""
+    length = draft["inference.max_model_len"] + GPU_BLOCK_TOKENS
+    return kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length, GPU_BLOCK_TOKENS)
+
+
+def _split_of(draft: _Draft) -> Split:
+    """How trainer and engine divide the card, or the two cards."""
+    training, facts, dtype = draft.original.training, draft.facts, draft["model.dtype"]
+    row = draft["training.micro_batch_tokens"]
+    tokens = max(_longest(draft), MIN_ROW_TOKENS if row == "auto" else row)
+    each = activation_bytes_per_token(facts.model, dtype, checkpointing=training.gradient_checkpointing is True)
+    num_sequences = draft["inference.max_num_seqs"]
+    needs = Needs(
+        state=training_state(draft.original, dtype, facts),
+        activations=int(tokens * each / ACTIVATION_MARGIN),
+        probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model),
+        weights=weights_bytes(facts.model, dtype),
+        cache=_gpu_cache_each(draft) * (_sequences(draft)[0] if num_sequences == "auto" else num_sequences),
+    )
+    sleep, separate = draft["inference.sleep"], draft["run.placement"] == "separate"
+    if sleep is True and separate:
+        raise ConfigError("inference.sleep = true has no use: the engine has a GPU of its own; remove it")
+    return split_card(
+        facts.gpu_memory_bytes,
+        needs,
+        shared=not separate,
+        may_sleep=sleep == "auto" and not training.staleness,
+        must_sleep=sleep is True,
+    )
+
+
+def _longest(draft: _Draft) -> int:
+    """Tokens of the longest sequence that is trained on."""
+    if isinstance(draft.original.algorithm, GRPOConfig):
+        return draft["inference.max_model_len"]
+    return draft.facts.data.max_sequence_tokens or 0
 
 
 def _plan_micro_batch(draft: _Draft) -> None:
@@ -273,15 +381,12 @@ def _plan_micro_batch(draft: _Draft) -> None:
             f"the longest training conversation has {longest} tokens, more than the model's context of "
             f"{model.context_length}: shorten it or use a model with a longer context"
         )
-    if isinstance(draft.original.algorithm, GRPOConfig):
-        longest = draft["inference.max_model_len"]
+    longest = _longest(draft)
     if draft.on_cpu:
         room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART, "an eighth of the memory"
     else:
-        taken = draft["inference.gpu_memory_utilization"] if uses_engine(draft.original) else 0.0
-        left = draft.facts.gpu_memory_bytes * (1 - taken)
-        room = (left - training_state(draft.original, draft["model.dtype"], draft.facts)) / 2
-        source = "half of the GPU memory that engine and optimizer leave"
+        room = ACTIVATION_MARGIN * _activation_room(draft)
+        source = f"{ACTIVATION_MARGIN:g} of what the GPU has left for activations"
     each = _activations(draft, longest, room, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if draft.on_cpu else MAX_MICRO_BATCH_TOKENS
     fitting = min(most, int(room // each))
@@ -296,6 +401,18 @@ def _plan_micro_batch(draft: _Draft) -> None:
     if draft["training.micro_batch_tokens"] == "auto" and fitting < longest:
         draft.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
     draft.derive_auto("training.micro_batch_tokens", value, reason)
+
+
+def _activation_room(draft: _Draft) -> float:
+    """Bytes for activations on the trainer's GPU."""
+    usable = draft.facts.gpu_memory_bytes * USABLE
+    state = training_state(draft.original, draft["model.dtype"], draft.facts) + TRAINER_RESERVE
+    if not uses_engine(draft.original) or draft["run.placement"] == "separate":
+        return usable - state
+    if draft["inference.sleep"]:
+        return usable - state - ASLEEP_RESERVE
+    cache = draft["inference.kv_cache_gib"] * GIB
+    return usable - state - weights_bytes(draft.facts.model, draft["model.dtype"]) - ENGINE_RESERVE - cache
 
 
 def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from slipstream.config import GRPOConfig, RunConfig
 from slipstream.config.checks import uses_engine
 from slipstream.errors import ConfigError
+from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts
 from slipstream.launch.memory import GIB, activation_bytes_per_token, gib, training_state_bytes, weights_bytes
 
@@ -64,29 +65,69 @@ def parameter_notes(facts: Facts) -> Iterator[Note]:
 
 
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
-    """What trainer and engine will hold, in GiB."""
-    dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
-    state = training_state(config, dtype, facts)
-    checkpointing = config.training.gradient_checkpointing is True
-    activations = tokens * activation_bytes_per_token(facts.model, dtype, checkpointing=checkpointing)
+    """What trainer and engine will hold at most, in GiB; on a GPU with what they need to work."""
+    trainer, engine = _memory(config, facts)
     kept = "weights, masters, moments and gradients"
     if facts.adapter is not None:
         kept = "frozen weights, and masters, moments and gradients of the adapter"
-    how = f"{kept} {gib(state)}, activations {gib(activations)}"
-    yield Note("memory of the trainer", round((state + activations) / GIB, 2), "GiB", how)
-    if uses_engine(config):
-        weights, cache = weights_bytes(facts.model, dtype), float(config.inference.kv_cache_gib)
-        how = f"weights {gib(weights)}, KV cache {cache:.2f} GiB"
-        yield Note("memory of the engine", round(weights / GIB + cache, 2), "GiB", how)
+    how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
+    yield _memory_note("memory of the trainer", trainer, how)
+    if engine is not None:
+        how = f"weights {gib(engine.kept)}, KV cache {gib(engine.working)}"
+        if config.inference.sleep is True:
+            how += "; given up while the trainer works"
+        yield _memory_note("memory of the engine", engine, how)
 
 
-def check_memory(notes: tuple[Note, ...], facts: Facts) -> None:
-    """Raises ConfigError when the notes' memory is more than there is."""
-    needed = sum(note.value for note in notes if note.unit == "GiB")
-    available = (facts.gpu_memory_bytes if facts.num_gpus else facts.memory_bytes) / GIB
+@dataclass(frozen=True)
+class _Side:
+    """Bytes of the trainer or the engine."""
+
+    kept: int
+    working: int
+    reserve: int
+    """Contexts, graphs and workspaces of a GPU."""
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.working + self.reserve
+
+
+def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
+    dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
+    checkpointing = config.training.gradient_checkpointing is True
+    activations = tokens * activation_bytes_per_token(facts.model, dtype, checkpointing=checkpointing)
+    on_gpu = facts.num_gpus > 0
+    trainer = _Side(training_state(config, dtype, facts), activations, TRAINER_RESERVE * on_gpu)
+    if not uses_engine(config):
+        return trainer, None
+    cache = int(float(config.inference.kv_cache_gib) * GIB)
+    return trainer, _Side(weights_bytes(facts.model, dtype), cache, ENGINE_RESERVE * on_gpu)
+
+
+def _memory_note(name: str, side: _Side, how: str) -> Note:
+    if side.reserve:
+        how += f", {gib(side.reserve)} for contexts, graphs and workspaces"
+    return Note(name, round(side.total / GIB, 2), "GiB", how)
+
+
+def check_memory(config: RunConfig, facts: Facts) -> None:
+    """Raises ConfigError when trainer and engine need more memory than there is, each or together."""
+    trainer, engine = _memory(config, facts)
+    needed = trainer.total
+    where = "there are"
+    if engine is not None:
+        if facts.num_gpus and config.run.placement == "separate":
+            needed, where = max(trainer.total, engine.total), "each GPU has"
+        elif facts.num_gpus and config.inference.sleep is True:
+            awake = engine.total + trainer.kept + trainer.reserve
+            needed, where = max(awake, trainer.total + ASLEEP_RESERVE), "the GPU has"
+        else:
+            needed = trainer.total + engine.total
+    available = facts.gpu_memory_bytes if facts.num_gpus else facts.memory_bytes
     if needed > available:
-        parts = " and ".join(f"{note.name} {note.value:g} GiB" for note in notes if note.unit == "GiB")
+        parts = f"trainer {gib(trainer.total)}" + (f", engine {gib(engine.total)}" if engine else "")
         raise ConfigError(
-            f"the run needs about {needed:.1f} GiB ({parts}), and there are {available:.1f} GiB: "
-            'use a smaller model, model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
+            f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: use a smaller model, "
+            '[lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
         )

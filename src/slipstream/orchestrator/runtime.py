@@ -25,6 +25,7 @@ from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, Batch, Task, Ticket
 from slipstream.records import Sequence as TokenSequence
 from slipstream.transport import MemoryTransport
+from slipstream.weights import Announce
 
 T = TypeVar("T")
 _POLL_S = 0.5
@@ -104,15 +105,18 @@ class Orchestrator:
         thread: EventLoopThread,
         versions: Versions,
         *,
-        publish: Callable[[int, Callable[[Ticket], None]], Ticket],
+        publish: Callable[[int, Announce], Ticket],
         probe: Callable[[], Awaitable[list[TokenSequence]]],
         evaluate: Callable[[], Awaitable[Evaluation]],
         on_applied: Callable[[ApplyReport], None],
         start: Callable[[], Awaitable[None]],
         waits: Waits,
+        wake: Callable[[], None] = lambda: None,
+        rest: Callable[[], None] = lambda: None,
         on_evaluated: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
     ) -> None:
-        """`start` ends when engine and rewards are ready for the first version; awaited before that is applied."""
+        """`start` ends when engine and rewards are ready for the first version; awaited before that is applied. `wake`
+        is called before each update and `rest` after each release, both by the trainer's thread."""
         self._thread = thread
         self._versions = versions
         self._publish = publish
@@ -122,6 +126,8 @@ class Orchestrator:
         self._on_evaluated = on_evaluated
         self._start: Callable[[], Awaitable[None]] | None = start
         self._waits = waits
+        self._wake = wake
+        self._rest = rest
         self.last_evaluation: Evaluation | None = None
 
     def update(self, step: int) -> list[TokenSequence]:
@@ -129,6 +135,7 @@ class Orchestrator:
         if self._start is not None:
             start, self._start = self._start, None
             self._thread.call(_awaited(start), self._waits.start_s, "the engine to start")
+        self._wake()
 
         async def apply_and_probe(ticket: Ticket) -> tuple[ApplyReport, list[TokenSequence]]:
             report = await self._versions.apply(ticket)
@@ -136,8 +143,13 @@ class Orchestrator:
 
         # The bridge decides when the engine begins: after the files are whole, or before a collective.
         under_way: list[Future[tuple[ApplyReport, list[TokenSequence]]]] = []
+
+        def announce(ticket: Ticket) -> Callable[[], bool]:
+            under_way.append(self._thread.submit(apply_and_probe(ticket)))
+            return under_way[0].done
+
         try:
-            ticket = self._publish(step, lambda ticket: under_way.append(self._thread.submit(apply_and_probe(ticket))))
+            ticket = self._publish(step, announce)
         except WeightsError as error:
             # A receiver that failed is the reason, and the sender's wait only what came of it.
             if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
@@ -161,6 +173,7 @@ class Orchestrator:
     def release(self, step: int) -> None:
         """See the loop's `Engine`."""
         self._thread.call(self._versions.release(step), 10.0, "the orchestrator")
+        self._rest()
 
 
 class RolloutReader:
@@ -178,8 +191,10 @@ class RolloutReader:
         staleness: int = 0,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
+        on_taken: Callable[[], None] = lambda: None,
     ) -> None:
-        """`staleness`: the batch of step k may be begun by version k - staleness."""
+        """`staleness`: the batch of step k may be begun by version k - staleness. `on_taken` is called by the trainer's
+        thread when it has a batch."""
         self._thread = thread
         self._versions = versions
         self._batcher = batcher
@@ -189,6 +204,7 @@ class RolloutReader:
         self._staleness = staleness
         self._on_begin = on_begin
         self._on_end = on_end
+        self._on_taken = on_taken
         self._transport: MemoryTransport[Batch] = MemoryTransport(
             1, producer="the rollouts of the next batch", consumer="the trainer"
         )
@@ -228,6 +244,7 @@ class RolloutReader:
                 raise self._failure or closed from None
             else:
                 self._transport.ack(receipt)
+                self._on_taken()
                 return batch
             if self._should_stop():
                 raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")

@@ -73,9 +73,15 @@ class Learner:
         """Optimizer steps made so far."""
         return self.optimizer.step
 
-    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = _UNPROCESSED) -> Scores:
+    def forward(
+        self,
+        sequences: Sequence[records.Sequence],
+        sampling: records.SamplingParams = _UNPROCESSED,
+        *,
+        micro_batch_tokens: int | None = None,
+    ) -> Scores:
         """Log-probabilities and entropies of trainable tokens by the live weights."""
-        return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
+        return score(self.model, sequences, sampling, micro_batch_tokens=micro_batch_tokens or self.micro_batch_tokens)
 
     def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
         """Fix the ratio's denominator of a batch that makes several updates: call before the first of them.

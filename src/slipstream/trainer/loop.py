@@ -348,7 +348,9 @@ class TrainingLoop:
     def _probe(self, sequences: list[records.Sequence]) -> dict[str, float]:
         """Score what the engine just sampled with the same weights: the difference is numerics, or a
         wrong engine."""
-        ours = self.learner.forward(sequences, self.sampling).logprobs
+        # An engine that shares the card by turns has it now: what is left may hold one sequence, not a full row.
+        row = max(map(len, sequences)) if self.config.inference.sleep is True else None
+        ours = self.learner.forward(sequences, self.sampling, micro_batch_tokens=row).logprobs
         differences = [d for s, logprobs in zip(sequences, ours, strict=True) for d in differences_of(s, logprobs)]
         mean = statistics.fmean(differences)
         limits = self.config.weights

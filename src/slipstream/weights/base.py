@@ -13,7 +13,8 @@ from slipstream.errors import WeightsError
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
 
 NamedWeights = Iterable[tuple[str, Tensor]]
-Announce = Callable[[Ticket], None]
+Announce = Callable[[Ticket], Callable[[], bool] | None]
+"""Tells the receiver of a version; what it returns, if anything, says whether the receiver's part has ended."""
 
 
 class Engine(Protocol):

@@ -28,13 +28,15 @@ def create_bridge(
     engine: Engine,
     timeout_s: float = 300.0,
     num_workers: int = 1,
+    between_gpus: bool = False,
 ) -> Bridge:
     """The bridge called `name` for whole models. `folder` takes published versions; `source` is the model's own
-    folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`."""
+    folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`, which goes over NCCL
+    `between_gpus`."""
     if name == "broadcast":
-        return _Bridge(
-            name, BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s), BroadcastReceiver(engine)
-        )
+        backend = "nccl" if between_gpus else "gloo"
+        publisher = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend)
+        return _Bridge(name, publisher, BroadcastReceiver(engine))
     receiver = DiskReceiver(engine) if name == "disk" else RestartReceiver(engine)
     return _Bridge(name, FolderPublisher(name, folder, source), receiver)
 

@@ -1,22 +1,25 @@
 """The bridge `broadcast`: from memory to memory over a process group that stays, into the running engine.
 
-The trainer is rank 0 and every engine worker has a rank after it. A version is packed into a few flat buffers before
-it is announced, so that the engine stands still only while they travel. Both halves are here: `BroadcastPublisher`
-in the trainer, `Group.receive` in the worker. The group is made at the first version, over a file in a folder that only
-the user can open, and its sockets listen on the loopback interface; every collective has the deadline of the group.
-No tensor is described on the wire: the ticket's parameters say what the bytes are.
+The trainer is rank 0 and every engine worker has a rank after it. Where each has a GPU of its own the group is NCCL's
+and packs on the device; otherwise it is gloo's, and a version is packed into the CPU's memory before it is announced,
+so that the engine stands still only while it travels. Both halves are here: `BroadcastPublisher` in the trainer,
+`Group.receive` in the worker. The group is made at the first version, over a file in a folder that only the user can
+open, and its sockets listen on the loopback interface; every wait has the deadline of the group. No tensor is described
+on the wire: the ticket's parameters say what the bytes are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -27,8 +30,16 @@ from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, Engine, NamedWeights
 from slipstream.weights.fingerprint import describe, digest
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
 """Large enough that a message's latency does not count, small enough to need little memory on both sides."""
+ALIGNMENT = 16
+"""Every tensor starts at a multiple of it in its bucket, so that it can be read there as what it is."""
+_POLL_S = 2e-4
+_NO_WATCHDOG = {
+    # Torch would end the whole process at a deadline; here it is an error with a sentence.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -38,7 +49,12 @@ class Rendezvous(msgspec.Struct, frozen=True):
     """File of the rendezvous, in a folder of mode 0700."""
     num_workers: int
     timeout_s: float
-    bucket_bytes: int = BUCKET_BYTES
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a message."""
+        return BUCKET_BYTES[self.backend]
 
 
 class Group:
@@ -47,31 +63,81 @@ class Group:
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.rendezvous = rendezvous
         distributed: Any = torch.distributed
+        timeout, size = timedelta(seconds=rendezvous.timeout_s), rendezvous.num_workers + 1
+        store = distributed.FileStore(rendezvous.store, size)
+        store.set_timeout(timeout)
+        if rendezvous.backend == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            # NCCL itself would wait without end for somebody who never comes.
+            store.set(f"here-{rank}", b"1")
+            store.wait([f"here-{other}" for other in range(size)], timeout)
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            with _environment(_NO_WATCHDOG):
+                self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
+            return
         if not distributed.is_gloo_available():
             raise WeightsError("this torch was built without gloo, which weights.bridge = broadcast needs: use disk")
-        store = distributed.FileStore(rendezvous.store, rendezvous.num_workers + 1)
-        store.set_timeout(timedelta(seconds=rendezvous.timeout_s))
+        self.device = torch.device("cpu")
         options = distributed.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=rendezvous.timeout_s)
+        options._timeout = timeout
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._group = distributed.ProcessGroupGloo(store, rank, rendezvous.num_workers + 1, options)
+        self._group = distributed.ProcessGroupGloo(store, rank, size, options)
 
     def broadcast(self, buffer: Tensor) -> None:
-        """Rank 0's bytes to everybody; waits for it, with the group's deadline."""
+        """Rank 0's bytes to everybody. On the CPU it waits for them; on a GPU what is queued on the current stream
+        after it does, and `finish` waits."""
         self._group.broadcast(buffer, 0).wait()
 
+    def finish(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait until everything that was queued has arrived; raises RuntimeError at the group's deadline, or when
+        `is_over` says that the other side has ended."""
+        if self.device.type == "cpu":
+            return
+        event = torch.cuda.Event()
+        event.record()
+        deadline = time.monotonic() + self.rendezvous.timeout_s
+        while not event.query():
+            ended = is_over()
+            if (ended and not event.query()) or time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError("the other side ended without it" if ended else "the deadline passed")
+            time.sleep(_POLL_S)
+
     def receive(self, parameters: Sequence[ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, on the CPU, in the ticket's order."""
+        """The tensors of a version, where the group works, in the ticket's order."""
         for bucket in buckets(parameters, self.rendezvous.bucket_bytes):
-            buffer = torch.empty(sum(num_bytes(spec) for spec in bucket), dtype=torch.uint8)
+            places, total = layout(bucket)
+            buffer = torch.empty(total, dtype=torch.uint8, device=self.device)
             self.broadcast(buffer)
-            start = 0
-            for spec in bucket:
-                end = start + num_bytes(spec)
-                # Cut out of its bytes and moved to its own place: a view must be aligned to its type.
-                flat = buffer[start:end].clone().view(getattr(torch, spec.dtype))
+            for spec, start in zip(bucket, places, strict=True):
+                flat = buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype))
                 yield spec.name, flat.view(spec.shape)
-                start = end
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables, for as long as something reads them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def layout(bucket: Sequence[ParameterSpec]) -> tuple[list[int], int]:
+    """Where each tensor of a bucket starts, and the bucket's size, in bytes."""
+    places: list[int] = []
+    total = 0
+    for spec in bucket:
+        places.append(total)
+        total += -(-num_bytes(spec) // ALIGNMENT) * ALIGNMENT
+    return places, total
 
 
 def num_bytes(spec: ParameterSpec) -> int:
@@ -101,9 +167,9 @@ def buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Iterator[
 class BroadcastPublisher:
     """The trainer's half. Owns the rendezvous folder until `close`."""
 
-    def __init__(self, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, *, num_workers: int, timeout_s: float, backend: Literal["gloo", "nccl"] = "gloo") -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-group-"))
-        self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s)
+        self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s, backend)
         self._group: Group | None = None
 
     def attach(self, model: torch.nn.Module) -> None:
@@ -114,24 +180,24 @@ class BroadcastPublisher:
         return nullcontext()
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
-        """Pack and describe, announce, then send. Raises `WeightsError` when nobody receives within the deadline."""
+        """Describe, announce, send. Raises `WeightsError` when nobody receives within the deadline."""
         weights = list(named_weights)
         parameters = describe(weights)
-        by_name = dict(weights)
-        packed = [
-            torch.cat([_as_bytes(by_name[spec.name]) for spec in bucket])
-            for bucket in buckets(parameters, self._rendezvous.bucket_bytes)
-        ]
-        total = sum(len(buffer) for buffer in packed)
         version = Version(lineage, step, digest(parameters))
         location = msgspec.json.encode(self._rendezvous).decode()
-        ticket = Ticket(version, "broadcast", location, parameters, total)
-        announce(ticket)
+        ticket = Ticket(version, "broadcast", location, parameters, sum(map(num_bytes, parameters)))
+        by_name = dict(weights)
+        batches = list(buckets(parameters, self._rendezvous.bucket_bytes))
+        on_cpu = self._rendezvous.backend == "gloo"
+        packed = [pack(bucket, by_name, torch.device("cpu")) for bucket in batches] if on_cpu else None
+        is_over = announce(ticket)
         try:
             if self._group is None:
                 self._group = Group(self._rendezvous, rank=0)
-            for buffer in packed:
+            device = self._group.device
+            for buffer in packed or (pack(bucket, by_name, device) for bucket in batches):
                 self._group.broadcast(buffer)
+            self._group.finish(is_over or (lambda: False))
         except (RuntimeError, ValueError) as error:
             raise WeightsError(
                 f"version {version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) within "
@@ -162,8 +228,14 @@ def rendezvous_of(ticket: Ticket) -> Rendezvous:
     return msgspec.json.decode(ticket.location, type=Rendezvous)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+def pack(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The bytes of a bucket, on `device`."""
+    places, total = layout(bucket)
+    buffer = torch.empty(total, dtype=torch.uint8, device=device)
+    for spec, start in zip(bucket, places, strict=True):
+        flat = buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype))
+        flat.view(spec.shape).copy_(tensors[spec.name].detach())
+    return buffer
 
 
 def _first_line(error: Exception) -> str:

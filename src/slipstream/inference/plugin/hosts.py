@@ -68,6 +68,14 @@ class Host(Protocol):
         """Tokens from now on are made by the version called `name`."""
         ...
 
+    async def sleep(self) -> None:
+        """Free weights and KV cache; the weights wait in the CPU's memory. No request is running."""
+        ...
+
+    async def wake(self) -> None:
+        """Take them back, with an empty cache."""
+        ...
+
     async def load_adapter(self, adapter: LoadedAdapter) -> bool:
         """Load a LoRA adapter between two steps; False when vLLM refused."""
         ...
@@ -199,6 +207,14 @@ class InProcessHost:
         if self.keeps_requests:
             await asyncio.wrap_future(self._submit(lambda: self._engine.set_weight_version(name)))
 
+    async def sleep(self) -> None:
+        """See `Host`."""
+        await asyncio.wrap_future(self._submit(lambda: self._engine.sleep(level=1)))
+
+    async def wake(self) -> None:
+        """See `Host`."""
+        await asyncio.wrap_future(self._submit(self._engine.wake_up))
+
     async def load_adapter(self, adapter: LoadedAdapter) -> bool:
         """See `Host`."""
         return bool(await asyncio.wrap_future(self._submit(lambda: self._engine.add_lora(adapter.request()))))
@@ -262,6 +278,14 @@ class AsyncHost:
         """See `Host`."""
         if self.keeps_requests:
             await self._engine.engine_core.set_weight_version_async(name)
+
+    async def sleep(self) -> None:
+        """See `Host`."""
+        await self._engine.sleep(level=1)
+
+    async def wake(self) -> None:
+        """See `Host`."""
+        await self._engine.wake_up()
 
     async def load_adapter(self, adapter: LoadedAdapter) -> bool:
         """See `Host`."""

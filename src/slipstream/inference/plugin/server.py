@@ -190,6 +190,20 @@ class EngineServer:
             ticket.version, ticket.parameters, "slipstream_fingerprint_adapter", str(self.adapter.id)
         )
 
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache until `wake`; the weights wait in the CPU's memory."""
+        if self.num_running:
+            raise OutOfService(f"{self.num_running} requests are running: let them end before the engine sleeps")
+        if not self.reason:
+            self.reason = "asleep"
+            await self.host.sleep()
+
+    async def wake(self) -> None:
+        """Take the memory back; the weights are those from before."""
+        if self.reason == "asleep":
+            await self.host.wake()
+            self.reason = ""
+
     async def until_in_service(self, timeout_s: float) -> None:
         """Wait for an update that is under way; raises `OutOfService` when nothing may be answered."""
         with contextlib.suppress(TimeoutError):
@@ -307,6 +321,14 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
         return web.Response(body=encode(await server.apply(ticket)))
 
+    async def sleep(_: web.Request) -> web.Response:
+        await server.sleep()
+        return web.Response(body=msgspec.msgpack.encode(True))
+
+    async def wake(_: web.Request) -> web.Response:
+        await server.wake()
+        return web.Response(body=msgspec.msgpack.encode(True))
+
     async def verify(request: web.Request) -> web.Response:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
         return web.Response(body=encode(await server.verify(ticket)))
@@ -317,6 +339,8 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
         web.post("/cancel", cancel),
         web.post("/apply", apply),
         web.post("/verify", verify),
+        web.post("/sleep", sleep),
+        web.post("/wake", wake),
     ]
 
 
@@ -355,6 +379,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "trust_remote_code": settings.trust_remote_code,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        **({"enable_sleep_mode": True} if settings.can_sleep else {}),
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "generation_config": "vllm",

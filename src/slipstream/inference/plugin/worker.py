@@ -73,6 +73,8 @@ class WorkerExtension:
                 yield name, tensor
 
         model.load_weights(counted())
+        if ticket.bridge == "broadcast" and self._slipstream_group is not None:
+            self._slipstream_group.finish()
         patches.repack(model)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
