@@ -1,0 +1,242 @@
+"""GRPO on GPUs: seconds a step, where they go, and how far engine and trainer are apart.
+
+    python benchmarks/gpu.py [--cases 0.5b-full 0.5b-lora 1.5b-full 1.5b-lora] [--placement auto|shared|separate]
+                             [--steps 20] [--set KEY=VALUE ...] [--out FOLDER]
+
+Each case is `slipstream train` on a run file, in a process of its own: a Qwen2 of the named shape with random weights,
+whose logits are spread like a trained model's (standard deviation about 4, so that differences show), 32 prompts of 128
+tokens, 8 completions of 512 tokens each, one update a step. Prints a Markdown table: medians and ranges over all steps
+but the first two. The exit code is 1 when a run failed or a probe was above `--limit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 151_936
+SHAPES = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
+    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
+    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
+    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18_944},
+}
+KV_HEADS = {"tiny": 2, "0.5b": 2, "1.5b": 2, "7b": 4}
+LOGIT_STD = 4.0
+WARM_UP = 2
+ENVIRONMENT = '''\
+"""Prompts of a fixed length; the reward is the part of the completion's words that end with a 7."""
+import random
+
+
+def tasks(split, num_tasks, seed, num_tokens=128):
+    draw = random.Random(f"{split}-{seed}")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return [{"prompt": "".join(draw.choices(letters, k=num_tokens - 33))} for _ in range(num_tasks)]
+
+
+def reward(task, completion):
+    words = completion.split()
+    return sum(word.endswith("7") for word in words) / max(1, len(words))
+'''
+PHASES = ("batch", "train", "wake", "update", "probe", "sleep", "checkpoint")
+
+
+def make_model(folder: Path, shape: str) -> Path:
+    """A Qwen2 with random weights and a tokenizer that has a word for every number of its vocabulary."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    from slipstream.trainer.new_model import CHAT_TEMPLATE, DEFAULT_ALPHABET, END, PAD, START
+
+    symbols = list(dict.fromkeys(["<unk>", *DEFAULT_ALPHABET]))
+    symbols += [f" w{number}" for number in range(VOCABULARY - 3 - len(symbols))]
+    words = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    words.decoder = decoders.Fuse()
+    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, chat_template=CHAT_TEMPLATE, pad_token=PAD, eos_token=END, unk_token="<unk>"
+    )
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        num_key_value_heads=KV_HEADS[shape],
+        max_position_embeddings=32_768,
+        tie_word_embeddings=shape != "7b",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **SHAPES[shape],
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        network = Qwen2ForCausalLM(config)
+    torch.nn.init.normal_(network.lm_head.weight, std=LOGIT_STD / config.hidden_size**0.5)
+    network.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True)
+    network.to("cpu").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+    return folder
+
+
+def run_file(model: Path, environment: Path, *, lora: bool, placement: str, steps: int, tokens: int) -> str:
+    """The run: a dozen settings."""
+    return f"""\
+[model]
+path = "{model}"
+dtype = "bfloat16"
+[environment]
+name = "{environment}"
+num_train_tasks = 2000
+{"[lora]" if lora else ""}
+[algorithm]
+kind = "grpo"
+group_size = 8
+[sampling]
+max_tokens = {tokens}
+[training]
+steps = {steps}
+prompts_per_batch = 32
+learning_rate = {"1e-4" if lora else "1e-6"}
+[evaluation]
+num_tasks = 32
+at_start = false
+[run]
+placement = "{placement}"
+checkpoint_every = 1000
+"""
+
+
+class PeakMemory:
+    """The most memory in use on each GPU while something ran, as nvidia-smi sees it."""
+
+    def __enter__(self) -> PeakMemory:
+        self.peaks: list[int] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while not self._ended.wait(0.5):
+            try:
+                text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
+            except (OSError, subprocess.SubprocessError):
+                return
+            used = [int(line) for line in text.split()]
+            self.peaks = [max(pair) for pair in zip(used, self.peaks or used, strict=True)]
+
+
+def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run one case and read its run folder."""
+    from slipstream.runlog import read_metrics
+
+    shape, _, kind = case.partition("-")
+    model = folder / f"model-{shape}"
+    if not model.exists():
+        make_model(model, shape)
+    (folder / "environment.py").write_text(ENVIRONMENT)
+    name = "-".join([case, *(setting.replace("/", "_") for setting in options.set)])
+    file, run = folder / f"{case}.toml", folder / f"run-{name}"
+    file.write_text(
+        run_file(
+            model,
+            folder / "environment.py",
+            lora=kind == "lora",
+            placement=options.placement,
+            steps=options.steps,
+            tokens=options.tokens,
+        )
+    )
+    command = [sys.executable, "-m", "slipstream.cli", "train", "--plain", str(file), "--run.folder", str(run)]
+    for setting in options.set:
+        key, _, value = setting.partition("=")
+        command += [f"--{key}", value]
+    begun = time.monotonic()
+    with PeakMemory() as memory:
+        code = subprocess.run(command, stdout=sys.stderr, timeout=options.timeout, check=False).returncode
+    rows = [row for row in read_metrics(run) if row["step"] > WARM_UP] if code == 0 else []
+    result: dict[str, Any] = {"case": name, "code": code, "seconds": time.monotonic() - begun, "peaks_mib": memory.peaks}
+    if not rows:
+        return result | {"engine_log": (run / "logs/engine.log").read_text()[-4000:] if (run / "logs").exists() else ""}
+    result |= {phase: spread([row.get(f"time/{phase}_s", 0.0) for row in rows]) for phase in PHASES}
+    whole = [sum(row.get(f"time/{phase}_s", 0.0) for phase in PHASES) for row in rows]
+    tokens = [row["rollout/num"] * row["rollout/length"] for row in rows]
+    result["step"] = spread(whole)
+    result["tokens_per_s"] = spread([count / seconds for count, seconds in zip(tokens, whole, strict=True)])
+    result["generated_per_s"] = spread([n / row["time/batch_s"] for n, row in zip(tokens, rows, strict=True)])
+    result["probe_diff"] = spread([row["probe/abs_logprob_diff"] for row in rows])
+    result["entropy"] = spread([row["train/entropy"] for row in rows if "train/entropy" in row])
+    result["reward"] = [rows[0]["reward/mean"], rows[-1]["reward/mean"]]
+    return result
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Median, smallest, largest."""
+    return (statistics.median(values), min(values), max(values)) if values else (0.0, 0.0, 0.0)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "| case | s a step | generate | train | update | probe | wake + sleep | tokens/s | mean abs. logprob "
+        "difference, largest step | peak GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        if "step" not in r:
+            lines.append(f"| {r['case']} | failed with code {r['code']} |")
+            continue
+        seconds, low, high = r["step"]
+        parts = " | ".join(f"{r[phase][0]:.2f}" for phase in ("batch", "train", "update", "probe"))
+        turns = r["wake"][0] + r["sleep"][0]
+        peaks = ", ".join(f"{mib / 1024:.0f}" for mib in r["peaks_mib"])
+        lines.append(
+            f"| {r['case']} | {seconds:.2f} ({low:.2f} to {high:.2f}) | {parts} | {turns:.2f} | "
+            f"{r['tokens_per_s'][0]:,.0f} | {r['probe_diff'][0]:.4f}, {r['probe_diff'][2]:.4f} | {peaks} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure all cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["0.5b-full", "0.5b-lora", "1.5b-full", "1.5b-lora"])
+    parser.add_argument("--placement", choices=["auto", "shared", "separate"], default="auto")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--set", action="append", default=[], help="further settings of the run")
+    parser.add_argument("--limit", type=float, default=0.02, help="largest mean difference of a probe")
+    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--out", type=Path, help="keep the models and runs here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.out or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = []
+        for case in options.cases:
+            results.append(measure(case, options, folder))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    print(table(results))
+    bad = [r for r in results if "step" not in r or r["probe_diff"][2] > options.limit]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
