@@ -1,11 +1,10 @@
 """GRPO on GPUs: seconds a step, where they go, and how far engine and trainer are apart.
 
     python benchmarks/gpu.py [--cases 0.5b-full 0.5b-lora 1.5b-full 1.5b-lora] [--placement auto|shared|separate]
-                             [--steps 20] [--set KEY=VALUE ...] [--out FOLDER]
+                             [--steps 20] [--tokens 512] [--spread STD] [--set KEY=VALUE ...] [--out FOLDER]
 
-Each case is `slipstream train` on a run file, in a process of its own: a Qwen2 of the named shape with random weights,
-whose logits are spread like a trained model's (standard deviation about 4, so that differences show), 32 prompts of 128
-tokens, 8 completions of 512 tokens each, one update a step. Prints a Markdown table: medians and ranges over all steps
+Each case is `slipstream train` on a run file, in a process of its own: a Qwen2 of the named shape with the random weights
+that transformers gives it, 32 prompts of about 110 tokens, 8 completions of 512 tokens each, one update a step. Prints a Markdown table: medians and ranges over all steps
 but the first two. The exit code is 1 when a run failed or a probe was above `--limit`.
 """
 
@@ -30,7 +29,6 @@ SHAPES = {
     "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18_944},
 }
 KV_HEADS = {"tiny": 2, "0.5b": 2, "1.5b": 2, "7b": 4}
-LOGIT_STD = 4.0
 WARM_UP = 2
 ENVIRONMENT = '''\
 """Prompts of a fixed length; the reward is the part of the completion's words that end with a 7."""
@@ -50,7 +48,7 @@ def reward(task, completion):
 PHASES = ("batch", "train", "wake", "update", "probe", "sleep", "checkpoint")
 
 
-def make_model(folder: Path, shape: str) -> Path:
+def make_model(folder: Path, shape: str, spread: float | None = None) -> Path:
     """A Qwen2 with random weights and a tokenizer that has a word for every number of its vocabulary."""
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -82,7 +80,8 @@ def make_model(folder: Path, shape: str) -> Path:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         network = Qwen2ForCausalLM(config)
-    torch.nn.init.normal_(network.lm_head.weight, std=LOGIT_STD / config.hidden_size**0.5)
+    if spread is not None:
+        torch.nn.init.normal_(network.lm_head.weight, std=spread / config.hidden_size**0.5)
     network.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True)
     network.to("cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -150,9 +149,9 @@ def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, A
     shape, _, kind = case.partition("-")
     model = folder / f"model-{shape}"
     if not model.exists():
-        make_model(model, shape)
+        make_model(model, shape, options.spread)
     (folder / "environment.py").write_text(ENVIRONMENT)
-    name = "-".join([case, *(setting.replace("/", "_") for setting in options.set)])
+    name = f"{case}{options.label}"
     file, run = folder / f"{case}.toml", folder / f"run-{name}"
     file.write_text(
         run_file(
@@ -170,9 +169,17 @@ def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, A
         command += [f"--{key}", value]
     begun = time.monotonic()
     with PeakMemory() as memory:
-        code = subprocess.run(command, stdout=sys.stderr, timeout=options.timeout, check=False).returncode
+        try:
+            code = subprocess.run(command, stdout=sys.stderr, timeout=options.timeout, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
     rows = [row for row in read_metrics(run) if row["step"] > WARM_UP] if code == 0 else []
-    result: dict[str, Any] = {"case": name, "code": code, "seconds": time.monotonic() - begun, "peaks_mib": memory.peaks}
+    result: dict[str, Any] = {
+        "case": name,
+        "code": code,
+        "seconds": time.monotonic() - begun,
+        "peaks_mib": memory.peaks,
+    }
     if not rows:
         return result | {"engine_log": (run / "logs/engine.log").read_text()[-4000:] if (run / "logs").exists() else ""}
     result |= {phase: spread([row.get(f"time/{phase}_s", 0.0) for row in rows]) for phase in PHASES}
@@ -222,6 +229,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--set", action="append", default=[], help="further settings of the run")
+    parser.add_argument("--label", default="", help="added to the names of the cases")
+    parser.add_argument("--spread", type=float, help="standard deviation of the logits; 0.6 to 0.8 as they come")
     parser.add_argument("--limit", type=float, default=0.02, help="largest mean difference of a probe")
     parser.add_argument("--timeout", type=float, default=600.0)
     parser.add_argument("--out", type=Path, help="keep the models and runs here")

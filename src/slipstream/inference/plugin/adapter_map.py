@@ -37,7 +37,6 @@ def record(manager: Any, slot: int, parameters: tuple[ParameterSpec, ...]) -> Te
     recorder = Recorder(list(_buffers(manager)))
     tensors = dict(recorder.feed(parameters))
     rank = next(spec.shape[0] for spec in parameters if spec.name.endswith(".lora_A.weight"))
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     with recorder:
         lora: Any = LoRAModel.from_lora_tensors(
             lora_model_id=1,
@@ -45,7 +44,7 @@ def record(manager: Any, slot: int, parameters: tuple[ParameterSpec, ...]) -> Te
             peft_helper=PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
-            weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+            weights_mapper=_renames(manager.model),
             skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
         )
         manager._create_merged_loras_inplace(lora)
@@ -54,6 +53,14 @@ def record(manager: Any, slot: int, parameters: tuple[ParameterSpec, ...]) -> Te
             if layer:
                 module.set_lora(slot, layer.lora_a, layer.lora_b)
     return recorder.map
+
+
+def _renames(model: Any) -> Any:
+    """What vLLM's adapter loader makes of a layer's name; the method has one name in vLLM 0.32, and another before."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
 
 @torch.no_grad()

@@ -34,8 +34,11 @@ def follow_stdin() -> None:
     supervisor ends. (A parent-death signal would follow the *thread* that started us, which may end early.)
     """
 
+    # Not `sys.stdin`: its lock, held by this thread for ever, would stop every child that is forked.
+    stdin = sys.stdin.fileno()
+
     def watch() -> None:
-        while sys.stdin.buffer.read(1):
+        while os.read(stdin, 1):
             pass
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
