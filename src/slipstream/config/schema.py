@@ -243,6 +243,8 @@ class WeightsConfig(Section):
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8
     """Prompts that engine and trainer both score after every apply."""
+    probe_tokens: PositiveInt = 64
+    """Longest completion of the probe. How far apart they are in longer ones is seen in the rollouts."""
     probe_warn: PositiveFloat = 0.05
     """Mean absolute log-probability difference per token that is reported as a warning."""
     probe_stop: PositiveFloat = 0.2

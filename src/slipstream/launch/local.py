@@ -409,6 +409,7 @@ class _Run:
             engine,
             prompts,
             prepared.sampling(),
+            max_tokens=config.weights.probe_tokens,
             seed=config.run.seed,
             timeout_s=config.inference.request_timeout_s,
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from slipstream.errors import EngineError
 from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.seeds import seed_of
@@ -20,11 +22,18 @@ class Probe:
     """Samples from fixed prompts with fixed seeds."""
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[list[int]], sampling: SamplingParams, *, seed: int, timeout_s: float
+        self,
+        engine: Engine,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        timeout_s: float,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
-        self._sampling = sampling
+        self._sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, max_tokens))
         self._seed = seed
         self._timeout_s = timeout_s
         self._round = 0
