@@ -254,7 +254,7 @@ async def test_an_evaluation_counts_failures_as_wrong():
 
 async def test_the_probe_repeats_itself_and_needs_logprobs():
     engine = ScriptedEngine(lambda prompt, seed: [ord("ab"[seed % 2]), END], lambda *_: [-1.0, -2.0])
-    probe = Probe(engine, [[1, 2], [3]], SAMPLING, seed=0, timeout_s=1.0)
+    probe = Probe(engine, [[1, 2], [3]], SAMPLING, max_tokens=64, seed=0, timeout_s=1.0)
     first, second = await probe.sample(), await probe.sample()
     assert first == second
     assert first[0].logprobs == [0.0, 0.0, -1.0, -2.0]
