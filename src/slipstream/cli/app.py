@@ -9,7 +9,7 @@ from cyclopts import App, CycloptsError
 from rich.console import Console
 
 import slipstream
-from slipstream.cli import commands
+from slipstream.cli import commands, talk
 from slipstream.errors import SlipstreamError
 
 USAGE_EXIT_CODE = 2
@@ -23,6 +23,8 @@ app.command(commands.train)
 app.command(commands.sft)
 app.command(commands.evaluate, name="eval")
 app.command(commands.plan)
+app.command(talk.chat)
+app.command(talk.serve_model)
 app.command(commands.export)
 app.command(commands.runs)
 app.command(commands.report)
