@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
+import time
 import urllib.error
 import urllib.request
 
@@ -59,6 +65,48 @@ def test_ctrl_c_ends_a_chat_and_its_engine(model, command):
     assert (code, out) == (130, "")
     assert "Traceback" not in err
     assert chatting.left_behind() == []
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_terminal(model):
+    """Asked, answered, begun anew, and left with Ctrl-C at the prompt."""
+    ours, theirs = pty.openpty()
+    chatting = subprocess.Popen(
+        [sys.executable, "-m", "slipstream.cli", "chat", str(model), "--max-tokens", "3"],
+        stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True,
+        # A terminal of its own, so that Ctrl-C is a key there.
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    seen = ""
+
+    def until(condition, timeout_s=200.0):
+        """Read meanwhile: a terminal that nobody reads holds up the program behind it."""
+        nonlocal seen
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, seen
+            if select.select([ours], [], [], 0.2)[0]:
+                with contextlib.suppress(OSError):  # the other end is closed
+                    seen += os.read(ours, 4096).decode(errors="replace")
+
+    try:
+        until(lambda: "> " in seen)
+        engines = psutil.Process(chatting.pid).children(recursive=True)
+        os.write(ours, b"a\n")
+        until(lambda: "> a\r\n" in seen and seen.endswith("\n> "))
+        os.write(ours, b"/new\n")
+        until(lambda: "a new conversation" in seen)
+        until(lambda: seen.endswith("> "))
+        os.write(ours, b"\x03")
+        until(lambda: chatting.poll() is not None, 60)
+        assert chatting.returncode == 0, chatting.stderr.read()
+        assert engines
+        assert psutil.wait_procs(engines, timeout=5)[1] == []
+    finally:
+        chatting.kill()
+        os.close(ours)
 
 
 @pytest.mark.engine
