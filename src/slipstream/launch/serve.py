@@ -101,6 +101,8 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
         "dtype": config.model.dtype,
         "max-model-len": inference.max_model_len,
         "max-num-seqs": inference.max_num_seqs,
+        # Older versions answer the pages of every web site that the user visits.
+        "allowed-origins": "[]",
     }
     if on_cpu:
         assert isinstance(inference.kv_cache_gib, float | int)
