@@ -13,7 +13,10 @@ from slipstream.cli import main
 from slipstream.runlog import read_exit
 from slipstream.trainer.new_model import new_model
 
-COMMANDS = ["train", "sft", "eval", "plan", "runs", "report", "env", "env test", "model", "model new"]
+COMMANDS = [
+    *("train", "sft", "eval", "plan", "runs", "report", "env", "env test", "model", "model new"),
+    *("chat", "serve-model", "export"),
+]
 RUN_FILE = """
 [model]
 path = "{model}"

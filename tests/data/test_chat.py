@@ -173,3 +173,40 @@ def test_variables_are_found_past_loops_and_transformers_own_tag():
     )
     assert template_variables(template) == {"messages", "style"}
     assert template_variables({"default": template, "tool_use": "{{ tools }}"}) == {"messages", "style", "tools"}
+
+
+DEEPSEEK = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+    + CHATML
+    + "{% if add_generation_prompt and not thinking %}{{ '</think>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "silent"), [(THINKING, "<none>"), (DEEPSEEK, "</think>")])
+def test_thinking_is_switched_by_whatever_the_template_calls_it(make_folder, template, silent):
+    folder, question = make_folder(template=template), [Message("user", "x")]
+    ends = {
+        thinking: (chat := ChatTokenizer(folder, thinking=thinking)).decode(chat.render(question)).endswith(silent)
+        for thinking in (True, False, "auto")
+    }
+    assert ends == {True: False, False: True, "auto": template == DEEPSEEK}
+
+
+def test_thinking_goes_together_with_other_variables(make_folder):
+    folder = make_folder(template=THINKING + "{{ style }}")
+    chat = ChatTokenizer(folder, template_kwargs={"style": "brief"}, thinking=False)
+    assert chat.template_kwargs == {"style": "brief", "enable_thinking": False}
+    assert chat.decode(chat.render([Message("user", "x")])).endswith("<none>brief")
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "said"),
+    [
+        (CHATML, {}, "neither enable_thinking nor thinking, so its thinking cannot be switched: remove the setting"),
+        (THINKING, {"enable_thinking": False}, "set the same switch: remove one of them"),
+        (THINKING, {"enable_thinking": True}, "set the same switch: remove one of them"),
+    ],
+)
+def test_thinking_that_cannot_be_switched(make_folder, template, given, said):
+    with pytest.raises(ConfigError, match=said):
+        ChatTokenizer(make_folder(template=template), template_kwargs=given, thinking=True)

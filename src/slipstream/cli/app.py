@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 from rich.console import Console
 
 import slipstream
-from slipstream.cli import commands
+from slipstream.cli import commands, talk
 from slipstream.errors import SlipstreamError
 
 USAGE_EXIT_CODE = 2
@@ -17,17 +17,34 @@ USAGE_EXIT_CODE = 2
 app = App(
     name="slipstream",
     version=slipstream.__version__,
-    help="Post-trains language models: vLLM generates, PyTorch trains, new weights slip into the running engine.",
+    help="""Post-trains language models: vLLM generates, PyTorch trains, new weights slip into the running engine.
+
+    A first run, in this order; docs/tutorial.md explains it:
+
+        slipstream model new models/small
+        slipstream env test run.toml
+        slipstream plan run.toml
+        slipstream sft run.toml --run.folder runs/first
+        slipstream report runs/first
+        slipstream chat runs/first
+    """,
 )
-app.command(commands.train)
-app.command(commands.sft)
-app.command(commands.evaluate, name="eval")
-app.command(commands.plan)
-app.command(commands.export)
-app.command(commands.runs)
-app.command(commands.report)
-app.command(commands.env_app)
-app.command(commands.model_app)
+_BEFORE, _TRAIN, _LOOK, _USE = (
+    Group(title, sort_key=place)
+    for place, title in enumerate(("Before a run", "Train", "Look at runs", "Use what came of it"))
+)
+for part in (commands.env_app, commands.model_app):
+    part.group = (_BEFORE,)
+    app.command(part)
+app.command(commands.plan, group=_BEFORE)
+app.command(commands.sft, group=_TRAIN)
+app.command(commands.train, group=_TRAIN)
+app.command(commands.evaluate, name="eval", group=_LOOK)
+app.command(commands.report, group=_LOOK)
+app.command(commands.runs, group=_LOOK)
+app.command(talk.chat, group=_USE)
+app.command(commands.export, group=_USE)
+app.command(talk.serve_model, group=_USE)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -162,7 +162,7 @@ def runs(
 
 
 def export(
-    checkpoint: Annotated[Path, Parameter(help="A checkpoint's folder, or the weights in it.")],
+    checkpoint: Annotated[Path, Parameter(help="A checkpoint, or a run: its best checkpoint, else its latest.")],
     out: Annotated[Path, Parameter(help="New folder to write.")],
     /,
     *,

@@ -36,8 +36,11 @@ class ModelConfig(Section):
 
     path: str
     """A local folder in Hugging Face format, or a hub id."""
+    thinking: bool | Literal["auto"] = "auto"
+    """Whether the model thinks before it answers, where its chat template can be told: sets the template's own variable
+    for it, `enable_thinking` or `thinking`. `auto`: as the template does by itself."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the model's chat template, set in every rendering: `enable_thinking = false`."""
+    """Variables of the model's chat template, set in every rendering: `reasoning_effort = "low"`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the live weights, the same in trainer and engine; the optimizer always keeps fp32 masters.
     `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""

@@ -26,14 +26,18 @@ _OWN_VARIABLES = frozenset(
 )
 """What Slipstream or transformers puts into a template, or takes itself."""
 
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""What chat templates call the switch: the first in Qwen3, GLM and others, the second in DeepSeek and Granite."""
+
 
 class ChatTokenizer:
     """A model's tokenizer and chat template.
 
     `path` is a folder in Hugging Face format or a hub id. `system_prompt` is put before every conversation that has no
-    system message of its own; `template_kwargs` are variables of the template, set in every rendering. Raises
-    `ConfigError` when there is no tokenizer or template, when the template does not use one of these variables, or does
-    not end an assistant's turn with a special token (a policy could never learn to stop).
+    system message of its own; `template_kwargs` are variables of the template, set in every rendering; `thinking` sets
+    the template's own variable for that. Raises `ConfigError` when there is no tokenizer or template, when the template
+    does not use one of these variables or has no switch for the thinking, or does not end an assistant's turn with a
+    special token (a policy could never learn to stop).
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class ChatTokenizer:
         system_prompt: str = "",
         trust_remote_code: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        thinking: bool | Literal["auto"] = "auto",
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -56,8 +62,10 @@ class ChatTokenizer:
             raise ConfigError(f"model.path = {self.path}: no tokenizer can be loaded ({reason}): correct it") from error
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
-        self._template_kwargs = dict(template_kwargs or {})
-        _check_template_kwargs(self._template_kwargs, self._tokenizer)
+        given = dict(template_kwargs or {})
+        _check_template_kwargs(given, self._tokenizer)
+        self.template_kwargs = given | _thinking_kwargs(thinking, given, self._tokenizer.chat_template)
+        """The template's variables in every rendering."""
         self._turn_suffix = self._find_turn_suffix()
         self.end_token_id = self._turn_suffix[0]
         """The token that ends an assistant's turn; SFT trains on it."""
@@ -120,7 +128,7 @@ class ChatTokenizer:
             chat = self._system + chat
         try:
             return self._tokenizer.apply_chat_template(
-                chat, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False, **self._template_kwargs
+                chat, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False, **self.template_kwargs
             )
         except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
             raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
@@ -179,6 +187,25 @@ def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:
         if name not in used:
             known = f"it uses {', '.join(sorted(used))}" if used else "it uses none, so remove the setting"
             raise ConfigError(f"{setting}: the model's chat template does not use this variable: {known}")
+
+
+def _thinking_kwargs(
+    thinking: bool | Literal["auto"], given: Mapping[str, Any], template: str | Mapping[str, str]
+) -> dict[str, bool]:
+    """The one place where `model.thinking` becomes variables of a template."""
+    if thinking == "auto":
+        return {}
+    setting = f"model.thinking = {str(thinking).lower()}"
+    used = template_variables(template)
+    switches = [name for name in THINKING_VARIABLES if name in used]
+    if not switches:
+        raise ConfigError(
+            f"{setting}: the model's chat template uses neither {' nor '.join(THINKING_VARIABLES)}, so its thinking "
+            "cannot be switched: remove the setting, or set what the template does use in model.chat_template_kwargs"
+        )
+    if both := [name for name in switches if name in given]:
+        raise ConfigError(f"{setting} and model.chat_template_kwargs.{both[0]} set the same switch: remove one of them")
+    return dict.fromkeys(switches, thinking)
 
 
 def template_variables(template: str | Mapping[str, str]) -> set[str]:

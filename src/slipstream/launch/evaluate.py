@@ -54,7 +54,10 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
     assert evaluation.temperature != "auto"
     assert section is not None
     engine = create_engine(
-        config, _settings(config, logs), logs, lambda kind, **fields: progress.message(f"{kind}: {fields}", "warning")
+        config,
+        verified_settings(config, logs),
+        logs,
+        lambda kind, **fields: progress.message(f"{kind}: {fields}", "warning"),
     )
     progress.phase("start the engine")
     try:
@@ -83,8 +86,9 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
         await engine.stop()
 
 
-def _settings(config: RunConfig, scratch: Path) -> EngineSettings:
-    """An engine on the run file's model, and on its adapter if `lora.path` names one; both to be verified."""
+def verified_settings(config: RunConfig, scratch: Path) -> EngineSettings:
+    """An engine on the model, and on its adapter if `lora.path` names one; both to be verified. No `auto` is left in
+    `config`; what the engine loads beside the model lies in `scratch`."""
     import torch
 
     from slipstream.trainer.model import resolve_folder

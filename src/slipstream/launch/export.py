@@ -7,20 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.errors import ConfigError
+from slipstream.launch.deployable import weights_folder
 from slipstream.weights.adapter import adapted_modules, is_adapter_folder, read_adapter_config, read_adapter_tensors
 from slipstream.weights.files import whole_folder, write_model_folder
 
 
 def export(checkpoint: Path, out: Path, *, merged: bool = False) -> Path:
-    """Write the weights of `checkpoint` (its folder, or the `weights` in it) to the new folder `out`.
+    """Write the weights of `checkpoint` (its folder, the `weights` in it, or a run's folder) to the new folder `out`.
 
     `merged`: an adapter becomes a whole model, of its own dtype. Raises ConfigError, and writes nothing, when there is
     nothing to export or `out` exists.
     """
-    source = checkpoint / "weights" if (checkpoint / "weights").is_dir() else checkpoint
+    source = weights_folder(checkpoint)
     is_adapter = is_adapter_folder(source)
-    if not is_adapter and not (source / "config.json").is_file():
-        raise ConfigError(f"{checkpoint} holds neither a model nor an adapter: give a checkpoint's folder")
     if out.exists():
         raise ConfigError(f"{out} exists already: give a new folder")
     if merged and not is_adapter:

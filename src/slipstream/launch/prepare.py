@@ -80,8 +80,9 @@ def prepare(loaded: Loaded) -> Prepared:
     system = section.system_prompt if section else ""
     check_options(config.inference.options)
     check_model(config.model, packing=config.training.packing)
+    model = config.model
     tokenizer = ChatTokenizer(
-        config.model.path, system, config.model.trust_remote_code, config.model.chat_template_kwargs
+        model.path, system, model.trust_remote_code, model.chat_template_kwargs, thinking=model.thinking
     )
     environment = load_environment(section) if section else None
     train_tasks: list[Task] = []

@@ -1,0 +1,145 @@
+"""vLLM's own OpenAI-compatible server in a child process. As `__main__` it is that child.
+
+Guarantees: `wait_ready` returns when the server answers, or raises with its last lines; `stop` leaves nothing of it
+behind; it dies with the process that started it, however that ends. With a key every path but `/health` needs it,
+also those that vLLM's own check leaves open, and the key is in no argument list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import DeadlineError, EngineError
+
+KEY_VARIABLE = "VLLM_API_KEY"
+_MODULE = "vllm.entrypoints.openai.api_server"
+_POLL_S = 0.2
+_HEALTH_TIMEOUT_S = 5.0
+_LAST_LINES = 15
+
+
+class OpenAIServer:
+    """One `vllm serve` of ours, listening on `host` and `port`."""
+
+    def __init__(self, arguments: Sequence[str], *, host: str, port: int, api_key: str, log_path: Path) -> None:
+        self.arguments = [*arguments, "--host", host, "--port", str(port)]
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
+        self._api_key = api_key
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> None:
+        """Start the process without waiting for it."""
+        guard = ["--middleware", f"{__name__}.KeyGuard"] if self._api_key else []
+        environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+        environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self._api_key:
+            environment[KEY_VARIABLE] = self._api_key
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *self.arguments, *guard],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def is_healthy(self) -> bool:
+        """Whether it answers now."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=_HEALTH_TIMEOUT_S) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def wait_ready(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until it answers; False when it was to stop before. Raises `EngineError` with its last lines."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if should_stop():
+                return False
+            if not self.is_alive():
+                raise EngineError(f"vLLM's server did not start: {self.describe()}")
+            if self.is_healthy():
+                return True
+            time.sleep(_POLL_S)
+        raise DeadlineError(f"vLLM's server was not ready after {timeout_s:g} s (--start-timeout): {self.describe()}")
+
+    def describe(self) -> str:
+        """How it is, with the last lines of its log."""
+        code = self._process.poll() if self._process else None
+        lines = ""
+        if self._log_path.exists():
+            with self._log_path.open(errors="replace") as file:
+                lines = "".join(deque(file, maxlen=_LAST_LINES)).rstrip()
+        return f"it {'is running' if code is None else f'ended with code {code}'}; its last lines are:\n{lines}"
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End it and everything it started: asked first, killed at the deadline."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+class KeyGuard:
+    """ASGI middleware: nothing but `/health` is answered without the key in `VLLM_API_KEY`."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._wanted = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Pass on, or answer 401."""
+        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health" or self._has_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            body = b'{"error": {"message": "the API key is missing or wrong", "type": "Unauthorized", "code": 401}}'
+            await send({"type": "http.response.body", "body": body})
+
+    def _has_key(self, scope: dict[str, Any]) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._wanted)
+
+
+def main() -> None:
+    """Be vLLM's server until standard input closes."""
+    from slipstream.inference.plugin import lifeline
+
+    lifeline.follow_stdin()
+    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""What people name, and what an engine is started on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.errors import ConfigError
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.launch.chat import ChatOptions, Conversation, chat_tokenizer
+from slipstream.launch.deployable import engine_config, find_deployable, weights_folder
+from slipstream.launch.serve import ServeOptions, is_loopback, vllm_arguments
+from slipstream.records import Message
+from slipstream.trainer.new_model import new_model
+
+SFT = """
+[model]
+path = "model"
+[data]
+path = "rows.jsonl"
+[algorithm]
+kind = "sft"
+[training]
+steps = 2
+prompts_per_batch = 2
+[run]
+threads = 1
+checkpoint_every = 1
+"""
+THINKING = "{% if add_generation_prompt and not enable_thinking %}{{ '<none>' }}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model, and two runs that began with it: `whole`, and `adapter` with LoRA."""
+    folder = tmp_path_factory.mktemp("deployable")
+    model = new_model(folder / "model", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, context_length=64)
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + THINKING)
+    rows = [{"prompt": letter, "completion": letter.upper()} for letter in "ab"]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sft.toml").write_text(SFT)
+    for name, more in (("whole", []), ("adapter", ["--lora.rank", "12"])):
+        more += ["--run.folder", str(folder / name), "--model.thinking", "true"]
+        with pytest.raises(SystemExit) as ended:
+            main(["sft", str(folder / "sft.toml"), "--json", *more])
+        assert ended.value.code == 0
+    return folder
+
+
+def test_a_run_a_checkpoint_and_its_weights_are_the_same_model(place):
+    weights = place / "whole/checkpoints/step-000002/weights"
+    for named in (place / "whole", weights.parent, weights):
+        assert weights_folder(named) == weights
+        found = find_deployable(str(named))
+        assert (found.name, found.model, found.adapter) == ("whole", str(weights), None)
+        assert found.run_settings["model.thinking"] is True
+    best = place / "whole/checkpoints/best"
+    best.symlink_to("step-000001")
+    assert weights_folder(place / "whole").parent.name == "step-000001"
+    best.unlink()
+    plain = find_deployable(str(place / "model"))
+    assert (plain.name, plain.run_settings) == ("model", {})
+
+
+def test_an_adapter_brings_its_base(place, tmp_path):
+    found = find_deployable(str(place / "adapter"))
+    weights = place / "adapter/checkpoints/step-000002/weights"
+    assert (found.name, found.model, found.adapter) == ("adapter", str(place / "model"), weights)
+    config = engine_config(found)
+    assert config.lora.rank == 12
+    assert "q_proj" in config.lora.target_modules
+    other = find_deployable(str(weights), str(place / "whole/checkpoints/step-000002/weights"))
+    assert other.model.endswith("whole/checkpoints/step-000002/weights")
+    lost = tmp_path / "lost"
+    lost.mkdir()
+    for file in weights.iterdir():
+        (lost / file.name).write_bytes(file.read_bytes())
+    content = json.loads((lost / "adapter_config.json").read_text())
+    for base, said in (("/gone", "belongs to the model /gone, which is not there: name it with --base"),
+                       ("", "does not say which model it belongs to: name it with --base")):  # fmt: skip
+        (lost / "adapter_config.json").write_text(json.dumps(content | {"base_model_name_or_path": base}))
+        with pytest.raises(ConfigError, match=said):
+            find_deployable(str(lost))
+    assert find_deployable(str(lost), str(place / "model")).model == str(place / "model")
+
+
+def test_what_cannot_be_started_is_one_sentence(place, tmp_path):
+    (tmp_path / "empty").mkdir()
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "events.jsonl").touch()
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text('{"files": {"weights/model.safetensors": {"size_bytes": 5}}}')
+    for named, said in (
+        (tmp_path / "empty", "holds neither a model nor an adapter, checkpoint or run: name one"),
+        (tmp_path / "none", "does not exist: name the folder"),
+        (place / "rows.jsonl", "is a file: name the folder"),
+        (begun, "has no whole checkpoint yet: wait for its first"),
+        (damaged, "is damaged .*missing.*: use another one"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            find_deployable(str(named))
+    with pytest.raises(ConfigError, match="is a whole model, so it has no base: leave out --base"):
+        find_deployable(str(place / "model"), "base")
+
+
+def test_lengths_and_types_follow_from_the_model(place):
+    found = find_deployable(str(place / "model"))
+    config = engine_config(found)
+    assert (config.model.dtype, config.inference.max_model_len) == ("float32", 64)
+    assert engine_config(found, max_model_len=48).inference.max_model_len == 48
+    with pytest.raises(ConfigError, match="above the model's context of 64 tokens: use at most"):
+        engine_config(found, max_model_len=65)
+    with pytest.raises(ConfigError, match="of KV cache, more than a quarter of the memory"):
+        engine_config(found, max_num_seqs=10**9)
+
+
+def test_a_model_is_talked_to_as_its_run_did(place):
+    question = [Message("user", "x")]
+
+    def prompt(named, **options):
+        tokenizer = chat_tokenizer(find_deployable(str(place / named)), ChatOptions(**options))
+        return tokenizer.decode(tokenizer.render(question))
+
+    assert not prompt("whole").endswith("<none>")
+    assert prompt("whole", thinking=False).endswith("<none>")
+    assert prompt("model").endswith("<none>")
+    assert prompt("model", thinking=True, system="Be brief.").startswith("system\nBe brief.")
+
+
+@pytest.fixture
+def scripted_chat(place):
+    def make(reply, **options):
+        options = ChatOptions(thinking=True, **options)
+        tokenizer = chat_tokenizer(find_deployable(str(place / "model")), options)
+        prompts = []
+
+        def script(prompt_ids, seed):
+            prompts.append(tokenizer.decode(prompt_ids))
+            turn = tokenizer.training_tokens([Message("user", ""), Message("assistant", reply)])
+            return [token for token, trained in zip(turn.token_ids, turn.mask, strict=True) if trained]
+
+        engine = ScriptedEngine(script, max_restarts=0, on_event=lambda kind, **fields: None)
+        return Conversation(engine, tokenizer, options, 64), prompts
+
+    return make
+
+
+async def test_a_conversation_is_remembered_until_it_is_begun_anew(scripted_chat):
+    chat, prompts = scripted_chat("b")
+    answer = await chat.ask("a")
+    assert (answer.text, answer.thinking, answer.finish_reason, answer.num_tokens) == ("b", "", "stop", 2)
+    await chat.ask("c")
+    assert prompts[1] == "user\na\nassistant\nb\nuser\nc\nassistant\n"
+    chat.restart()
+    await chat.ask("d")
+    assert prompts[2] == "user\nd\nassistant\n"
+    chat, prompts = scripted_chat("b", single_turn=True)
+    await chat.ask("a")
+    await chat.ask("c")
+    assert prompts[1] == "user\nc\nassistant\n"
+
+
+async def test_thinking_is_told_apart_from_the_answer(scripted_chat):
+    chat, _ = scripted_chat("<think>\nhm\n</think>\n\nyes")
+    answer = await chat.ask("a")
+    assert (answer.text, answer.thinking) == ("yes", "hm")
+    chat, _ = scripted_chat("<think>hm, hm, hm", max_tokens=12)
+    answer = await chat.ask("a")
+    assert (answer.text, answer.thinking, answer.finish_reason) == ("", "hm, h", "length")
+
+
+async def test_a_conversation_that_does_not_fit_is_refused_and_stays_as_it_was(scripted_chat):
+    chat, prompts = scripted_chat("b")
+    await chat.ask("a")
+    with pytest.raises(Exception, match="leaves no room for an answer within 64: begin a new one with /new"):
+        await chat.ask("x" * 64)
+    await chat.ask("c")
+    assert prompts[-1] == "user\na\nassistant\nb\nuser\nc\nassistant\n"
+
+
+def test_the_servers_arguments(place):
+    def given(named, **options):
+        found = find_deployable(str(place / named))
+        tokenizer = chat_tokenizer(found, ChatOptions())
+        arguments = vllm_arguments(found, tokenizer, ServeOptions(**options))
+        pairs = {key: value for key, value in zip(arguments, [*arguments[1:], ""], strict=True) if key[:2] == "--"}
+        return pairs, arguments
+
+    pairs, arguments = given("whole")
+    assert pairs["--served-model-name"] == "whole"
+    assert json.loads(pairs["--default-chat-template-kwargs"]) == {"enable_thinking": True}
+    assert "--enable-lora" not in arguments
+    pairs, arguments = given("adapter", name="mine")
+    assert "--enable-lora" in arguments
+    assert (pairs["--served-model-name"], pairs["--max-lora-rank"]) == ("mine-base", "16")
+    assert json.loads(pairs["--lora-modules"])["name"] == "mine"
+
+
+def test_what_is_loopback():
+    assert [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "", "::", "192.0.2.7")] == [False] * 4
+    with pytest.raises(ConfigError, match="is no address of this machine"):
+        is_loopback("no such host")
