@@ -157,10 +157,10 @@ def test_one_wrong_line_is_one_sentence(run_file, line, expected):
             MINIMAL.replace("[model]", "[modle]"),
             "modle is not a known section: did you mean the section [model]?",
         ),
-        (MINIMAL.replace('kind = "grpo"', ""), 'algorithm.kind is missing: set it to "sft" or "grpo"'),
+        (MINIMAL.replace('kind = "grpo"', ""), 'algorithm.kind is missing: set it to "sft", "grpo",'),
         (
             MINIMAL.replace('[algorithm]\nkind = "grpo"', ""),
-            'algorithm.kind is missing: set it to "sft" or "grpo"',
+            'algorithm.kind is missing: set it to "sft", "grpo",',
         ),
         (
             MINIMAL.replace('"grpo"', '"gpro"'),

@@ -107,6 +107,16 @@ def test_every_auto_gets_its_value_and_reason():
         "run.threads": 2,
         "run.checkpoint_every": 4,
         "evaluation.temperature": 1.0,
+        "algorithm.advantage": "group_mean",
+        "algorithm.scale_rewards": "std",
+        "algorithm.loss": "clip",
+        "algorithm.normalize": "token",
+        "algorithm.clip_low": 0.2,
+        "algorithm.clip_high": 0.28,
+        "algorithm.importance_sampling": "truncated",
+        "algorithm.importance_cap": 2.0,
+        "algorithm.importance_floor": 0.0,
+        "algorithm.overlong_buffer": 0.0,
     }
     assert all(item.reason for item in made.derived)
     assert made.warnings == ()
@@ -127,6 +137,16 @@ def test_what_the_user_set_stays():
         "run.threads": 1,
         "run.checkpoint_every": 7,
         "evaluation.temperature": 0.0,
+        "algorithm.advantage": "batch_mean",
+        "algorithm.scale_rewards": "none",
+        "algorithm.loss": "gspo",
+        "algorithm.normalize": "constant",
+        "algorithm.clip_low": 0.1,
+        "algorithm.clip_high": 0.1,
+        "algorithm.importance_sampling": "masked",
+        "algorithm.importance_cap": 3.0,
+        "algorithm.importance_floor": 0.1,
+        "algorithm.overlong_buffer": 0.5,
     }
     made = plan(values)
     assert made.derived == ()
