@@ -6,13 +6,18 @@ import math
 
 import pytest
 import torch
+from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem
 
-from conftest import LENGTHS, MAX_TOKENS
 from slipstream.algo.losses import LOSSES, LossInputs
 from slipstream.config.recipes import RECIPES, resolved
 from slipstream.config.schema import GRPOConfig
 
 NUM_TOKENS = sum(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem()
 
 
 def paper(problem, config):

@@ -27,6 +27,7 @@ from slipstream.config import (
 )
 from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.keys import leaves
+from slipstream.config.recipes import RECIPES
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
 from slipstream.launch.measured import AdapterFacts
@@ -345,6 +346,24 @@ def test_the_plan_can_be_shown():
     }
     assert len(content["notes"]) == len(made.notes)
     assert content["warnings"] == list(made.warnings)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_recipe_is_shown_with_its_source(kind):
+    made = plan(config=with_values(GRPO, {"algorithm.kind": kind, "algorithm.clip_high": 0.3}))
+    reasons = {item.name: item.reason for item in made.derived if item.name.startswith("algorithm.")}
+    assert reasons["algorithm.advantage"] == RECIPES[kind].source
+    assert "arXiv" in reasons["algorithm.loss"]
+    assert "algorithm.clip_high" not in reasons
+    assert "algorithm.kl_in" not in reasons, "it has no effect while kl_coef is 0"
+    assert autos(made.config) == []
+    assert any("never act with one update" in text for text in made.warnings)
+
+
+def test_an_estimator_that_holds_nothing_back_is_a_warning():
+    values = {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k1"}
+    assert any("zero on average" in text for text in plan(values).warnings)
+    assert not plan({**values, "algorithm.kl_in": "reward"}).warnings
 
 
 def test_lora():

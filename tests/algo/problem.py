@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 
 from slipstream import records
@@ -47,8 +46,7 @@ class Problem:
         return total, torch.cat(gradients).double(), objective.summarize(sums, divisors)
 
 
-@pytest.fixture
-def problem():
+def make_problem():
     """Ratios from a tenth to ten, advantages of both signs."""
     generator = torch.Generator().manual_seed(5)
 
