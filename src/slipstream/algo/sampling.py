@@ -99,7 +99,7 @@ def _restrict(
 
 
 _CHUNK_ELEMENTS = 2**24
-"""64 MiB in float32: enough to keep a GPU busy."""
+"""64 MiB in float32."""
 _Rules = tuple[float, int, float, float]
 
 
