@@ -34,8 +34,12 @@ def reference() -> str:
 
 def _section(section: str, model: dict[str, Any]) -> str:
     properties: dict[str, Any] = dict(model["properties"])
-    kind = properties.pop("kind", {}).get("const")
-    title = f"## [{section}]" + (f' with kind = "{kind}"' if kind else "")
+    kind = properties.get("kind", {}).get("const")
+    if kind:
+        del properties["kind"]
+    title = f"## [{section}]" + (
+        f' with kind = "{kind}"' if kind else " for reinforcement learning" * ("kind" in properties)
+    )
     text = _joined(model.get("description", ""))
     if section in optional_sections():
         text += f" `{section} = false` turns it off."

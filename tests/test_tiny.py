@@ -11,6 +11,7 @@ import torch
 
 from slipstream import records
 from slipstream.algo.sampling import token_logprobs
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import GRPOConfig
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.objectives import GRPOObjective
@@ -129,7 +130,7 @@ def test_twin_and_trainer_have_the_same_loss_and_gradients(twin, is_first_update
 
 
 def test_twin_and_run_file_have_the_same_defaults(twin):
-    settings, config = vars(twin.Settings()), GRPOConfig().model_dump()
+    settings, config = vars(twin.Settings()), resolved(GRPOConfig()).model_dump()
     shared = settings.keys() & config.keys()
     assert len(shared) >= 7
     assert {name: settings[name] for name in shared} == {name: config[name] for name in shared}

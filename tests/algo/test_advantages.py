@@ -1,9 +1,18 @@
+import statistics
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.algo.advantages import group_advantages, signal_fraction
+from slipstream.algo.advantages import (
+    BASELINES,
+    best_of_group,
+    group_advantages,
+    length_reward,
+    overlong_punishment,
+    signal_fraction,
+)
 
 GROUPS = st.lists(st.lists(st.integers(-20, 20), min_size=1, max_size=6), min_size=1, max_size=5)
 
@@ -13,42 +22,105 @@ def flat(groups):
     return rewards, torch.tensor([number for number, group in enumerate(groups) for _ in group])
 
 
-def reference(groups, scale):
-    """GRPO's formula, one group at a time, with Python's own statistics."""
-    import statistics
+def reference(groups, scale, baseline="group_mean"):
+    """The papers' formulas, one reward at a time, with Python's own statistics."""
 
+    def spread(values):
+        return statistics.stdev(values) + 1e-4 if len(values) > 1 else 1e-4
+
+    every = [reward for group in groups for reward in group]
     advantages = []
     for group in groups:
-        mean = statistics.fmean(group)
-        spread = statistics.stdev(group) if len(group) > 1 else 0.0
-        divisor = spread + 1e-4 if scale == "std" else 1.0
-        advantages += [(reward - mean) / divisor for reward in group]
+        for place, reward in enumerate(group):
+            others = group[:place] + group[place + 1 :]
+            if baseline == "group_mean":
+                compared = group
+            else:
+                compared = every if baseline == "batch_mean" else others or [reward]
+            advantages.append(reward - statistics.fmean(compared))
+    if scale == "std":
+        spreads = [spread(group) for group in groups for _ in group]
+        advantages = [a / s for a, s in zip(advantages, spreads, strict=True)]
+    elif scale == "batch":
+        advantages = [a / spread(every) for a in advantages]
+    elif scale == "whiten":
+        mean = statistics.fmean(advantages)
+        advantages = [(a - mean) / spread(advantages) for a in advantages]
     return torch.tensor(advantages, dtype=torch.float64)
 
 
-@settings(deadline=None)
-@given(GROUPS, st.sampled_from(["std", "none"]))
-def test_equals_the_formula(groups, scale):
-    advantages = group_advantages(*flat(groups), scale)
-    torch.testing.assert_close(advantages.double(), reference(groups, scale), rtol=1e-6, atol=1e-6)
+SCALES = st.sampled_from(["std", "batch", "whiten", "none"])
+NAMES = st.sampled_from(sorted(BASELINES))
 
 
 @settings(deadline=None)
-@given(GROUPS, st.integers(-1000, 1000), st.sampled_from(["std", "none"]))
-def test_adding_a_constant_to_all_rewards_changes_nothing(groups, shift, scale):
+@given(GROUPS, SCALES, NAMES)
+def test_equals_the_formula(groups, scale, name):
+    advantages = group_advantages(*flat(groups), scale, BASELINES[name])
+    torch.testing.assert_close(advantages.double(), reference(groups, scale, name), rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(-1000, 1000), SCALES, NAMES)
+def test_adding_a_constant_to_all_rewards_changes_nothing(groups, shift, scale, name):
     rewards, ids = flat(groups)
-    assert torch.equal(group_advantages(rewards, ids, scale), group_advantages(rewards + shift, ids, scale))
+    one, two = (group_advantages(r, ids, scale, BASELINES[name]) for r in (rewards, rewards + shift))
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+    if name == "group_mean" and scale in ("std", "none"):
+        assert torch.equal(one, two)
 
 
 @settings(deadline=None)
-@given(GROUPS, st.randoms(use_true_random=False))
-def test_order_of_the_samples_does_not_matter(groups, random):
+@given(GROUPS, st.integers(2, 50), SCALES, NAMES)
+def test_rewards_times_a_factor(groups, factor, scale, name):
+    """Scaled advantages do not move (but for the 1e-4 beside the spread), plain ones move with the rewards."""
+    rewards, ids = flat(groups)
+    one, two = (group_advantages(r, ids, scale, BASELINES[name]) for r in (rewards, rewards * factor))
+    if scale == "none":
+        torch.testing.assert_close(two, one * factor, rtol=1e-5, atol=1e-5)
+    elif name == "group_mean" or scale != "std":
+        torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-3)
+
+
+@settings(deadline=None)
+@given(GROUPS, st.randoms(use_true_random=False), SCALES, NAMES)
+def test_order_of_the_samples_does_not_matter(groups, random, scale, name):
     rewards, ids = flat(groups)
     order = list(range(len(rewards)))
     random.shuffle(order)
     torch.testing.assert_close(
-        group_advantages(rewards[order], ids[order], "std"), group_advantages(rewards, ids, "std")[order]
+        group_advantages(rewards[order], ids[order], scale, BASELINES[name]),
+        group_advantages(rewards, ids, scale, BASELINES[name])[order],
+        rtol=1e-5,
+        atol=1e-5,
     )
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 6))
+def test_the_best_of_a_group(groups, num_best):
+    rewards, ids = flat(groups)
+    kept = best_of_group(rewards, ids, num_best).tolist()
+    start = 0
+    for group in groups:
+        own = kept[start : start + len(group)]
+        start += len(group)
+        order = sorted(range(len(group)), key=lambda i: (-group[i], i))
+        assert own == [i in order[:num_best] for i in range(len(group))]
+
+
+def test_length_reward_by_kimis_formula():
+    lengths, right = [10, 30, 20, 30, 7, 7], [True, True, False, False, True, False]
+    ids = torch.tensor([0, 0, 0, 0, 1, 1])
+    # 0.5 - (length - 10) / 20 in the first group, at most 0 where wrong; equal lengths say nothing.
+    found = length_reward(torch.tensor(lengths), torch.tensor(right), ids)
+    assert found.tolist() == [0.5, -0.5, 0.0, -0.5, 0.0, 0.0]
+
+
+def test_overlong_punishment_by_dapos_formula():
+    lengths = torch.tensor([1, 16, 17, 18, 20, 21])
+    assert overlong_punishment(lengths, 20, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert overlong_punishment(lengths, 20, 0).tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])

@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.algo import sampling
 from slipstream.algo.sampling import kept_tokens, processed_logits, processed_logprobs, token_logprobs
 
 PARAMETERS = st.fixed_dictionaries(
@@ -121,3 +123,44 @@ def test_processed_logprobs_are_finite_for_any_token(seed, parameters):
 def test_temperature_zero_is_refused():
     with pytest.raises(ValueError, match="temperature 0"):
         processed_logits(torch.zeros(1, 2), temperature=0.0)
+
+
+class Largest(TorchDispatchMode):
+    """Most elements of any float32 tensor that is made."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+RULES = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=["plain", "temperature", "all"])
+def test_chunks_of_rows_change_nothing(rules, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    logits, ids = 3 * torch.randn(50, 40, generator=generator), torch.randint(40, (50,), generator=generator)
+    found = []
+    for num_elements in (10**9, 7 * 40, 1):
+        monkeypatch.setattr(sampling, "_CHUNK_ELEMENTS", num_elements)
+        leaf = logits.clone().requires_grad_()
+        logprobs, entropy = processed_logprobs(leaf, ids, **rules)
+        (gradient,) = torch.autograd.grad((2 * logprobs - 0.3 * entropy).sum(), leaf)
+        found.append((logprobs, entropy, gradient))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("rules", RULES, ids=["plain", "temperature", "all"])
+def test_entropy_with_its_gradient_never_widens_more_than_a_chunk(rules, monkeypatch):
+    monkeypatch.setattr(sampling, "_CHUNK_ELEMENTS", 8 * 40)
+    logits = torch.randn(64, 40).bfloat16().requires_grad_()
+    with Largest() as largest:
+        logprobs, entropy = processed_logprobs(logits, torch.zeros(64, dtype=torch.long), **rules)
+        (logprobs.sum() - entropy.sum()).backward()
+    assert largest.num_elements == 8 * 40
+    assert logits.grad.dtype == torch.bfloat16

@@ -50,7 +50,7 @@ def test_each_line_says_where_its_value_came_from(run_file):
     assert "top_p = 1.0 # default" in lines
     assert "max_tokens = 12 # derived: 1.25 x the longest" in lines
     assert "prompts_per_batch = 3 # derived: few" in lines
-    assert '# kl_estimator = "k3" # has no effect while algorithm.kl_coef is 0' in lines
+    assert '# kl_estimator = "auto" # has no effect while algorithm.kl_coef is 0' in lines
     assert "# folder is not set # default" in lines
 
 

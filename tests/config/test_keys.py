@@ -2,6 +2,7 @@ import pytest
 
 from slipstream.config import load_config, with_values
 from slipstream.config.keys import COMMON_NAMES, all_keys, keys_of, optional_sections, suggestion
+from slipstream.config.recipes import RECIPES
 
 
 def test_keys_know_what_they_take():
@@ -14,8 +15,9 @@ def test_keys_know_what_they_take():
     assert keys["run.folder"].is_text
     assert keys["run.sinks"].requirement == 'a list of "tensorboard", "wandb" or "trackio"'
     assert keys["environment.settings"].is_free
-    assert keys["algorithm.group_size"].kinds == ("grpo",)
-    assert keys["algorithm.kind"].choices == ("sft", "grpo")
+    assert keys["algorithm.group_size"].kinds == tuple(RECIPES)
+    assert keys["algorithm.train_on"].kinds == ("sft",)
+    assert keys["algorithm.kind"].choices == ("sft", *RECIPES)
     assert keys["evaluation.temperature"].requirement == 'a number of at least 0 or "auto"'
     assert [key.name for key in keys_of("algorithm", "sft")] == ["kind", "train_on"]
     assert optional_sections() == ("evaluation",)

@@ -157,10 +157,10 @@ def test_one_wrong_line_is_one_sentence(run_file, line, expected):
             MINIMAL.replace("[model]", "[modle]"),
             "modle is not a known section: did you mean the section [model]?",
         ),
-        (MINIMAL.replace('kind = "grpo"', ""), 'algorithm.kind is missing: set it to "sft" or "grpo"'),
+        (MINIMAL.replace('kind = "grpo"', ""), 'algorithm.kind is missing: set it to "sft", "grpo",'),
         (
             MINIMAL.replace('[algorithm]\nkind = "grpo"', ""),
-            'algorithm.kind is missing: set it to "sft" or "grpo"',
+            'algorithm.kind is missing: set it to "sft", "grpo",',
         ),
         (
             MINIMAL.replace('"grpo"', '"gpro"'),
@@ -245,6 +245,32 @@ class TestKnobsWithoutEffect:
                 ["--algorithm.importance_sampling", "none", "--algorithm.importance_cap", "2.0"],
                 'importance_cap has no effect while algorithm.importance_sampling is "none": remove it',
             ),
+            (
+                MINIMAL,
+                ["--algorithm.loss", "policy_gradient", "--algorithm.clip_low", "0.1"],
+                'clip_low has no effect on algorithm.loss = "policy_gradient", which clips nothing: remove it',
+            ),
+            (
+                MINIMAL,
+                ["--algorithm.kind", "gspo", "--algorithm.clip_dual", "3"],
+                'clip_dual has no effect on algorithm.loss = "gspo", only on "clip": remove it',
+            ),
+            (MINIMAL, ["--algorithm.clip_dual", "1.2"], "clip_dual = 1.2 is not above 1 + clip_high = 1.28: use 3"),
+            (MINIMAL, ["--algorithm.kl_in", "reward"], "has no effect while algorithm.kl_coef is 0: remove it"),
+            (
+                MINIMAL,
+                ["--algorithm.old_policy", "engine", "--algorithm.importance_sampling", "masked"],
+                'corrects what algorithm.old_policy = "engine" has in its ratio already',
+            ),
+            (
+                MINIMAL,
+                ["--algorithm.importance_floor", "2.0"],
+                "importance_floor = 2 is not below algorithm.importance_cap = 2: lower the first",
+            ),
+            (MINIMAL, ["--algorithm.length_penalty", "0.1"], "set algorithm.reward_threshold"),
+            (MINIMAL, ["--algorithm.best_of", "9"], "best_of = 9 is more than algorithm.group_size = 8"),
+            (MINIMAL, ["--algorithm.overlong_penalty", "2.0"], "has no effect while algorithm.overlong_buffer is 0"),
+            (MINIMAL, ["--algorithm.kind", "rloo", "--data.path", "x"], "data.path applies to sft, not to rloo"),
             (SFT, ["--no-evaluation", "--sampling.top_k", "3"], "sampling.top_k has no effect under sft"),
             (
                 SFT,

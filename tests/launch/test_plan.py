@@ -27,6 +27,7 @@ from slipstream.config import (
 )
 from slipstream.config.checks import contradictions, inapplicable, reason_against
 from slipstream.config.keys import leaves
+from slipstream.config.recipes import RECIPES
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
 from slipstream.launch.measured import AdapterFacts
@@ -110,6 +111,16 @@ def test_every_auto_gets_its_value_and_reason():
         "run.threads": 2,
         "run.checkpoint_every": 4,
         "evaluation.temperature": 1.0,
+        "algorithm.advantage": "group_mean",
+        "algorithm.scale_rewards": "std",
+        "algorithm.loss": "clip",
+        "algorithm.normalize": "token",
+        "algorithm.clip_low": 0.2,
+        "algorithm.clip_high": 0.28,
+        "algorithm.importance_sampling": "truncated",
+        "algorithm.importance_cap": 2.0,
+        "algorithm.importance_floor": 0.0,
+        "algorithm.overlong_buffer": 0.0,
     }
     assert all(item.reason for item in made.derived)
     assert made.warnings == ()
@@ -133,6 +144,16 @@ def test_what_the_user_set_stays():
         "run.threads": 1,
         "run.checkpoint_every": 7,
         "evaluation.temperature": 0.0,
+        "algorithm.advantage": "batch_mean",
+        "algorithm.scale_rewards": "none",
+        "algorithm.loss": "gspo",
+        "algorithm.normalize": "constant",
+        "algorithm.clip_low": 0.1,
+        "algorithm.clip_high": 0.1,
+        "algorithm.importance_sampling": "masked",
+        "algorithm.importance_cap": 3.0,
+        "algorithm.importance_floor": 0.1,
+        "algorithm.overlong_buffer": 0.5,
     }
     made = plan(values)
     assert made.derived == ()
@@ -390,6 +411,24 @@ def test_the_plan_can_be_shown():
     }
     assert len(content["notes"]) == len(made.notes)
     assert content["warnings"] == list(made.warnings)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_recipe_is_shown_with_its_source(kind):
+    made = plan(config=with_values(GRPO, {"algorithm.kind": kind, "algorithm.clip_high": 0.3}))
+    reasons = {item.name: item.reason for item in made.derived if item.name.startswith("algorithm.")}
+    assert reasons["algorithm.advantage"] == RECIPES[kind].source
+    assert "arXiv" in reasons["algorithm.loss"]
+    assert "algorithm.clip_high" not in reasons
+    assert "algorithm.kl_in" not in reasons, "it has no effect while kl_coef is 0"
+    assert autos(made.config) == []
+    assert any("never act with one update" in text for text in made.warnings)
+
+
+def test_an_estimator_that_holds_nothing_back_is_a_warning():
+    values = {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k1"}
+    assert any("zero on average" in text for text in plan(values).warnings)
+    assert not plan({**values, "algorithm.kl_in": "reward"}).warnings
 
 
 def test_lora():

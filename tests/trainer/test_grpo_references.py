@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream import records
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import GRPOConfig
 from slipstream.trainer.objectives import GRPOObjective
 
@@ -101,7 +102,7 @@ def assert_same(result, expected):
 
 
 CONFIGS = [
-    GRPOConfig(normalize=normalize, kl_coef=kl_coef, kl_estimator=kind, importance_sampling=sampling)
+    resolved(GRPOConfig(normalize=normalize, kl_coef=kl_coef, kl_estimator=kind, importance_sampling=sampling))
     for normalize in ("token", "sequence")
     for sampling in ("truncated", "none")
     for kl_coef, kind in ((0.0, "k3"), (0.3, "k3"), (0.3, "k2"), (0.3, "k1"))

@@ -1,10 +1,12 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300, equation 3; without the division: Dr. GRPO, 2503.20783).
+"""From rewards to advantages: baselines, scales, and the shaping and choosing of rewards within groups.
 
-Pure: which rollouts form a group and which of them carry loss is the caller's business.
+Pure: which rollouts form a group and which of them carry loss is the caller's business. Computed in float64. Groups
+are integers, equal within a group, in any order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,35 +20,85 @@ def _group_means(values_S: Tensor, groups_S: Tensor, sizes_G: Tensor) -> Tensor:
     return torch.zeros_like(sizes_G).index_add_(0, groups_S, values_S) / sizes_G
 
 
-def _centred(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards less their group's mean, the group's index of each, and the groups' sizes; in float64."""
+def _grouped(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of each reward's group, and the groups' sizes in float64."""
     if rewards_S.shape != group_ids_S.shape or rewards_S.ndim != 1:
         raise ValueError(
             f"rewards {tuple(rewards_S.shape)} and group ids {tuple(group_ids_S.shape)} must be "
             "two equally long vectors"
         )
     _, groups_S, sizes_G = torch.unique(group_ids_S, return_inverse=True, return_counts=True)
-    sizes_G = sizes_G.to(torch.float64)
+    return groups_S, sizes_G.to(torch.float64)
+
+
+def _least(values_S: Tensor, groups_S: Tensor, sizes_G: Tensor) -> Tensor:
+    return torch.zeros_like(sizes_G).scatter_reduce(0, groups_S, values_S, "amin", include_self=False)
+
+
+def _centred(rewards_S: Tensor, group_ids_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards less their group's mean, the group's index of each, and the groups' sizes; in float64."""
+    groups_S, sizes_G = _grouped(rewards_S, group_ids_S)
     rewards_S = rewards_S.to(torch.float64)
     # Without the shift equal rewards would not give exactly 0: 0.1 summed n times is not n * 0.1.
-    least_G = torch.zeros_like(sizes_G).scatter_reduce(0, groups_S, rewards_S, "amin", include_self=False)
-    shifted_S = rewards_S - least_G[groups_S]
+    shifted_S = rewards_S - _least(rewards_S, groups_S, sizes_G)[groups_S]
     return shifted_S - _group_means(shifted_S, groups_S, sizes_G)[groups_S], groups_S, sizes_G
 
 
-def group_advantages(rewards_S: Tensor, group_ids_S: Tensor, scale: Literal["std", "none"]) -> Tensor:
-    """Each reward less the mean of its group, divided by the group's spread if `scale` is `"std"`.
+def group_mean(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
+    """Each reward less the mean of its group (GRPO, arXiv 2402.03300, section 4.1.2)."""
+    return _centred(rewards_S, group_ids_S)[0]
 
-    The spread is the unbiased standard deviation plus 1e-4 (TRL's convention). A group of one, or one whose
-    rewards are all equal, gets exactly 0. `group_ids_S`: integers, equal within a group, in any order.
-    Computed in float64, returned as float32 `[S]`.
+
+def leave_one_out(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
+    """Each reward less the mean of the others in its group (RLOO, arXiv 2402.14740, equation 8); 0 for one alone."""
+    centred_S, groups_S, sizes_G = _centred(rewards_S, group_ids_S)
+    return centred_S * (sizes_G / (sizes_G - 1).clamp(min=1))[groups_S]
+
+
+def batch_mean(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
+    """Each reward less the mean of the batch, whatever its group (REINFORCE++, arXiv 2501.03262)."""
+    return _centred(rewards_S, torch.zeros_like(group_ids_S))[0]
+
+
+Baseline = Callable[[Tensor, Tensor], Tensor]
+"""(rewards `[S]` in float64, group numbers `[S]`) -> advantages `[S]`."""
+BASELINES: dict[str, Baseline] = {
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "batch_mean": batch_mean,
+}
+
+
+def group_advantages(
+    rewards_S: Tensor,
+    group_ids_S: Tensor,
+    scale: Literal["std", "batch", "whiten", "none"],
+    baseline: Baseline = group_mean,
+) -> Tensor:
+    """Advantages by `baseline`, divided by a spread: an unbiased standard deviation plus 1e-4 (TRL's convention).
+
+    `"std"`: of the rewards of each group (GRPO). `"batch"`: of all rewards (arXiv 2508.08221). `"whiten"`: of the
+    advantages themselves, whose mean is taken off too (REINFORCE++, arXiv 2501.03262). `"none"`: not divided (Dr. GRPO,
+    arXiv 2503.20783). Rewards that are all equal, in the group or for `batch_mean` in the batch, give exactly 0 (but
+    `"whiten"` may shift them). Returned as float32 `[S]`.
     """
     centred_S, groups_S, sizes_G = _centred(rewards_S, group_ids_S)
+    advantages_S = centred_S if baseline is group_mean else baseline(rewards_S.to(torch.float64), group_ids_S)
     if scale == "std":
         sums_G = torch.zeros_like(sizes_G).index_add_(0, groups_S, centred_S.square())
         std_G = (sums_G / (sizes_G - 1).clamp(min=1)).sqrt()
-        centred_S = centred_S / (std_G[groups_S] + STD_EPSILON)
-    return centred_S.to(torch.float32)
+        advantages_S = advantages_S / (std_G[groups_S] + STD_EPSILON)
+    elif scale == "batch":
+        advantages_S = advantages_S / (_std(batch_mean(rewards_S, group_ids_S)) + STD_EPSILON)
+    elif scale == "whiten":
+        advantages_S = batch_mean(advantages_S, group_ids_S)
+        advantages_S = advantages_S / (_std(advantages_S) + STD_EPSILON)
+    return advantages_S.to(torch.float32)
+
+
+def _std(centred_S: Tensor) -> Tensor:
+    """Unbiased, of values whose mean is 0."""
+    return (centred_S.square().sum() / max(1, len(centred_S) - 1)).sqrt()
 
 
 def signal_fraction(rewards_S: Tensor, group_ids_S: Tensor) -> float:
@@ -56,3 +108,35 @@ def signal_fraction(rewards_S: Tensor, group_ids_S: Tensor) -> float:
     centred_S, groups_S, sizes_G = _centred(rewards_S, group_ids_S)
     spread_G = torch.zeros_like(sizes_G).scatter_reduce(0, groups_S, centred_S.abs(), "amax")
     return (spread_G > 0).to(torch.float64).mean().item()
+
+
+def overlong_punishment(lengths_S: Tensor, max_tokens: int, buffer: float) -> Tensor:
+    """0 up to `max_tokens - buffer` tokens, falling to -1 at `max_tokens` and staying there (DAPO, arXiv 2503.14476,
+    equation 13). A `buffer` of 0 punishes what is longer than `max_tokens` only."""
+    over_S = lengths_S.to(torch.float64) - (max_tokens - buffer)
+    if buffer == 0.0:
+        return -(over_S > 0).to(torch.float64)
+    return -(over_S / buffer).clamp(0.0, 1.0)
+
+
+def length_reward(lengths_S: Tensor, right_S: Tensor, group_ids_S: Tensor) -> Tensor:
+    """From 0.5 for the shortest of a group to -0.5 for the longest; a wrong answer gets no more than 0, and equal
+    lengths give 0 (Kimi k1.5, arXiv 2501.12599, section 2.3.3)."""
+    groups_S, sizes_G = _grouped(lengths_S, group_ids_S)
+    lengths_S = lengths_S.to(torch.float64)
+    least_S = _least(lengths_S, groups_S, sizes_G)[groups_S]
+    range_S = -_least(-lengths_S, groups_S, sizes_G)[groups_S] - least_S
+    reward_S = 0.5 - (lengths_S - least_S) / range_S.clamp(min=1.0)
+    reward_S = torch.where(right_S, reward_S, reward_S.clamp(max=0.0))
+    return torch.where(range_S > 0, reward_S, torch.zeros_like(reward_S))
+
+
+def best_of_group(rewards_S: Tensor, group_ids_S: Tensor, num_best: int) -> Tensor:
+    """True for the `num_best` highest rewards of each group; of equal ones the first in the batch."""
+    groups_S, sizes_G = _grouped(rewards_S, group_ids_S)
+    order_S = torch.argsort(rewards_S, descending=True, stable=True)
+    order_S = order_S[torch.argsort(groups_S[order_S], stable=True)]
+    starts_G = (sizes_G.cumsum(0) - sizes_G).long()
+    ranks_S = torch.empty_like(order_S)
+    ranks_S[order_S] = torch.arange(len(order_S), device=order_S.device) - starts_G[groups_S[order_S]]
+    return ranks_S < num_best

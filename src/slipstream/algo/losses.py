@@ -1,15 +1,20 @@
 """Per-token terms of the policy-gradient losses, and the weights that make token terms a mean.
 
 Pure and differentiable in `logprobs_N` only; whatever is divided by the size of the optimizer step is the
-objective's business, so that no function here depends on how a step is cut into micro-batches.
+objective's business, so that no function here depends on how a step is cut into micro-batches. A loss is a function
+of `LossInputs`; `LOSSES` names those that a run file can.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from slipstream.algo.importance import sequence_sums
 
 
 class ClippedLoss(NamedTuple):
@@ -20,6 +25,41 @@ class ClippedLoss(NamedTuple):
     """True where the ratio fell below 1 - clip_low under a negative advantage."""
     clipped_high_N: Tensor
     """True where the ratio rose above 1 + clip_high under a positive advantage."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss may read of a micro-batch: N trained tokens of S whole sequences."""
+
+    logprobs_N: Tensor
+    """By the weights that are trained: the only one with a gradient."""
+    old_logprobs_N: Tensor
+    """The ratio's denominator."""
+    advantages_N: Tensor
+    sequence_index_N: Tensor
+    """Sequence of each token, 0 to S - 1."""
+    num_sequences: int
+    clip_low: float
+    clip_high: float
+    clip_dual: float | None = None
+    behaviour_logprobs_N: Tensor | None = None
+    """What the tokens were sampled with, when the engine said it."""
+
+    def sequence_means(self, values_N: Tensor) -> Tensor:
+        """The mean over a token's own sequence, `[N]`; differentiable."""
+        lengths_S = torch.bincount(self.sequence_index_N, minlength=self.num_sequences)
+        sums_S = sequence_sums(values_N, self.sequence_index_N, self.num_sequences)
+        return (sums_S / lengths_S)[self.sequence_index_N]
+
+
+class PolicyLoss(NamedTuple):
+    """A loss and what there is to say of its clip; the objective averages all of it over tokens."""
+
+    loss_N: Tensor
+    log_ratio_N: Tensor
+    """Detached: of what the clip acts on."""
+    counts: Mapping[str, Tensor] = {}
+    """Masks `[N]` by metric: `clip_fraction_low`, ..."""
 
 
 def clipped_policy_loss(
@@ -38,11 +78,66 @@ def clipped_policy_loss(
     return ClippedLoss(loss_N, low_N, high_N)
 
 
-def truncated_importance_weights(old_logprobs_N: Tensor, behaviour_logprobs_N: Tensor, cap: float) -> Tensor:
-    """`min(pi_old / pi_behaviour, cap)` for each token, detached (Espeholt et al., arXiv 1802.01561; TRL's
-    `token_truncate`). Corrects for what differs between the engine that sampled and the trainer that learns.
-    """
-    return torch.exp(old_logprobs_N.detach() - behaviour_logprobs_N.detach()).clamp(max=cap)
+def clip_loss(inputs: LossInputs) -> PolicyLoss:
+    """PPO's clipped surrogate for each token; with `clip_dual` = c, under a negative advantage at most `c |A|` (dual
+    clip, arXiv 1912.09729, equation 5)."""
+    given = (inputs.old_logprobs_N, inputs.advantages_N, inputs.clip_low, inputs.clip_high)
+    loss_N, low_N, high_N = clipped_policy_loss(inputs.logprobs_N, *given)
+    counts = {"clip_fraction_low": low_N, "clip_fraction_high": high_N}
+    if inputs.clip_dual is not None:
+        bound_N = -inputs.clip_dual * inputs.advantages_N
+        dual_N = (inputs.advantages_N < 0) & (loss_N > bound_N)
+        loss_N = torch.where(dual_N, bound_N, loss_N)
+        counts["clip_fraction_dual"] = dual_N
+    return PolicyLoss(loss_N, inputs.logprobs_N.detach() - inputs.old_logprobs_N, counts)
+
+
+def gspo_loss(inputs: LossInputs) -> PolicyLoss:
+    """The clipped surrogate of `s = exp(mean of the sequence's log-ratios)`, the same for all its tokens (GSPO, arXiv
+    2507.18071, equations 5 and 7)."""
+    log_ratio_N = inputs.sequence_means(inputs.logprobs_N - inputs.old_logprobs_N)
+    return _sequence_clipped(log_ratio_N, inputs)
+
+
+def gspo_token_loss(inputs: LossInputs) -> PolicyLoss:
+    """GSPO's ratio in value, with each token's own gradient: `sg[s] pi / sg[pi]` (GSPO-token, arXiv 2507.18071,
+    equations 13 and 14). For advantages that differ within a sequence."""
+    mean_N = inputs.sequence_means(inputs.logprobs_N.detach() - inputs.old_logprobs_N)
+    return _sequence_clipped(mean_N + (inputs.logprobs_N - inputs.logprobs_N.detach()), inputs)
+
+
+def _sequence_clipped(log_ratio_N: Tensor, inputs: LossInputs) -> PolicyLoss:
+    loss_N, low_N, high_N = clipped_policy_loss(
+        log_ratio_N, torch.zeros_like(log_ratio_N), inputs.advantages_N, inputs.clip_low, inputs.clip_high
+    )
+    return PolicyLoss(loss_N, log_ratio_N.detach(), {"clip_fraction_low": low_N, "clip_fraction_high": high_N})
+
+
+def cispo_loss(inputs: LossInputs) -> PolicyLoss:
+    """`-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi`: every token keeps a gradient (CISPO, arXiv 2506.13585,
+    equations 4 and 5)."""
+    log_ratio_N = inputs.logprobs_N.detach() - inputs.old_logprobs_N
+    ratio_N = torch.exp(log_ratio_N)
+    low, high = 1.0 - inputs.clip_low, 1.0 + inputs.clip_high
+    loss_N = -ratio_N.clamp(low, high) * inputs.advantages_N * inputs.logprobs_N
+    return PolicyLoss(loss_N, log_ratio_N, {"clip_fraction_low": ratio_N < low, "clip_fraction_high": ratio_N > high})
+
+
+def policy_gradient_loss(inputs: LossInputs) -> PolicyLoss:
+    """`-r A`: the importance-weighted policy gradient (Williams, 1992), never clipped."""
+    log_ratio_N = inputs.logprobs_N - inputs.old_logprobs_N
+    return PolicyLoss(-torch.exp(log_ratio_N) * inputs.advantages_N, log_ratio_N.detach())
+
+
+LossFunction = Callable[[LossInputs], PolicyLoss | Tensor]
+"""A user's own may return the loss of each token, `[N]`, alone."""
+LOSSES: dict[str, Callable[[LossInputs], PolicyLoss]] = {
+    "clip": clip_loss,
+    "gspo": gspo_loss,
+    "gspo_token": gspo_token_loss,
+    "cispo": cispo_loss,
+    "policy_gradient": policy_gradient_loss,
+}
 
 
 def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
@@ -59,24 +154,17 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, kind: Literal[
     return torch.expm1(difference_N) - difference_N
 
 
-def token_weights(sequence_index_N: Tensor, num_sequences: int, normalize: Literal["token", "sequence"]) -> Tensor:
-    """Weights whose sum over an optimizer step is the step's divisor, float32.
+def token_weights(
+    sequence_index_N: Tensor, num_sequences: int, normalize: Literal["token", "sequence", "constant"]
+) -> Tensor:
+    """What each token counts, float32; the divisor is the optimizer step's.
 
-    `"token"`: 1 for every token, so the divisor is the number of tokens. `"sequence"`: 1 / (tokens of the
-    token's own sequence), so the divisor is the number of sequences. A sequence must not be spread over
-    micro-batches. `sequence_index_N` counts from 0 to `num_sequences - 1`.
+    `"token"`: 1, and the divisor is the number of tokens. `"sequence"`: 1 / (tokens of the token's own sequence), and
+    the divisor is the number of sequences. A sequence must not be spread over micro-batches. `"constant"`: 1, and the
+    divisor is the number of sequences times a length that is the same for all. `sequence_index_N` counts from 0 to
+    `num_sequences - 1`.
     """
-    if normalize == "token":
+    if normalize != "sequence":
         return torch.ones(sequence_index_N.shape, dtype=torch.float32, device=sequence_index_N.device)
     lengths_S = torch.bincount(sequence_index_N, minlength=num_sequences)
     return (1.0 / lengths_S.to(torch.float32))[sequence_index_N]
-
-
-def effective_sample_size(log_ratio_N: Tensor) -> float:
-    """Kish's `(sum w)**2 / (N sum w**2)` of `w = exp(log_ratio)`, in (0, 1]; 1 is on-policy.
-
-    Safe for any size of ratio: the largest is taken out first. `log_ratio_N` must not be empty.
-    """
-    log_ratio_N = log_ratio_N.detach().to(torch.float64)
-    twice = 2.0 * torch.logsumexp(log_ratio_N, 0) - torch.logsumexp(2.0 * log_ratio_N, 0)
-    return min(1.0, (twice.exp() / log_ratio_N.numel()).item())

@@ -1,13 +1,14 @@
 """Log-probabilities of tokens under the distribution that the engine really sampled from.
 
 Guarantees: the same rules in the same order as vLLM's sampler (temperature; min-p; then top-k and top-p over
-logits sorted in ascending order), computed in float32 at least, differentiable, with one tensor of the
-logits' size kept for the backward pass. Stateful processors (penalties, grammars) are left to the engine's
-refusal: nothing here can repeat them.
+logits sorted in ascending order), computed in float32 at least, differentiable, entropy included. Beside the logits
+as they come and their gradient nothing of size `[N, V]` exists: float32 only in chunks of rows. Stateful processors
+(penalties, grammars) are left to the engine's refusal: nothing here can repeat them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,8 +62,7 @@ def token_logprobs(logits_NV: Tensor, token_ids_N: Tensor) -> tuple[Tensor, Tens
 
     Logits may be -inf, but not that of the token itself, or its logprob is -inf.
     """
-    logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, token_ids_N)  # pyright: ignore[reportGeneralTypeIssues]
-    return logprobs_N, entropy_N
+    return processed_logprobs(logits_NV, token_ids_N)
 
 
 def processed_logprobs(
@@ -77,7 +77,9 @@ def processed_logprobs(
 
     A token that rounding put just outside the kept set is added to it, so that every logprob is finite.
     """
-    return token_logprobs(_restrict(logits_NV, token_ids_N, temperature, top_k, top_p, min_p), token_ids_N)
+    rules = (temperature, top_k, top_p, min_p)
+    logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs_N, entropy_N
 
 
 def _restrict(
@@ -96,33 +98,59 @@ def _restrict(
     return logits_NV.masked_fill(~kept_NV, -torch.inf)
 
 
+_CHUNK_ELEMENTS = 2**24
+"""64 MiB in float32."""
+_Rules = tuple[float, int, float, float]
+
+
+def _chunks(logits_NV: Tensor) -> Iterator[slice]:
+    """Rows that are computed together."""
+    num_rows = max(1, _CHUNK_ELEMENTS // max(1, logits_NV.shape[-1]))
+    for start in range(0, len(logits_NV), num_rows):
+        yield slice(start, start + num_rows)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Keeps only the logits and two vectors for the backward pass, where plain autograd would keep the
-    log-softmax, the softmax and their product, each `[N, V]` in float32."""
+    log-softmax, the softmax and their product, each `[N, V]` in float32; what can be sampled is found again."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        wide_NV = _wide(logits_NV)
-        lse_N = wide_NV.logsumexp(-1)
-        logprobs_N = wide_NV.gather(-1, token_ids_N[:, None])[:, 0] - lse_N
-        # entr(p) = -p ln p is 0 at p = 0, where p times a logit of -inf would not be a number.
-        entropy_N = torch.special.entr((wide_NV - lse_N[:, None]).exp_()).sum(-1)
+    def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+        logprobs_N = torch.empty(len(logits_NV), dtype=dtype, device=logits_NV.device)
+        entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        for rows in _chunks(logits_NV):
+            ids_N = token_ids_N[rows]
+            wide_NV = _wide(_restrict(logits_NV[rows], ids_N, *rules))
+            lse_N[rows] = wide_NV.logsumexp(-1)
+            logprobs_N[rows] = wide_NV.gather(-1, ids_N[:, None])[:, 0] - lse_N[rows]
+            # entr(p) = -p ln p is 0 at p = 0, where p times a logit of -inf would not be a number.
+            entropy_N[rows] = torch.special.entr((wide_NV - lse_N[rows, None]).exp_()).sum(-1)
         ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
+        ctx.rules = rules
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
         logits_NV, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
-        probs_NV = (_wide(logits_NV) - lse_N[:, None]).exp_()
-        grad_NV: Tensor | None = None
-        if grad_entropy_N is not None:
-            # dH/dx = -p (ln p + H)
-            pulled_NV = torch.special.entr(probs_NV).addcmul_(probs_NV, entropy_N[:, None], value=-1.0)
-            grad_NV = pulled_NV.mul_(grad_entropy_N[:, None])
-        if grad_logprobs_N is not None:
-            # dlogp/dx = onehot - p
-            pulled_NV = probs_NV.mul_(-grad_logprobs_N[:, None])
-            pulled_NV.scatter_add_(-1, token_ids_N[:, None], grad_logprobs_N[:, None])
-            grad_NV = pulled_NV if grad_NV is None else grad_NV.add_(pulled_NV)
-        return (None if grad_NV is None else grad_NV.to(logits_NV.dtype)), None
+        if grad_logprobs_N is None and grad_entropy_N is None:
+            return None, None, None
+        result_NV = torch.empty_like(logits_NV)
+        for rows in _chunks(logits_NV):
+            ids_N = token_ids_N[rows]
+            probs_NV = (_wide(_restrict(logits_NV[rows], ids_N, *ctx.rules)) - lse_N[rows, None]).exp_()
+            grad_NV: Tensor | None = None
+            if grad_entropy_N is not None:
+                # dH/dx = -p (ln p + H)
+                pulled_NV = torch.special.entr(probs_NV).addcmul_(probs_NV, entropy_N[rows, None], value=-1.0)
+                grad_NV = pulled_NV.mul_(grad_entropy_N[rows, None])
+            if grad_logprobs_N is not None:
+                # dlogp/dx = onehot - p
+                pulled_NV = probs_NV.mul_(-grad_logprobs_N[rows, None])
+                pulled_NV.scatter_add_(-1, ids_N[:, None], grad_logprobs_N[rows, None])
+                grad_NV = pulled_NV if grad_NV is None else grad_NV.add_(pulled_NV)
+            assert grad_NV is not None
+            # Outside the kept set p is 0, and with it the gradient.
+            result_NV[rows] = grad_NV.div_(ctx.rules[0]) if ctx.rules[0] != 1.0 else grad_NV
+        return result_NV, None, None

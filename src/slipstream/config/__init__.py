@@ -8,6 +8,7 @@ package imports torch. Values that need the model, the tasks or the machine are 
 from slipstream.config.dump import Derived, dump_resolved
 from slipstream.config.keys import with_values
 from slipstream.config.load import Loaded, load_config
+from slipstream.config.recipes import needs_engine_logprobs
 from slipstream.config.schema import (
     DataConfig,
     EnvironmentConfig,
@@ -42,5 +43,6 @@ __all__ = [
     "WeightsConfig",
     "dump_resolved",
     "load_config",
+    "needs_engine_logprobs",
     "with_values",
 ]

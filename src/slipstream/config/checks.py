@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from slipstream.config.keys import keys_of
+from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import GRPOConfig, RunConfig
 
 OPTIONS_WITH_OWN_KEY = {
@@ -56,12 +57,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     algorithm, environment = config.algorithm, config.environment
     if isinstance(algorithm, GRPOConfig):
         if config.data is not None:
-            found["data"] = "applies to sft, not to grpo, whose tasks come from the environment"
-        if algorithm.kl_coef == 0:
-            found["algorithm.kl_estimator"] = "has no effect while algorithm.kl_coef is 0"
-        if algorithm.importance_sampling == "none":
-            found["algorithm.importance_cap"] = 'has no effect while algorithm.importance_sampling is "none"'
-        return found
+            found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
+        return found | _inapplicable_to(resolved(algorithm))
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["training.staleness"] = "applies to grpo, not to sft, whose batches no engine makes"
@@ -75,6 +72,25 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         without_rewards = ("environment.reward_timeout_s", "environment.max_reward_failures")
         for path in (*without_engine, *without_rewards):
             found[path] = "has no effect under sft while evaluation is off"
+    return found
+
+
+def _inapplicable_to(algorithm: GRPOConfig) -> dict[str, str]:
+    """The same within [algorithm], which has no `auto` left."""
+    found: dict[str, str] = {}
+    if algorithm.kl_coef == 0:
+        for name in ("kl_estimator", "kl_in"):
+            found[f"algorithm.{name}"] = "has no effect while algorithm.kl_coef is 0"
+    if algorithm.importance_sampling == "none":
+        for name in ("importance_cap", "importance_floor"):
+            found[f"algorithm.{name}"] = 'has no effect while algorithm.importance_sampling is "none"'
+    if algorithm.loss == "policy_gradient":
+        for name in ("clip_low", "clip_high"):
+            found[f"algorithm.{name}"] = 'has no effect on algorithm.loss = "policy_gradient", which clips nothing'
+    if algorithm.loss in BUILT_IN["loss"] and algorithm.loss != "clip":
+        found["algorithm.clip_dual"] = f'has no effect on algorithm.loss = "{algorithm.loss}", only on "clip"'
+    if algorithm.overlong_buffer == 0:
+        found["algorithm.overlong_penalty"] = "has no effect while algorithm.overlong_buffer is 0"
     return found
 
 
@@ -94,12 +110,48 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
     yield from _lora(config)
+    if isinstance(config.algorithm, GRPOConfig):
+        yield from _policy_gradient(config.algorithm)
     if config.weights.probe_stop <= config.weights.probe_warn:
         yield (
             "weights.probe_stop",
             f"weights.probe_stop = {config.weights.probe_stop:g} is not above weights.probe_warn = "
             f"{config.weights.probe_warn:g}, so no warning "
             "could come first: raise probe_stop or lower probe_warn",
+        )
+
+
+def _policy_gradient(algorithm: GRPOConfig) -> Iterator[tuple[str, str]]:
+    if algorithm.old_policy == "engine" and algorithm.importance_sampling not in ("auto", "none"):
+        yield (
+            "algorithm.importance_sampling",
+            f'algorithm.importance_sampling = "{algorithm.importance_sampling}" corrects what algorithm.old_policy = '
+            '"engine" has in its ratio already: remove one of the two',
+        )
+    final = resolved(algorithm)
+    if float(final.importance_floor) >= float(final.importance_cap):
+        yield (
+            "algorithm.importance_floor",
+            f"algorithm.importance_floor = {final.importance_floor:g} is not below algorithm.importance_cap = "
+            f"{final.importance_cap:g}: lower the first or raise the second",
+        )
+    if algorithm.length_penalty and algorithm.reward_threshold is None:
+        yield (
+            "algorithm.length_penalty",
+            f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short right answers, but nothing says"
+            " what right is: set algorithm.reward_threshold",
+        )
+    if algorithm.best_of is not None and algorithm.best_of > algorithm.group_size:
+        yield (
+            "algorithm.best_of",
+            f"algorithm.best_of = {algorithm.best_of} is more than algorithm.group_size = {algorithm.group_size}: use "
+            "less, or leave it out",
+        )
+    if algorithm.clip_dual is not None and final.loss == "clip" and algorithm.clip_dual <= 1 + float(final.clip_high):
+        yield (
+            "algorithm.clip_dual",
+            f"algorithm.clip_dual = {algorithm.clip_dual:g} is not above 1 + clip_high = {1 + float(final.clip_high):g}"
+            ": use 3, as is usual",
         )
 
 
@@ -121,10 +173,10 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
         if not config.environment.name.strip():
             remedy = "give reasoning_gym/<task> or path/to/file.py:Class"
             yield "environment.name", f'environment.name = "" is empty: {remedy}'
-    elif config.algorithm.kind == "grpo":
+    elif config.algorithm.kind != "sft":
         yield (
             "algorithm.kind",
-            "environment.name is missing, and grpo needs tasks and rewards: "
+            f"environment.name is missing, and {config.algorithm.kind} needs tasks and rewards: "
             'set it in [environment], for example name = "reasoning_gym/spell_backward"',
         )
     elif config.data is None:
@@ -200,7 +252,7 @@ def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
             "sampling.stop",
             "sampling.stop has an empty text, which would end every completion at once: remove it",
         )
-    if config.algorithm.kind == "grpo" and sampling.top_k == 1:
+    if config.algorithm.kind != "sft" and sampling.top_k == 1:
         yield (
             "sampling.top_k",
             "sampling.top_k = 1 draws the same completion for a whole group, which has no signal: "

@@ -187,23 +187,23 @@ def _keys() -> dict[str, Key]:
     keys: dict[str, Key] = {}
     for section, reference in schema["properties"].items():
         models = [schema["$defs"][name] for name in _references(reference)]
-        kinds = [model["properties"]["kind"]["const"] if section == "algorithm" else "" for model in models]
-        for kind, model in zip(kinds, models, strict=True):
+        for model in models:
+            kinds = _kinds(model) if section == "algorithm" else ()
             for name, spec in model["properties"].items():
                 path = f"{section}.{name}"
                 before = keys[path].kinds if path in keys else ()
-                keys[path] = _key(section, name, spec, name in model.get("required", ()), (*before, kind))
-    every_kind = tuple(_kinds(schema))
+                keys[path] = _key(section, name, spec, name in model.get("required", ()), (*before, *kinds))
+    algorithms = [schema["$defs"][name] for name in _references(schema["properties"]["algorithm"])]
+    every_kind = tuple(kind for model in algorithms for kind in _kinds(model))
     kind_words = join_choices(tuple(f'"{kind}"' for kind in every_kind))
     keys["algorithm.kind"] = Key("algorithm", "kind", kind_words, required=True, is_text=True, choices=every_kind)
     return keys
 
 
-def _kinds(schema: Mapping[str, Any]) -> list[str]:
-    # In the order of the schema.
-    return [
-        schema["$defs"][name]["properties"]["kind"]["const"] for name in _references(schema["properties"]["algorithm"])
-    ]
+def _kinds(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kinds of algorithm that have this section, in the schema's order."""
+    spec = model["properties"]["kind"]
+    return tuple(spec.get("enum", (spec.get("const"),)))
 
 
 def _references(spec: Mapping[str, Any]) -> list[str]:
@@ -225,7 +225,7 @@ def _key(section: str, name: str, spec: Mapping[str, Any], required: bool, kinds
         is_text=types == {"string"},
         is_free=types == {"object"},
         choices=choices,
-        kinds=tuple(kind for kind in kinds if kind),
+        kinds=kinds,
     )
 
 

@@ -19,6 +19,7 @@ from slipstream.config.checks import contradictions, foreign_key, inapplicable, 
 from slipstream.config.keys import all_keys, dotted, leaves, optional_sections, sections, suggestion
 from slipstream.config.messages import located, rewrite, show
 from slipstream.config.overrides import Override, parse_overrides, place
+from slipstream.config.recipes import BUILT_IN
 from slipstream.config.runfile import RunFile, read_run_file
 from slipstream.config.schema import RunConfig
 from slipstream.errors import ConfigError
@@ -223,6 +224,10 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
             tree["environment"]["name"] = f"{file}:{name}" if colon else file
         elif text == "rows":
             _resolve_rows(tree["environment"].get("settings"), resolve)
+    for name in BUILT_IN:
+        if (text := text_at("algorithm", name)).partition(":")[0].endswith(".py"):
+            file, colon, function = text.partition(":")
+            tree["algorithm"][name] = resolve(f"algorithm.{name}", file, always=True) + colon + function
     if text := text_at("run", "folder"):
         tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
 

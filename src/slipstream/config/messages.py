@@ -71,7 +71,9 @@ def _sentence(key: Key, item: Mapping[str, Any], where: Where) -> str:
     path = f"{key.path}[{inside[0]}]" if inside else key.path
     remedy = key.requirement
     if isinstance(value, str) and key.choices:
-        near = difflib.get_close_matches(value, key.choices, n=1)
+        near = difflib.get_close_matches(value, key.choices)
+        # Two letters in the wrong order are the commonest slip.
+        near.sort(key=lambda choice: sorted(choice) != sorted(value))
         remedy = f'did you mean "{near[0]}"? It takes {remedy}' if near else f"use {remedy}"
     else:
         remedy = f"use {remedy}"

@@ -101,31 +101,80 @@ class SFTConfig(Section):
     """Which assistant turns of a conversation carry loss."""
 
 
-class GRPOConfig(Section):
-    """Group relative policy optimization (arXiv 2402.03300) with the corrections that came after it."""
+Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
+AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean"]
+LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
+Scale = Literal["std", "batch", "whiten", "none"]
+Normalize = Literal["token", "sequence", "constant"]
+KLEstimator = Literal["k1", "k2", "k3"]
+Correction = Literal["truncated", "sequence_truncated", "masked", "sequence_masked", "none"]
 
-    kind: Literal["grpo"] = "grpo"
+
+class GRPOConfig(Section):
+    """Reinforcement learning on groups of completions. `kind` is a recipe: it only chooses values for the fields that
+    are `auto`, and any of them can be set. The table of recipes is in `config/recipes.py`; `slipstream plan` shows what
+    each field becomes."""
+
+    kind: Recipe = "grpo"
+    """`grpo` (this project's, with DAPO's token mean and clip-higher), `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
+    `reinforce_pp`."""
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Completions for each prompt; their mean reward is the baseline."""
+    """Completions for each prompt; their rewards make the baseline."""
     reward_threshold: float | None = None
     """Train on right or wrong: a reward of at least this counts as 1, a lower one as 0. Not set: on the reward."""
-    scale_rewards: Literal["std", "none"] = "std"
-    """Divide advantages by the group's standard deviation (GRPO), or not (Dr. GRPO, arXiv 2503.20783)."""
-    normalize: Literal["token", "sequence"] = "token"
-    """Average the loss over all tokens of the batch (DAPO), or first within each sequence (GRPO)."""
-    clip_low: PositiveFloat = 0.2
+    overlong_buffer: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = "auto"
+    """Soft punishment of long completions (DAPO, arXiv 2503.14476, equation 13): over this last part of
+    `sampling.max_tokens` the reward falls by up to `overlong_penalty`. `auto`: 0.2 under `dapo`, otherwise 0."""
+    overlong_penalty: PositiveFloat = 1.0
+    """What a completion of full length loses."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Weight of Kimi's length reward (arXiv 2501.12599, section 2.3.3): within a group, shorter right answers get more
+    and longer ones less; needs `reward_threshold`, which says what is right."""
+    best_of: PositiveInt | None = None
+    """Of each group, only so many completions with the highest rewards carry loss; the others count in the baseline
+    only. Not set: all."""
+    advantage: Literal["auto"] | AdvantageName | str = "auto"
+    """What rewards are compared with: `group_mean` (GRPO), `leave_one_out` (the group's other completions, RLOO),
+    `batch_mean` (REINFORCE++); or your own: `path/to/file.py:function` or an entry point of the group
+    `slipstream.advantages`, called with rewards and group numbers."""
+    scale_rewards: Literal["auto"] | Scale = "auto"
+    """Advantages are divided by the standard deviation of their group's rewards (`std`, GRPO), of all the batch's
+    rewards (`batch`), brought to mean 0 and standard deviation 1 over the batch (`whiten`, REINFORCE++), or left
+    (`none`, Dr. GRPO)."""
+    loss: Literal["auto"] | LossName | str = "auto"
+    """`clip` (PPO), `gspo` and `gspo_token` (one ratio for a sequence), `cispo`, `policy_gradient` (the ratio,
+    never clipped); or your own: `path/to/file.py:function` or an entry point of the group `slipstream.losses`, called
+    with a `slipstream.algo.losses.LossInputs`."""
+    normalize: Literal["auto"] | Normalize = "auto"
+    """Average the loss over all tokens of the batch (`token`, DAPO), first within each sequence (`sequence`, GRPO), or
+    divide each sequence's sum by `sampling.max_tokens` (`constant`, Dr. GRPO)."""
+    clip_low: PositiveFloat | Literal["auto"] = "auto"
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """The ratio is clipped above 1 + clip_high (clip-higher, DAPO, arXiv 2503.14476)."""
+    clip_high: PositiveFloat | Literal["auto"] = "auto"
+    """The ratio is clipped above 1 + clip_high."""
+    clip_dual: Annotated[float, Field(gt=1.0)] | None = None
+    """Dual clip (arXiv 1912.09729): under a negative advantage the ratio counts as this at most. Loss `clip` only."""
+    old_policy: Literal["trainer", "engine"] = "trainer"
+    """What the ratio is taken against. `trainer`: the weights before the batch's first update, computed by the trainer;
+    what the engine did otherwise is `importance_sampling`'s (the decoupled objective, AReaL, arXiv 2505.24298).
+    `engine`: the probabilities that the tokens were sampled with."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the initial model; 0 keeps no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence (Schulman, "Approximating KL divergence")."""
-    importance_sampling: Literal["truncated", "none"] = "truncated"
-    """Correct for the difference between engine and trainer by truncated importance weights, which need the
-    engine's log-probabilities."""
-    importance_cap: PositiveFloat = 2.0
-    """Largest importance weight of a token."""
+    kl_in: Literal["auto", "loss", "reward"] = "auto"
+    """Add it to the loss of each token (GRPO), or take its sum over a completion from the reward (RLOO)."""
+    kl_estimator: Literal["auto"] | KLEstimator = "auto"
+    """Estimator of that divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
+    reward."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of an entropy bonus: the policy's entropy, a mean over tokens, is raised."""
+    importance_sampling: Literal["auto"] | Correction = "auto"
+    """Correct for the difference between engine and trainer by weights, which need the engine's log-probabilities: one
+    for each token, cut at `importance_cap` (`truncated`) or set to 0 outside `importance_floor` and `importance_cap`
+    (`masked`, IcePop), or the same with one weight for a whole sequence (`sequence_truncated`, `sequence_masked`)."""
+    importance_cap: PositiveFloat | Literal["auto"] = "auto"
+    """Largest importance weight. `auto`: 2, and 5 for `masked`."""
+    importance_floor: NonNegativeFloat | Literal["auto"] = "auto"
+    """Smallest one. `auto`: 0, and 0.5 for `masked`."""
     train_on_truncated: bool = True
     """Whether completions cut at `sampling.max_tokens` carry loss; if not they are in the baseline only."""
 

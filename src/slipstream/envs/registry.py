@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from slipstream.config.schema import EnvironmentConfig
+from slipstream.config.user_file import import_file, last_line
 from slipstream.envs.base import Environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import Rows
 from slipstream.envs.single_turn import FunctionEnvironment
 from slipstream.envs.suggest import did_you_mean
-from slipstream.envs.user_file import import_file, last_line
 from slipstream.errors import ConfigError, SlipstreamError
 
 GROUP = "slipstream.environments"

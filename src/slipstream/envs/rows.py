@@ -24,12 +24,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from slipstream.config.user_file import import_file
 from slipstream.data.files import Columns, Form, Problem, read_problems
 from slipstream.envs.answers import final_answer, last_number, same_text
 from slipstream.envs.base import Environment, Episode, Policy, RewardFailed, Score, Split, as_score
 from slipstream.envs.split import split_of
 from slipstream.envs.suggest import did_you_mean
-from slipstream.envs.user_file import import_file
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Task
 

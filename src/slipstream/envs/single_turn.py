@@ -15,10 +15,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
+from slipstream.config.user_file import last_line
 from slipstream.data.plain import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, as_score
-from slipstream.envs.user_file import last_line
 from slipstream.errors import DataError, EnvironmentFault, SlipstreamError
 from slipstream.records import Message, Role, Task
 

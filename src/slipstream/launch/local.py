@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.config import dump_resolved
+from slipstream.config import dump_resolved, needs_engine_logprobs
 from slipstream.config.checks import engine_workers
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
@@ -266,7 +266,7 @@ class _Run:
     def _reference(self, model: PolicyModel) -> PolicyModel | None:
         """What the KL term measures from: under LoRA the base, in the same memory."""
         algorithm = self.config.algorithm
-        if algorithm.kind != "grpo" or algorithm.kl_coef == 0:
+        if algorithm.kind == "sft" or algorithm.kl_coef == 0:
             return None
         return self._load_model() if model.adapter is None else model.without_adapter()
 
@@ -375,7 +375,7 @@ class _Run:
                 start_s=config.inference.start_timeout_s + _START_GRACE_S,
             ),
         )
-        if config.algorithm.kind == "grpo":
+        if config.algorithm.kind != "sft":
             loop.reader = self._rollouts(thread, versions, runner, loop.step, turns)
 
     def _bridge(self, model: PolicyModel, engine: RunEngine) -> tuple[Bridge, Callable[[], NamedWeights]]:
@@ -469,7 +469,7 @@ class _Run:
         self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int, turns: Turns
     ) -> RolloutReader:
         config, algorithm = self.config, self.config.algorithm
-        assert algorithm.kind == "grpo"
+        assert algorithm.kind != "sft"
         assert config.environment is not None
         batcher = Batcher(
             runner,
@@ -477,7 +477,7 @@ class _Run:
             sampling=self.prepared.sampling(),
             seed=config.run.seed,
             max_reward_failures=config.environment.max_reward_failures,
-            needs_logprobs=algorithm.importance_sampling == "truncated",
+            needs_logprobs=needs_engine_logprobs(algorithm),
             staleness=config.training.staleness,
             on_rollout=self.progress.advance,
         )

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import Derived, GRPOConfig, RunConfig, with_values
-from slipstream.config.checks import divisor_problem, engine_workers, uses_engine
+from slipstream.config.checks import divisor_problem, engine_workers, inapplicable, uses_engine
+from slipstream.config.recipes import choices, resolved
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE, USABLE, Needs, Split, split_card
 from slipstream.launch.measured import Facts
@@ -73,8 +74,13 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
             draft.on_cpu,
             "on a CPU compiling takes longer than it saves" if draft.on_cpu else "CUDA graphs pay on a GPU",
         )
+    if isinstance(config.algorithm, GRPOConfig):
+        without_effect = inapplicable(config)
+        for choice in choices(config.algorithm):
+            if (path := f"algorithm.{choice.name}") not in without_effect:
+                draft.derive(path, choice.value, choice.reason)
     _plan_micro_batch(draft)
-    if config.environment is not None and config.data is None:
+    if config.environment is not None and (config.data is None or config.algorithm.kind != "sft"):
         made = facts.data.num_requested_tasks or facts.data.num_train_tasks
         draft.derive_auto("environment.num_train_tasks", made, "all that the environment has, or enough of them")
     draft.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
@@ -83,7 +89,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         draft.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     planned = draft.config()
     if isinstance(planned.algorithm, GRPOConfig):
-        draft.warnings += _warn_grpo(planned, planned.algorithm)
+        draft.warnings += _warn_grpo(planned, resolved(planned.algorithm))
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
     return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings))
@@ -429,9 +435,15 @@ def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:
 
 def _warn_grpo(config: RunConfig, algorithm: GRPOConfig) -> Iterator[str]:
     one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
-    defaults = GRPOConfig()
-    if one_update and (algorithm.clip_low, algorithm.clip_high) != (defaults.clip_low, defaults.clip_high):
+    usual = resolved(GRPOConfig(kind=algorithm.kind))
+    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
+    if one_update and is_set and algorithm.old_policy == "trainer":
         yield (
             "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
             "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield (
+            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
+            ' back: use "k3", or set algorithm.kl_in = "reward"'
         )

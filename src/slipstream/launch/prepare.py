@@ -76,6 +76,7 @@ def prepare(loaded: Loaded) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan."""
     config = loaded.config
     require_sinks(config.run.sinks)
+    _check_functions(config)
     section = config.environment
     system = section.system_prompt if section else ""
     check_options(config.inference.options)
@@ -121,6 +122,15 @@ def prepare(loaded: Loaded) -> Prepared:
     )
     plan = make_plan(config, facts)
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+
+
+def _check_functions(config: RunConfig) -> None:
+    """The user's own advantage and loss, if there are any."""
+    if config.algorithm.kind != "sft":
+        from slipstream.algo.custom import check_user_function
+
+        check_user_function("advantage", config.algorithm.advantage)
+        check_user_function("loss", config.algorithm.loss)
 
 
 def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:

@@ -86,8 +86,9 @@ class Batcher:
             for sequence in rollout.sequences:
                 if self._needs_logprobs and sequence.logprobs is None:
                     raise TrainingError(
-                        f"rollout {rollout.id} came without log-probabilities, which algorithm.importance_sampling = "
-                        "truncated needs: use an engine that returns them, or set it to none"
+                        f"rollout {rollout.id} came without log-probabilities, which algorithm.importance_sampling and "
+                        'old_policy = "engine" need: use an engine that returns them, or set the first to "none" and'
+                        ' the second to "trainer"'
                     )
                 strange = {span.version for span in sequence.versions} - allowed
                 if strange:

@@ -62,6 +62,16 @@ PANELS = (
           (Line("probe/abs_logprob_diff", "mean"), Line("probe/max_logprob_diff", "largest")), log=True),
     Panel("Behaviour mismatch", "Log-probability of the trained tokens: what the engine said against the trainer.",
           (Line("mismatch/abs_logprob_diff", "mean"),), log=True),
+    Panel("KL of the engine from the trainer", "Estimated on the trained tokens: numerics, and staleness.",
+          (Line("mismatch/kl", "KL"),), log=True),
+    Panel("Effective sample size", "Of the weights from what sampled to what is trained: 1 is on-policy.",
+          (Line("train/effective_sample_size", "part of the tokens"),), "%", from_zero=True),
+    Panel("Importance weights", "Engine to trainer: the ratio's 1 % and 99 % quantiles, before any bound.",
+          (Line("mismatch/ratio_p99", "99 %"), Line("mismatch/ratio_p01", "1 %"))),
+    Panel("Bounded weights", "Part of the tokens whose importance weight was cut or masked.",
+          (Line("train/importance_capped_fraction", "tokens"),), "%", from_zero=True),
+    Panel("Policy ratio", "What the clip acts on: 1 % and 99 % quantiles.",
+          (Line("train/ratio_p99", "99 %"), Line("train/ratio", "mean"), Line("train/ratio_p01", "1 %"))),
     Panel("KL to the reference", "Estimated on the trained tokens.", (Line("train/kl_reference", "KL"),)),
     Panel("Staleness", "How many versions old the trained tokens are.",
           (Line("staleness/mean", "mean"), Line("staleness/max", "largest")), from_zero=True),
@@ -78,7 +88,10 @@ PANELS = (
     Panel("Gradient norm", "Before clipping.", (Line("train/grad_norm", "norm"),), from_zero=True),
     Panel("Learning rate", "Mean over a step's updates.", (Line("train/learning_rate", "rate"),), from_zero=True),
     Panel("Clipped tokens", "Part of the tokens whose ratio left the clip range.",
-          (Line("train/clip_fraction_high", "above"), Line("train/clip_fraction_low", "below")), "%", from_zero=True),
+          (Line("train/clip_fraction_high", "above"), Line("train/clip_fraction_low", "below"),
+           Line("train/clip_fraction_dual", "above clip_dual")), "%", from_zero=True),
+    Panel("Shaped rewards", "What length adds to the mean reward, or takes from it.",
+          (Line("reward/overlong", "over-long"), Line("reward/length", "length in the group"))),
 )  # fmt: skip
 DROPPED = Panel("Outcomes dropped", "Rollouts that could not be trained on, by reason.", (), from_zero=True)
 _TIMES = "time/"

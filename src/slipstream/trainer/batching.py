@@ -238,20 +238,21 @@ def make_step_batches(
     updates_per_batch: int = 1,
     epochs: int = 1,
     train_on_truncated: bool = True,
+    carries_loss: Sequence[bool] | None = None,
 ) -> list[StepBatch]:
     """The optimizer steps that one batch makes: whole groups are dealt to `updates_per_batch` steps, `epochs`
     times.
 
-    `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are
-    left out, and with `train_on_truncated=False` truncated ones too. A repeated epoch repeats the same
-    objects, so that old log-probabilities filled in once hold for all. Fewer groups than updates make fewer
-    steps; without any, TrainingError.
+    `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are left out,
+    with `train_on_truncated=False` truncated ones too, and those whose `carries_loss` is false. A repeated epoch
+    repeats the same objects, so that old log-probabilities filled in once hold for all. Fewer groups than updates
+    make fewer steps; without any, TrainingError.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
     groups: dict[str, list[int]] = {}
     for index, rollout in enumerate(batch.rollouts):
-        trained = rollout.outcome in records.TRAINABLE_OUTCOMES
+        trained = rollout.outcome in records.TRAINABLE_OUTCOMES and (carries_loss is None or carries_loss[index])
         if trained and (train_on_truncated or rollout.outcome != "truncated"):
             groups.setdefault(rollout.group_id, []).append(index)
     if not groups:

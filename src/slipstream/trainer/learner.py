@@ -100,7 +100,7 @@ class Learner:
                 "trainable token: check the masks and which outcomes are trained on"
             )
         divisors = objective.counts(batch)
-        totals: dict[str, float] = {}
+        totals: dict[str, Tensor] = {}
         num_rows = num_row_tokens = 0
         for micro in micro_batches(
             batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
@@ -108,10 +108,11 @@ class Learner:
             loss, sums = objective.terms(self.model, micro, divisors)
             loss.backward()
             for key, value in sums.items():
-                totals[key] = totals.get(key, 0.0) + value.item()
+                # On the device: reading a number here would make a GPU wait.
+                totals[key] = totals[key] + value.double() if key in totals else value.double()
             num_rows += 1
             num_row_tokens += len(micro.token_ids_T)
-        metrics = objective.summarize(totals, divisors)
+        metrics = objective.summarize({key: value.cpu() for key, value in totals.items()}, divisors)
         return {**metrics, "num_micro_batches": float(num_rows), "num_row_tokens": float(num_row_tokens)}
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:

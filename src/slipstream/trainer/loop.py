@@ -11,6 +11,7 @@ in which nothing could be learned is an error.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -18,16 +19,18 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.advantages import group_advantages, signal_fraction
-from slipstream.config.schema import GRPOConfig, RunConfig
+from slipstream.algo.losses import kl_estimate
+from slipstream.config.recipes import resolved
+from slipstream.config.schema import GRPOConfig, KLEstimator, RunConfig
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.trainer.credit import Credit, assign_credit
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, score
 from slipstream.trainer.model import PolicyModel
@@ -232,21 +235,20 @@ class TrainingLoop:
         self._check_version(batch)
         training, algorithm = self.config.training, self.config.algorithm
         metrics: dict[str, float] = {}
-        advantages: list[float] | None = None
-        truncated = True
+        credit: Credit | None = None
         if isinstance(algorithm, GRPOConfig):
             metrics = rollout_metrics(batch)
-            advantages, signal = batch_advantages(batch, algorithm)
-            metrics["reward/signal_fraction"] = signal
-            truncated = algorithm.train_on_truncated
-            if signal == 0.0:
+            credit = assign_credit(batch, algorithm, self.sampling.max_tokens, self._kl_penalties(batch, metrics))
+            metrics |= credit.metrics
+            if not credit.has_signal:
                 return metrics | self._skip(batch.step)
         planned = make_step_batches(
             batch,
-            advantages,
+            credit.advantages if credit else None,
             updates_per_batch=training.updates_per_batch,
             epochs=training.epochs_per_batch,
-            train_on_truncated=truncated,
+            train_on_truncated=not isinstance(algorithm, GRPOConfig) or algorithm.train_on_truncated,
+            carries_loss=credit.carries_loss if credit else None,
         )
         is_sft = not isinstance(algorithm, GRPOConfig)
         steps = [(place, step) for place, step in enumerate(planned) if is_sft or step.has_signal]
@@ -255,8 +257,10 @@ class TrainingLoop:
             if not steps:
                 return metrics | self._skip(batch.step)
         self._quiet_steps = 0
-        self._fill_references([step for _, step in steps])
-        self.learner.fill_old_logprobs([step for _, step in steps], self.sampling)
+        if credit is not None and not self._kl_in_reward:
+            self._fill_references([step for _, step in steps])
+        if credit is not None and algorithm.kind != "sft" and algorithm.old_policy == "trainer":
+            self.learner.fill_old_logprobs([step for _, step in steps], self.sampling)
         self.progress.phase("train", len(steps))
         each = training.updates_per_batch * training.epochs_per_batch
         rows: list[dict[str, float]] = []
@@ -299,6 +303,27 @@ class TrainingLoop:
                 self.sampling,
                 micro_batch_tokens=self.learner.micro_batch_tokens,
             ).logprobs
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        algorithm = self.config.algorithm
+        return isinstance(algorithm, GRPOConfig) and algorithm.kl_coef > 0 and resolved(algorithm).kl_in == "reward"
+
+    def _kl_penalties(self, batch: records.Batch, metrics: dict[str, float]) -> list[float] | None:
+        """What each rollout's divergence from the reference takes from its reward, when it is taken from there."""
+        algorithm = self.config.algorithm
+        if not self._kl_in_reward or self.reference is None or not isinstance(algorithm, GRPOConfig):
+            return None
+        sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
+        ours = self.learner.forward(sequences, self.sampling).logprobs
+        size = self.learner.micro_batch_tokens
+        theirs = score(self.reference, sequences, self.sampling, micro_batch_tokens=size).logprobs
+        kind = cast("KLEstimator", resolved(algorithm).kl_estimator)
+        sums = iter(kl_estimate(a, b, kind).double().sum().item() for a, b in zip(ours, theirs, strict=True))
+        divergences = [sum(itertools.islice(sums, len(rollout.sequences))) for rollout in batch.rollouts]
+        tokens = sum(len(logprobs) for logprobs in ours)
+        metrics["train/kl_reference"] = sum(divergences) / max(1, tokens)
+        return [algorithm.kl_coef * divergence for divergence in divergences]
 
     def _check_version(self, batch: records.Batch) -> None:
         staleness = self.config.training.staleness
@@ -421,27 +446,6 @@ def differences_of(sequence: records.Sequence, logprobs: Tensor) -> list[float]:
         raise TrainingError("the engine's probe came without log-probabilities: it must return those of sampled tokens")
     theirs = [value for value, trained in zip(sequence.logprobs, sequence.mask, strict=True) if trained]
     return [abs(a - b) for a, b in zip(theirs, logprobs.tolist(), strict=True)]
-
-
-def batch_advantages(batch: records.Batch, algorithm: GRPOConfig) -> tuple[list[float], float]:
-    """One advantage for each rollout, from the rewards of the rollouts that may be trained on, and the part
-    of groups that have reward variance. Rollouts that failed get 0 and are left out later.
-    """
-    import torch
-
-    usable = [i for i, rollout in enumerate(batch.rollouts) if rollout.outcome in records.TRAINABLE_OUTCOMES]
-    if not usable:
-        raise TrainingError(f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on")
-    numbers = {group: n for n, group in enumerate(dict.fromkeys(batch.rollouts[i].group_id for i in usable))}
-    rewards_S = torch.tensor([batch.rollouts[i].reward for i in usable], dtype=torch.float64)
-    if algorithm.reward_threshold is not None:
-        rewards_S = (rewards_S >= algorithm.reward_threshold).double()
-    group_ids_S = torch.tensor([numbers[batch.rollouts[i].group_id] for i in usable])
-    advantages_S = group_advantages(rewards_S, group_ids_S, algorithm.scale_rewards)
-    advantages = [0.0] * len(batch.rollouts)
-    for i, advantage in zip(usable, advantages_S.tolist(), strict=True):
-        advantages[i] = advantage
-    return advantages, signal_fraction(rewards_S, group_ids_S)
 
 
 def rollout_metrics(batch: records.Batch) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What is minimised: supervised cross-entropy and GRPO, as sums over micro-batches.
+"""What is minimised: supervised cross-entropy and policy gradients, as sums over micro-batches.
 
 An objective says by what a whole optimizer step is divided before any backward pass (`counts`), gives one
 micro-batch's share of the loss and sums of what is worth measuring (`terms`), and turns the step's sums into
@@ -7,20 +7,19 @@ metrics (`summarize`). So a step cut otherwise, or spread over more ranks, chang
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.losses import (
-    clipped_policy_loss,
-    kl_estimate,
-    token_weights,
-    truncated_importance_weights,
-)
+from slipstream.algo.custom import user_function
+from slipstream.algo.importance import importance_weights, log_ratio_histogram, ratio_quantiles
+from slipstream.algo.losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
 from slipstream.algo.sampling import processed_logprobs, token_logprobs
-from slipstream.config.schema import GRPOConfig
+from slipstream.config.recipes import resolved
+from slipstream.config.schema import GRPOConfig, KLEstimator, Normalize
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import MicroBatch, StepBatch
 from slipstream.trainer.model import PolicyModel
@@ -36,11 +35,11 @@ class Objective(Protocol):
     def terms(
         self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss, a scalar to call backward on, and detached sums."""
+        """This micro-batch's share of the loss, a scalar to call backward on, and detached sums of any shape."""
         ...
 
-    def summarize(self, sums: dict[str, float], divisors: dict[str, float]) -> dict[str, float]:
-        """Metrics of the step from the sums over all its micro-batches."""
+    def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
+        """Metrics of the step from the sums over all its micro-batches, float64 on the CPU."""
         ...
 
 
@@ -62,98 +61,151 @@ class SFTObjective:
             right = (logits_NV.argmax(-1) == micro.target_ids_N).sum()
         return loss, {"loss": loss.detach(), "entropy": entropy_N.detach().sum(), "token_accuracy": right}
 
-    def summarize(self, sums: dict[str, float], divisors: dict[str, float]) -> dict[str, float]:
+    def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
         """`loss` in nats a token, `entropy`, `token_accuracy` of greedy prediction."""
         tokens = divisors["tokens"]
-        means = {key: value / tokens for key, value in sums.items() if key != "loss"}
-        return {"loss": sums["loss"], "num_tokens": tokens, **means}
+        means = {key: value.item() / tokens for key, value in sums.items() if key != "loss"}
+        return {"loss": sums["loss"].item(), "num_tokens": tokens, **means}
 
 
 class GRPOObjective:
-    """Clipped policy gradient with truncated importance weights and an optional KL term.
+    """A policy gradient: any loss of `algo.losses`, importance weights, a KL term and an entropy bonus.
 
     Log-probabilities are those of the distribution that was sampled from (`sampling`). Per token:
-    `importance weight * clipped loss + kl_coef * kl`, averaged as `config.normalize` says.
+    `importance weight * loss + kl_coef * kl`, averaged as `config.normalize` says, less `entropy_coef` times the mean
+    entropy of a token, whatever the loss is averaged over.
     """
 
     def __init__(self, config: GRPOConfig, sampling: records.SamplingParams) -> None:
-        self.config = config
+        self.config = resolved(config)
         self.sampling = sampling
+        self._loss: LossFunction = LOSSES.get(self.config.loss) or user_function("loss", self.config.loss)
+        self._has_kl_term = config.kl_coef > 0.0 and self.config.kl_in == "loss"
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
-        """Trainable tokens, sequences that have any, and whichever of them the loss is divided by."""
+        """Trainable tokens, sequences that have any, and what the loss is divided by."""
         tokens, sequences = float(batch.num_tokens), float(batch.num_sequences)
-        loss = tokens if self.config.normalize == "token" else sequences
-        return {"tokens": tokens, "sequences": sequences, "loss": loss}
+        loss = {"token": tokens, "sequence": sequences, "constant": sequences * self.sampling.max_tokens}
+        return {"tokens": tokens, "sequences": sequences, "loss": loss[self.config.normalize]}
 
     def terms(
         self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See the class; raises TrainingError when advantages or needed log-probabilities are missing."""
         config = self.config
-        if micro.advantages_N is None:
-            raise TrainingError("a sequence of a GRPO batch has no advantage: give one for each sequence")
         logprobs_N, entropy_N = sampled_logprobs(model.logits(micro), micro.target_ids_N, self.sampling)
-        old_N = logprobs_N.detach() if micro.old_logprobs_N is None else micro.old_logprobs_N
-        clipped = clipped_policy_loss(logprobs_N, old_N, micro.advantages_N, config.clip_low, config.clip_high)
-        weights_N = token_weights(micro.sequence_index_N, micro.num_sequences, config.normalize)
-        per_token_N = clipped.loss_N
+        inputs = self._inputs(micro, logprobs_N)
+        policy = self._policy_loss(inputs)
+        per_token_N, old_N = policy.loss_N, inputs.old_logprobs_N
         sums = {
             "entropy": entropy_N.detach().sum(),
-            "ratio": torch.exp(logprobs_N.detach() - old_N).sum(),
-            "clip_low": clipped.clipped_low_N.sum(),
-            "clip_high": clipped.clipped_high_N.sum(),
+            "ratio": torch.exp(policy.log_ratio_N).sum(),
+            "ratio_histogram": log_ratio_histogram(policy.log_ratio_N),
+            **{name: mask_N.sum() for name, mask_N in policy.counts.items()},
         }
-        sums |= self._behaviour_sums(micro, logprobs_N.detach(), old_N)
-        if config.importance_sampling == "truncated":
-            if micro.behaviour_logprobs_N is None:
-                raise TrainingError(
-                    "importance_sampling = 'truncated' needs the engine's log-probabilities and a sequence "
-                    "has none: ask the engine for them or set algorithm.importance_sampling = 'none'"
-                )
-            importance_N = truncated_importance_weights(old_N, micro.behaviour_logprobs_N, config.importance_cap)
+        if micro.behaviour_logprobs_N is not None:
+            sums |= _behaviour_sums(micro.behaviour_logprobs_N, logprobs_N.detach(), old_N)
+        if config.importance_sampling != "none":
+            importance_N, bounded_N = self._importance(micro, old_N)
             per_token_N = per_token_N * importance_N
             sums["importance"] = importance_N.sum()
-            sums["importance_capped"] = (importance_N >= config.importance_cap).sum()
-        if config.kl_coef > 0.0:
+            sums["importance_capped"] = bounded_N.sum()
+        if self._has_kl_term:
             if micro.reference_logprobs_N is None:
                 raise TrainingError("kl_coef is above 0 but the batch has no reference log-probabilities")
-            kl_N = kl_estimate(logprobs_N, micro.reference_logprobs_N, config.kl_estimator)
+            kl_N = kl_estimate(logprobs_N, micro.reference_logprobs_N, cast("KLEstimator", config.kl_estimator))
             per_token_N = per_token_N + config.kl_coef * kl_N
             sums["kl_reference"] = kl_N.detach().sum()
+        normalize = cast("Normalize", config.normalize)
+        weights_N = token_weights(micro.sequence_index_N, micro.num_sequences, normalize)
         loss = (per_token_N * weights_N).sum() / divisors["loss"]
+        if config.entropy_coef > 0.0:
+            loss = loss - config.entropy_coef * entropy_N.sum() / divisors["tokens"]
         return loss, {"loss": loss.detach(), **sums}
 
-    def _behaviour_sums(self, micro: MicroBatch, logprobs_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
-        """How far the engine that sampled is from the trainer (old) and from the current weights."""
-        if micro.behaviour_logprobs_N is None:
-            return {}
-        # Beyond e**20 a weight says nothing but "broken", and its square must still be finite.
-        ratio_N = (logprobs_N - micro.behaviour_logprobs_N).double().clamp(-20.0, 20.0).exp()
-        return {
-            "abs_logprob_diff": (old_N - micro.behaviour_logprobs_N).abs().sum(),
-            "off_policy": ratio_N.sum(),
-            "off_policy_squared": ratio_N.square().sum(),
-        }
+    def _inputs(self, micro: MicroBatch, logprobs_N: Tensor) -> LossInputs:
+        config = self.config
+        if micro.advantages_N is None:
+            raise TrainingError("a sequence of a GRPO batch has no advantage: give one for each sequence")
+        if config.old_policy == "engine":
+            if micro.behaviour_logprobs_N is None:
+                raise TrainingError(
+                    'old_policy = "engine" needs the engine\'s log-probabilities and a sequence has none: ask the '
+                    'engine for them or set algorithm.old_policy = "trainer"'
+                )
+            old_N = micro.behaviour_logprobs_N
+        else:
+            old_N = logprobs_N.detach() if micro.old_logprobs_N is None else micro.old_logprobs_N
+        return LossInputs(
+            logprobs_N,
+            old_N,
+            micro.advantages_N,
+            micro.sequence_index_N,
+            micro.num_sequences,
+            clip_low=float(config.clip_low),
+            clip_high=float(config.clip_high),
+            clip_dual=config.clip_dual,
+            behaviour_logprobs_N=micro.behaviour_logprobs_N,
+        )
 
-    def summarize(self, sums: dict[str, float], divisors: dict[str, float]) -> dict[str, float]:
+    def _policy_loss(self, inputs: LossInputs) -> PolicyLoss:
+        result = self._loss(inputs)
+        if isinstance(result, PolicyLoss):
+            return result
+        return PolicyLoss(result, inputs.logprobs_N.detach() - inputs.old_logprobs_N)
+
+    def _importance(self, micro: MicroBatch, old_N: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        if micro.behaviour_logprobs_N is None:
+            raise TrainingError(
+                f"importance_sampling = {config.importance_sampling!r} needs the engine's log-probabilities and a "
+                "sequence has none: ask the engine for them or set algorithm.importance_sampling = 'none'"
+            )
+        return importance_weights(
+            old_N,
+            micro.behaviour_logprobs_N,
+            micro.sequence_index_N,
+            micro.num_sequences,
+            cast("Any", config.importance_sampling),
+            float(config.importance_floor),
+            float(config.importance_cap),
+        )
+
+    def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
         """Token means, whatever the loss is normalised by; `loss` itself as it was minimised."""
         tokens = divisors["tokens"]
-        metrics = {"loss": sums["loss"], "num_tokens": tokens, "num_sequences": divisors["sequences"]}
+        vectors = {key: sums[key] for key in ("ratio_histogram", "mismatch_histogram") if key in sums}
+        numbers = {key: value.item() for key, value in sums.items() if key not in vectors}
+        metrics = {"loss": numbers["loss"], "num_tokens": tokens, "num_sequences": divisors["sequences"]}
         names = {
-            "entropy": "entropy",
-            "ratio": "ratio",
-            "clip_low": "clip_fraction_low",
-            "clip_high": "clip_fraction_high",
             "importance": "importance_weight",
             "importance_capped": "importance_capped_fraction",
-            "kl_reference": "kl_reference",
             "abs_logprob_diff": "mismatch/abs_logprob_diff",
+            "mismatch_kl": "mismatch/kl",
         }
-        metrics |= {name: sums[key] / tokens for key, name in names.items() if key in sums}
-        if sums.get("off_policy_squared"):
-            metrics["effective_sample_size"] = sums["off_policy"] ** 2 / (tokens * sums["off_policy_squared"])
+        hidden = ("loss", "off_policy", "off_policy_squared")
+        metrics |= {names.get(key, key): value / tokens for key, value in numbers.items() if key not in hidden}
+        if numbers.get("off_policy_squared"):
+            metrics["effective_sample_size"] = numbers["off_policy"] ** 2 / (tokens * numbers["off_policy_squared"])
+        for key, histogram in vectors.items():
+            prefix = "mismatch/" if key == "mismatch_histogram" else ""
+            low, high = ratio_quantiles(histogram, (0.01, 0.99))
+            metrics |= {f"{prefix}ratio_p01": low, f"{prefix}ratio_p99": high}
         return metrics
+
+
+def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
+    """How far the engine that sampled is from the trainer (old) and from the current weights."""
+    # Beyond e**20 a weight says nothing but "broken", and its square must still be finite.
+    ratio_N = (logprobs_N - behaviour_N).double().clamp(-20.0, 20.0).exp()
+    return {
+        "abs_logprob_diff": (old_N - behaviour_N).abs().sum(),
+        # Of the engine from the trainer, on the engine's own tokens.
+        "mismatch_kl": kl_estimate(behaviour_N, old_N, "k3").clamp(max=math.exp(20.0)).sum(),
+        "mismatch_histogram": log_ratio_histogram(old_N - behaviour_N),
+        "off_policy": ratio_N.sum(),
+        "off_policy_squared": ratio_N.square().sum(),
+    }
 
 
 def sampled_logprobs(logits_NV: Tensor, token_ids_N: Tensor, sampling: records.SamplingParams) -> tuple[Tensor, Tensor]:

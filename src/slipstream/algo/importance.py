@@ -1,0 +1,95 @@
+"""Off-policy corrections and what tells how far off-policy a batch is.
+
+Pure. Importance weights compare the policy that the update starts from with the one that sampled; they carry no
+gradient. Sums that make metrics add up over micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_EDGES = 60
+_NEAREST, _FARTHEST = 1e-4, 20.0
+
+
+def truncated_importance_weights(old_logprobs_N: Tensor, behaviour_logprobs_N: Tensor, cap: float) -> Tensor:
+    """`min(pi_old / pi_behaviour, cap)` for each token, detached (Espeholt et al., arXiv 1802.01561; TRL's
+    `token_truncate`). Corrects for what differs between the engine that sampled and the trainer that learns.
+    """
+    return torch.exp(old_logprobs_N.detach() - behaviour_logprobs_N.detach()).clamp(max=cap)
+
+
+def importance_weights(
+    old_logprobs_N: Tensor,
+    behaviour_logprobs_N: Tensor,
+    sequence_index_N: Tensor,
+    num_sequences: int,
+    kind: Literal["truncated", "sequence_truncated", "masked", "sequence_masked"],
+    floor: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights `[N]`, detached, and where they were bounded.
+
+    `"truncated"`: `pi_old / pi_behaviour` of each token, brought into `[floor, cap]`. `"masked"`: the same, 0 outside
+    (IcePop, Ling team, 2025; MIS). `"sequence_..."`: the product of a sequence's ratios, for each of its tokens. A
+    sequence must not be spread over micro-batches.
+    """
+    if kind == "truncated" and floor == 0.0:
+        weights_N = truncated_importance_weights(old_logprobs_N, behaviour_logprobs_N, cap)
+        return weights_N, weights_N >= cap
+    log_ratio_N = old_logprobs_N.detach() - behaviour_logprobs_N.detach()
+    if kind in ("sequence_truncated", "sequence_masked"):
+        log_ratio_N = sequence_sums(log_ratio_N, sequence_index_N, num_sequences)[sequence_index_N]
+    ratio_N = torch.exp(log_ratio_N)
+    outside_N = (ratio_N < floor) | (ratio_N > cap)
+    if kind in ("masked", "sequence_masked"):
+        return ratio_N.masked_fill(outside_N, 0.0), outside_N
+    return ratio_N.clamp(floor, cap), outside_N
+
+
+def sequence_sums(values_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
+    """The sum over each sequence's tokens, `[S]`; differentiable."""
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_index_N, values_N)
+
+
+def effective_sample_size(log_ratio_N: Tensor) -> float:
+    """Kish's `(sum w)**2 / (N sum w**2)` of `w = exp(log_ratio)`, in (0, 1]; 1 is on-policy.
+
+    Safe for any size of ratio: the largest is taken out first. `log_ratio_N` must not be empty.
+    """
+    log_ratio_N = log_ratio_N.detach().to(torch.float64)
+    twice = 2.0 * torch.logsumexp(log_ratio_N, 0) - torch.logsumexp(2.0 * log_ratio_N, 0)
+    return min(1.0, (twice.exp() / log_ratio_N.numel()).item())
+
+
+def _edges(device: torch.device | str = "cpu") -> Tensor:
+    """Of the histogram's bins: fine around 0, where ratios are, out to where a ratio says nothing but "broken"."""
+    upward = torch.logspace(math.log10(_NEAREST), math.log10(_FARTHEST), _EDGES, dtype=torch.float64)
+    return torch.cat([-upward.flip(0), upward]).to(device)
+
+
+def log_ratio_histogram(log_ratio_N: Tensor) -> Tensor:
+    """Number of tokens in each bin, float64: histograms of micro-batches add up to that of the step."""
+    edges = _edges(log_ratio_N.device)
+    bins_N = torch.bucketize(log_ratio_N.detach().double(), edges)
+    return torch.bincount(bins_N, minlength=len(edges) + 1).double()
+
+
+def ratio_quantiles(histogram: Tensor, quantiles: Sequence[float]) -> list[float]:
+    """Quantiles of the ratio, as the bound nearer to 1 of the bin they are in: exact to a fifth of their distance
+    from 1 (in logarithm), and exactly 1 within 1e-4 of it.
+    """
+    edges = _edges().tolist()
+    cumulated = histogram.cpu().cumsum(0)
+    found: list[float] = []
+    for quantile in quantiles:
+        place = int(torch.searchsorted(cumulated, quantile * cumulated[-1]).clamp(max=len(edges)))
+        # Bins below the middle one end nearer to 0, those above begin there.
+        nearer = 0.0 if place == _EDGES else edges[place] if place < _EDGES else edges[place - 1]
+        found.append(math.exp(nearer))
+    return found

@@ -1,0 +1,113 @@
+"""The recipes of reinforcement learning: what each chooses for the fields of [algorithm] that are `auto`.
+
+Guarantees: pure; a field that somebody set is never changed; what `resolved` gives has no `auto`. A recipe is data:
+nothing else asks for its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from slipstream.config.schema import AdvantageName, GRPOConfig, LossName
+
+BUILT_IN = {"advantage": get_args(AdvantageName), "loss": get_args(LossName)}
+"""Names that are not the user's own functions."""
+_GRPO: dict[str, Any] = {
+    "advantage": "group_mean",
+    "scale_rewards": "std",
+    "loss": "clip",
+    "normalize": "token",
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "kl_in": "loss",
+    "importance_sampling": "truncated",
+    "overlong_buffer": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where it is from, and how it differs from `grpo`."""
+
+    source: str
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+RECIPES: dict[str, Recipe] = {
+    "grpo": Recipe("GRPO, arXiv 2402.03300, with the token mean and the clip of DAPO, arXiv 2503.14476"),
+    "dr_grpo": Recipe(
+        "Dr. GRPO, arXiv 2503.20783", {"scale_rewards": "none", "normalize": "constant", "clip_high": 0.2}
+    ),
+    # 4,096 of 20,480 tokens.
+    "dapo": Recipe("DAPO, arXiv 2503.14476", {"overlong_buffer": 0.2}),
+    "gspo": Recipe(
+        "GSPO, arXiv 2507.18071", {"loss": "gspo", "normalize": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
+    ),
+    # MiniMax-M1 has no lower bound and does not tell the upper one: it is ScaleRL's (arXiv 2510.13786).
+    "cispo": Recipe("CISPO, arXiv 2506.13585", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
+    "rloo": Recipe(
+        "RLOO, arXiv 2402.14740",
+        {
+            "advantage": "leave_one_out",
+            "scale_rewards": "none",
+            "normalize": "constant",
+            "clip_high": 0.2,
+            "kl_in": "reward",
+        },
+    ),
+    "reinforce_pp": Recipe(
+        "REINFORCE++, arXiv 2501.03262",
+        {"advantage": "batch_mean", "scale_rewards": "whiten", "clip_high": 0.2, "kl_in": "reward"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an `auto` of [algorithm] becomes, and why."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+def choices(algorithm: GRPOConfig) -> Iterator[Choice]:
+    """For each field that is `auto`, in an order in which one may follow from another."""
+    recipe = RECIPES[algorithm.kind]
+    values: dict[str, Any] = {}
+
+    def choose(name: str, value: Any, reason: str) -> Iterator[Choice]:
+        set_value = getattr(algorithm, name)
+        values[name] = value if set_value == "auto" else set_value
+        if set_value == "auto":
+            yield Choice(name, value, reason)
+
+    for name, value in (_GRPO | dict(recipe.changes)).items():
+        if name == "scale_rewards" and values["advantage"] not in BUILT_IN["advantage"]:
+            yield from choose(name, "none", "what your own function returns is not scaled")
+        elif name == "importance_sampling" and algorithm.old_policy == "engine":
+            yield from choose(name, "none", 'the ratio is taken against the engine: old_policy = "engine"')
+        else:
+            yield from choose(name, value, recipe.source)
+    in_reward = values["kl_in"] == "reward"
+    yield from choose(
+        "kl_estimator",
+        "k1" if in_reward else "k3",
+        "unbiased, as a reward must be" if in_reward else "never negative, and of low variance",
+    )
+    masks = values["importance_sampling"] == "masked"
+    source = "IcePop (Ling team, 2025)" if masks else "the usual bound of truncated importance sampling"
+    yield from choose("importance_cap", 5.0 if masks else 2.0, source)
+    yield from choose("importance_floor", 0.5 if masks else 0.0, source if masks else "no lower bound")
+
+
+def resolved(algorithm: GRPOConfig) -> GRPOConfig:
+    """`algorithm` with every `auto` replaced."""
+    return algorithm.model_copy(update={choice.name: choice.value for choice in choices(algorithm)})
+
+
+def needs_engine_logprobs(algorithm: GRPOConfig) -> bool:
+    """Whether the loss reads the log-probabilities that the engine sampled with."""
+    return algorithm.old_policy == "engine" or resolved(algorithm).importance_sampling != "none"

@@ -1,0 +1,69 @@
+"""One optimizer step that every loss is tried on: sequences, what is known of their tokens, and leaf logits."""
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream import records
+from slipstream.algo.sampling import token_logprobs
+from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.objectives import GRPOObjective
+
+LENGTHS = (3, 1, 5, 4, 2, 6)
+VOCABULARY = 12
+MAX_TOKENS = 8
+
+
+class FixedPolicy:
+    """Gives each token the logits that were drawn for it, wherever its sequence was packed."""
+
+    def __init__(self, logits_of_sequence):
+        self.logits_of_sequence = logits_of_sequence
+
+    def logits(self, micro):
+        return torch.cat([self.logits_of_sequence[index] for index in micro.sequences])
+
+
+@dataclass
+class Problem:
+    batch: StepBatch
+    logits: list
+    """Of each sequence, `[length, VOCABULARY]`, float64 leaves."""
+
+    def ours(self, config, *, max_tokens=12, packing=True):
+        """Loss, gradients of the logits and metrics by the objective, over micro-batches."""
+        logits = [logits.detach().float().requires_grad_() for logits in self.logits]
+        objective = GRPOObjective(config, records.SamplingParams(max_tokens=MAX_TOKENS))
+        divisors = objective.counts(self.batch)
+        total, sums = 0.0, {}
+        for micro in micro_batches(self.batch, max_tokens, packing=packing):
+            loss, own = objective.terms(FixedPolicy(logits), micro, divisors)
+            loss.backward()
+            total += loss.item()
+            for name, value in own.items():
+                sums[name] = sums.get(name, 0.0) + value.double()
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in logits]
+        return total, torch.cat(gradients).double(), objective.summarize(sums, divisors)
+
+
+def make_problem():
+    """Ratios from a tenth to ten, advantages of both signs."""
+    generator = torch.Generator().manual_seed(5)
+
+    def noisy(logprobs_N, size):
+        return logprobs_N + size * torch.randn(logprobs_N.shape, generator=generator)
+
+    batch, all_logits = StepBatch([], [], [], []), []
+    for length in LENGTHS:
+        logits_NV = torch.randn(length, VOCABULARY, generator=generator)
+        target_ids_N = torch.randint(VOCABULARY, (length,), generator=generator)
+        logprobs_N, _ = token_logprobs(logits_NV, target_ids_N)
+        behaviour = noisy(logprobs_N, 0.5).tolist()
+        batch.sequences.append(
+            records.Sequence([1, 2, *target_ids_N.tolist()], [False] * 2 + [True] * length, [0.0] * 2 + behaviour)
+        )
+        batch.advantages.append(torch.randn((), generator=generator).item())
+        batch.old_logprobs.append(noisy(logprobs_N, 0.5))
+        batch.reference_logprobs.append(noisy(logprobs_N, 0.5))
+        all_logits.append(logits_NV.double().requires_grad_())
+    return Problem(batch, all_logits)

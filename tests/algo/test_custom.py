@@ -1,0 +1,119 @@
+"""A user's own loss or advantage: found early, checked by a call, told in one sentence."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.algo.problem import make_problem
+
+from slipstream.algo.advantages import BASELINES
+from slipstream.algo.custom import check_user_function, user_function
+from slipstream.algo.losses import LOSSES
+from slipstream.config.recipes import BUILT_IN, RECIPES, choices, needs_engine_logprobs, resolved
+from slipstream.config.schema import GRPOConfig
+from slipstream.errors import ConfigError
+
+OWN = """
+import torch
+def half(inputs):
+    return -0.5 * torch.exp(inputs.logprobs_N - inputs.old_logprobs_N) * inputs.advantages_N
+def centred(rewards_S, group_ids_S):
+    return rewards_S - rewards_S.mean()
+def two(a, b):
+    return a
+def raises(inputs):
+    return inputs.nothing
+def short(inputs):
+    return inputs.logprobs_N[:2]
+def number(inputs):
+    return 3
+def detached(inputs):
+    return inputs.logprobs_N.detach()
+def infinite(inputs):
+    return inputs.logprobs_N / 0
+CONSTANT = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_the_tables_hold_what_a_run_file_can_name():
+    assert tuple(BASELINES) == BUILT_IN["advantage"]
+    assert tuple(LOSSES) == BUILT_IN["loss"]
+    for name in RECIPES:
+        check_user_function("loss", resolved(GRPOConfig(kind=name)).loss)
+
+
+def test_a_loss_and_an_advantage_from_a_file(own):
+    check_user_function("loss", f"{own}:half")
+    check_user_function("advantage", f"{own}:centred")
+    problem = make_problem()
+    loss, gradients, _ = problem.ours(GRPOConfig(loss=f"{own}:half"))
+    built_in = problem.ours(GRPOConfig(loss="policy_gradient"))
+    assert loss == pytest.approx(built_in[0] / 2)
+    torch.testing.assert_close(gradients, built_in[1] / 2)
+    assert user_function("advantage", f"{own}:centred")(torch.tensor([1.0, 3.0]), None).tolist() == [-1.0, 1.0]
+    assert resolved(GRPOConfig(advantage=f"{own}:centred")).scale_rewards == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "names a file and no function"),
+        (":missing", "has no function 'missing'"),
+        (":CONSTANT", "is not a function"),
+        (":two", "cannot be called with (inputs)"),
+        (":raises", "has no attribute 'nothing'"),
+        (":short", "returned a tensor of shape [2] for 6 tokens"),
+        (":number", "returned int for 6 tokens"),
+        (":detached", "a loss without a gradient"),
+        (":infinite", "return finite numbers"),
+    ],
+)
+def test_what_is_wrong_with_it_is_one_sentence(own, name, says):
+    with pytest.raises(ConfigError) as error:
+        check_user_function("loss", f"{own}{name}")
+    assert says in str(error.value)
+    assert str(error.value).startswith("algorithm.loss")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        ("loss", "clipp", "did you mean 'clip'?"),
+        ("advantage", "group", "'group_mean'"),
+        ("loss", "zzz", "use one of clip, gspo, gspo_token, cispo, policy_gradient, or path/to/file.py:function"),
+        ("loss", "nowhere.py:f", "there is no file nowhere.py"),
+    ],
+)
+def test_unknown_names(kind, name, says):
+    with pytest.raises(ConfigError) as error:
+        check_user_function(kind, name)
+    assert says in str(error.value)
+
+
+@given(st.sampled_from(sorted(RECIPES)), st.booleans(), st.sampled_from(["auto", "masked", "none"]))
+def test_resolving_is_idempotent_and_leaves_what_was_set(kind, in_reward, correction):
+    given = GRPOConfig(
+        kind=kind, clip_high=0.5, importance_sampling=correction, kl_in="reward" if in_reward else "auto"
+    )
+    final = resolved(given)
+    assert "auto" not in final.model_dump().values()
+    assert resolved(final) == final
+    assert list(choices(final)) == []
+    assert final.clip_high == 0.5
+    assert correction in ("auto", final.importance_sampling)
+    assert needs_engine_logprobs(given) == (final.importance_sampling != "none")
+
+
+def test_the_recipe_of_this_project_is_what_it_was():
+    final = resolved(GRPOConfig())
+    assert (final.advantage, final.scale_rewards, final.loss, final.normalize) == ("group_mean", "std", "clip", "token")
+    assert (final.clip_low, final.clip_high, final.kl_estimator, final.kl_in) == (0.2, 0.28, "k3", "loss")
+    assert (final.importance_sampling, final.importance_cap, final.importance_floor) == ("truncated", 2.0, 0.0)
