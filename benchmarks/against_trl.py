@@ -4,11 +4,11 @@
 
 Makes a model of 0.8 million parameters and fits it by SFT to `long_tail.py`, so that it ends its completions after
 log-normally distributed lengths. Then both systems train that model by GRPO: the same prompts in the same order, group
-size, sampling, reward, loss, optimizer and number of steps, float32, the same threads and the same environment variables.
-Each run is a process of its own, and the systems take turns. Left out of the speeds, and told apart: the start, and the
-first `--warm-up` steps of each run.
+size, sampling, reward, loss, optimizer and number of steps, float32, the same threads and environment variables. Each
+run is a process of its own, and the systems take turns. Left out of the speeds, and told apart: the start and the first
+`--warm-up` steps of each run.
 
-Slipstream runs by its own command as it is, with all its proofs: fingerprints, packed-copy check and probe at every step.
+Slipstream runs by its own command as it is, with all its proofs: fingerprints, packed-copy check, probe, every step.
 TRL runs with transformers' generation, in every round, and once with transformers' continuous batching. With vLLM
 (`--systems trl-vllm`) it fails here: its weight update meets layers whose weights vLLM's CPU kernels have packed away.
 
