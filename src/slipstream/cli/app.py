@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -49,6 +50,9 @@ app.command(talk.serve_model, group=_USE)
 
 def main(arguments: list[str] | None = None) -> Any:
     """Run one command; ends the process with its exit code."""
+    # Read when torch is loaded. OpenMP threads that spin while they wait make a step many times longer wherever
+    # something else needs the cores: the engine at staleness 1, or another program.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         code = app(sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False)
