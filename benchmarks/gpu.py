@@ -3,9 +3,10 @@
     python benchmarks/gpu.py [--cases 0.5b-full 0.5b-lora 1.5b-full 1.5b-lora] [--placement auto|shared|separate]
                              [--steps 20] [--tokens 512] [--spread STD] [--set KEY=VALUE ...] [--out FOLDER]
 
-Each case is `slipstream train` on a run file, in a process of its own: a Qwen2 of the named shape with the random weights
-that transformers gives it, 32 prompts of about 110 tokens, 8 completions of 512 tokens each, one update a step. Prints a Markdown table: medians and ranges over all steps
-but the first two. The exit code is 1 when a run failed or a probe was above `--limit`.
+Each case is `slipstream train` on a run file, in a process of its own: a Qwen2 of the named shape with the random
+weights that transformers gives it, 32 prompts of about 110 tokens, 8 completions of 512 tokens each, one update a step.
+Prints a Markdown table: medians and ranges over all steps but the first two. The exit code is 1 when a run failed or a
+probe was above `--limit`.
 """
 
 from __future__ import annotations
