@@ -187,9 +187,9 @@ def test_thinking_is_switched_by_whatever_the_template_calls_it(make_folder, tem
     folder, question = make_folder(template=template), [Message("user", "x")]
     ends = {
         thinking: (chat := ChatTokenizer(folder, thinking=thinking)).decode(chat.render(question)).endswith(silent)
-        for thinking in (True, False, "auto")
+        for thinking in (True, False, None)
     }
-    assert ends == {True: False, False: True, "auto": template == DEEPSEEK}
+    assert ends == {True: False, False: True, None: template == DEEPSEEK}
 
 
 def test_thinking_goes_together_with_other_variables(make_folder):

@@ -36,9 +36,9 @@ class ModelConfig(Section):
 
     path: str
     """A local folder in Hugging Face format, or a hub id."""
-    thinking: bool | Literal["auto"] = "auto"
+    thinking: bool | None = None
     """Whether the model thinks before it answers, where its chat template can be told: sets the template's own variable
-    for it, `enable_thinking` or `thinking`. `auto`: as the template does by itself."""
+    for it, `enable_thinking` or `thinking`. Not set: as the template does by itself."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the model's chat template, set in every rendering: `reasoning_effort = "low"`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -47,7 +47,7 @@ class ChatTokenizer:
         trust_remote_code: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
-        thinking: bool | Literal["auto"] = "auto",
+        thinking: bool | None = None,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -190,10 +190,10 @@ def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:
 
 
 def _thinking_kwargs(
-    thinking: bool | Literal["auto"], given: Mapping[str, Any], template: str | Mapping[str, str]
+    thinking: bool | None, given: Mapping[str, Any], template: str | Mapping[str, str]
 ) -> dict[str, bool]:
     """The one place where `model.thinking` becomes variables of a template."""
-    if thinking == "auto":
+    if thinking is None:
         return {}
     setting = f"model.thinking = {str(thinking).lower()}"
     used = template_variables(template)

@@ -129,10 +129,10 @@ def chat_tokenizer(deployable: Deployable, options: ChatOptions) -> ChatTokenize
     run = deployable.run_settings
     system = run.get("environment.system_prompt", "") if options.system is None else options.system
     given = run.get("model.chat_template_kwargs", {})
-    thinking = run.get("model.thinking", "auto") if options.thinking is None else options.thinking
-    if not isinstance(system, str) or not isinstance(given, dict) or thinking not in (True, False, "auto"):
+    thinking = run.get("model.thinking") if options.thinking is None else options.thinking
+    if not isinstance(system, str) or not isinstance(given, dict) or thinking not in (True, False, None):
         raise ConfigError(f"the settings of the run that {deployable.name} comes from cannot be used: export its model")
-    switch = cast("bool | Literal['auto']", thinking)
+    switch = cast("bool | None", thinking)
     variables = cast("dict[str, Any]", given)
     return ChatTokenizer(deployable.model, system, options.trust_remote_code, variables, thinking=switch)
 
