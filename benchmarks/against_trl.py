@@ -4,7 +4,7 @@
 
 Makes a model of 0.8 million parameters and fits it by SFT to `long_tail.py`, so that it ends its completions after
 log-normally distributed lengths. Then both systems train that model by GRPO: the same prompts in the same order, group
-size, sampling, reward, loss, optimizer and number of steps, float32, the same threads and environment variables. Each
+size, sampling, reward, loss, optimizer and number of steps, float32, the same number of threads. Each
 run is a process of its own, and the systems take turns. Left out of the speeds, and told apart: the start and the first
 `--warm-up` steps of each run.
 
@@ -422,11 +422,9 @@ def main() -> int:
     parser.add_argument("--child", choices=list(TRL), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    # Threads that spin while they wait make any run many times longer when something else needs the cores. The same
-    # for all, and read when torch is loaded.
-    os.environ.update(
-        OMP_NUM_THREADS=str(options.threads), OMP_WAIT_POLICY=os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-    )
+    # Read when torch is loaded. Slipstream's command also has waiting threads sleep, because engine and trainer share
+    # the cores; TRL, which is one process, was seen to be faster as torch comes.
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     if options.child:
         run_trl(options, options.out)
         return 0
