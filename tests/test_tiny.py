@@ -12,9 +12,9 @@ import torch
 from slipstream import records
 from slipstream.algo.sampling import token_logprobs
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import GRPOConfig
+from slipstream.config.schema import RLConfig
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.objectives import GRPOObjective
+from slipstream.trainer.objectives import PolicyObjective
 
 TWIN = Path(__file__).parents[1] / "examples" / "tiny" / "grpo.py"
 LENGTHS = (3, 1, 5, 4, 2, 6)
@@ -116,7 +116,7 @@ def test_twin_and_trainer_have_the_same_loss_and_gradients(twin, is_first_update
     loss = twins_loss(twin, batch, logits_of_sequence, twin.Settings(**chosen))
     gradients = torch.autograd.grad(loss, logits_of_sequence)
 
-    objective = GRPOObjective(GRPOConfig(**chosen), records.SamplingParams(max_tokens=8))
+    objective = PolicyObjective(RLConfig(**chosen), records.SamplingParams(max_tokens=8))
     divisors = objective.counts(batch)
     micros = list(micro_batches(batch, max_tokens=12))
     assert len(micros) > 1
@@ -130,7 +130,7 @@ def test_twin_and_trainer_have_the_same_loss_and_gradients(twin, is_first_update
 
 
 def test_twin_and_run_file_have_the_same_defaults(twin):
-    settings, config = vars(twin.Settings()), resolved(GRPOConfig()).model_dump()
+    settings, config = vars(twin.Settings()), resolved(RLConfig()).model_dump()
     shared = settings.keys() & config.keys()
     assert len(shared) >= 7
     assert {name: settings[name] for name in shared} == {name: config[name] for name in shared}

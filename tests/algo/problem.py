@@ -7,7 +7,7 @@ import torch
 from slipstream import records
 from slipstream.algo.sampling import token_logprobs
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.objectives import GRPOObjective
+from slipstream.trainer.objectives import PolicyObjective
 
 LENGTHS = (3, 1, 5, 4, 2, 6)
 VOCABULARY = 12
@@ -33,7 +33,7 @@ class Problem:
     def ours(self, config, *, max_tokens=12, packing=True):
         """Loss, gradients of the logits and metrics by the objective, over micro-batches."""
         logits = [logits.detach().float().requires_grad_() for logits in self.logits]
-        objective = GRPOObjective(config, records.SamplingParams(max_tokens=MAX_TOKENS))
+        objective = PolicyObjective(config, records.SamplingParams(max_tokens=MAX_TOKENS))
         divisors = objective.counts(self.batch)
         total, sums = 0.0, {}
         for micro in micro_batches(self.batch, max_tokens, packing=packing):

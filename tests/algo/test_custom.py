@@ -10,7 +10,7 @@ from slipstream.algo.advantages import BASELINES
 from slipstream.algo.custom import check_user_function, user_function
 from slipstream.algo.losses import LOSSES
 from slipstream.config.recipes import BUILT_IN, RECIPES, choices, needs_engine_logprobs, resolved
-from slipstream.config.schema import GRPOConfig
+from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
 
 OWN = """
@@ -46,19 +46,19 @@ def test_the_tables_hold_what_a_run_file_can_name():
     assert tuple(BASELINES) == BUILT_IN["advantage"]
     assert tuple(LOSSES) == BUILT_IN["loss"]
     for name in RECIPES:
-        check_user_function("loss", resolved(GRPOConfig(kind=name)).loss)
+        check_user_function("loss", resolved(RLConfig(kind=name)).loss)
 
 
 def test_a_loss_and_an_advantage_from_a_file(own):
     check_user_function("loss", f"{own}:half")
     check_user_function("advantage", f"{own}:centred")
     problem = make_problem()
-    loss, gradients, _ = problem.ours(GRPOConfig(loss=f"{own}:half"))
-    built_in = problem.ours(GRPOConfig(loss="policy_gradient"))
+    loss, gradients, _ = problem.ours(RLConfig(loss=f"{own}:half"))
+    built_in = problem.ours(RLConfig(loss="policy_gradient"))
     assert loss == pytest.approx(built_in[0] / 2)
     torch.testing.assert_close(gradients, built_in[1] / 2)
     assert user_function("advantage", f"{own}:centred")(torch.tensor([1.0, 3.0]), None).tolist() == [-1.0, 1.0]
-    assert resolved(GRPOConfig(advantage=f"{own}:centred")).scale_rewards == "none"
+    assert resolved(RLConfig(advantage=f"{own}:centred")).scale_rewards == "none"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,7 @@ def test_unknown_names(kind, name, says):
 
 @given(st.sampled_from(sorted(RECIPES)), st.booleans(), st.sampled_from(["auto", "masked", "none"]))
 def test_resolving_is_idempotent_and_leaves_what_was_set(kind, in_reward, correction):
-    given = GRPOConfig(
-        kind=kind, clip_high=0.5, importance_sampling=correction, kl_in="reward" if in_reward else "auto"
-    )
+    given = RLConfig(kind=kind, clip_high=0.5, importance_sampling=correction, kl_in="reward" if in_reward else "auto")
     final = resolved(given)
     assert "auto" not in final.model_dump().values()
     assert resolved(final) == final
@@ -113,7 +111,7 @@ def test_resolving_is_idempotent_and_leaves_what_was_set(kind, in_reward, correc
 
 
 def test_the_recipe_of_this_project_is_what_it_was():
-    final = resolved(GRPOConfig())
+    final = resolved(RLConfig())
     assert (final.advantage, final.scale_rewards, final.loss, final.normalize) == ("group_mean", "std", "clip", "token")
     assert (final.clip_low, final.clip_high, final.kl_estimator, final.kl_in) == (0.2, 0.28, "k3", "loss")
     assert (final.importance_sampling, final.importance_cap, final.importance_floor) == ("truncated", 2.0, 0.0)

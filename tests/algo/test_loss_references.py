@@ -10,7 +10,7 @@ from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem
 
 from slipstream.algo.losses import LOSSES, LossInputs
 from slipstream.config.recipes import RECIPES, resolved
-from slipstream.config.schema import GRPOConfig
+from slipstream.config.schema import RLConfig
 
 NUM_TOKENS = sum(LENGTHS)
 
@@ -83,27 +83,27 @@ def correction(config, old, behaviour, t):
 
 
 CONFIGS = {
-    **{f"recipe {kind}": GRPOConfig(kind=kind) for kind in RECIPES},
+    **{f"recipe {kind}": RLConfig(kind=kind) for kind in RECIPES},
     **{
-        f"{loss} {normalize}": GRPOConfig(loss=loss, normalize=normalize)
+        f"{loss} {normalize}": RLConfig(loss=loss, normalize=normalize)
         for loss, normalize in itertools.product(LOSSES, ("token", "sequence", "constant"))
     },
     **{
-        f"{kind} floor {floor}": GRPOConfig(importance_sampling=kind, importance_floor=floor, importance_cap=1.5)
+        f"{kind} floor {floor}": RLConfig(importance_sampling=kind, importance_floor=floor, importance_cap=1.5)
         for kind in ("truncated", "masked", "sequence_truncated", "sequence_masked")
         for floor in ("auto", 0.7)
     },
-    "IcePop": GRPOConfig(importance_sampling="masked"),
-    "no correction": GRPOConfig(importance_sampling="none"),
-    "symmetric clip": GRPOConfig(clip_low=0.2, clip_high=0.2),
-    "dual clip": GRPOConfig(clip_dual=1.5),
-    "decoupled PPO": GRPOConfig(importance_cap=1e9),
-    "ratio to the engine": GRPOConfig(old_policy="engine"),
-    "policy gradient to the engine": GRPOConfig(old_policy="engine", loss="policy_gradient"),
-    **{f"kl {k}": GRPOConfig(kl_coef=0.3, kl_estimator=k, normalize="sequence") for k in ("k1", "k2", "k3")},
-    "kl in the reward": GRPOConfig(kl_coef=0.3, kl_in="reward"),
-    "entropy": GRPOConfig(entropy_coef=0.2, normalize="sequence"),
-    "all at once": GRPOConfig(
+    "IcePop": RLConfig(importance_sampling="masked"),
+    "no correction": RLConfig(importance_sampling="none"),
+    "symmetric clip": RLConfig(clip_low=0.2, clip_high=0.2),
+    "dual clip": RLConfig(clip_dual=1.5),
+    "decoupled PPO": RLConfig(importance_cap=1e9),
+    "ratio to the engine": RLConfig(old_policy="engine"),
+    "policy gradient to the engine": RLConfig(old_policy="engine", loss="policy_gradient"),
+    **{f"kl {k}": RLConfig(kl_coef=0.3, kl_estimator=k, normalize="sequence") for k in ("k1", "k2", "k3")},
+    "kl in the reward": RLConfig(kl_coef=0.3, kl_in="reward"),
+    "entropy": RLConfig(entropy_coef=0.2, normalize="sequence"),
+    "all at once": RLConfig(
         loss="gspo", kl_coef=0.1, entropy_coef=0.1, importance_sampling="sequence_truncated", normalize="constant"
     ),
 }
@@ -148,15 +148,15 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(name):
 
 def test_gspo_token_differs_from_gspo_only_by_whose_gradient_it_is(problem):
     """Equal advantages within a sequence give equal gradients (section 4.3 of the paper)."""
-    one = problem.ours(GRPOConfig(loss="gspo", normalize="sequence", importance_sampling="none"))
-    two = problem.ours(GRPOConfig(loss="gspo_token", normalize="sequence", importance_sampling="none"))
+    one = problem.ours(RLConfig(loss="gspo", normalize="sequence", importance_sampling="none"))
+    two = problem.ours(RLConfig(loss="gspo_token", normalize="sequence", importance_sampling="none"))
     assert one[0] == pytest.approx(two[0], abs=1e-6)
     torch.testing.assert_close(one[1], two[1], rtol=1e-5, atol=1e-6)
 
 
 def test_metrics_by_value(problem):
     batch = problem.batch
-    _, _, metrics = problem.ours(GRPOConfig(importance_sampling="masked", clip_dual=1.5))
+    _, _, metrics = problem.ours(RLConfig(importance_sampling="masked", clip_dual=1.5))
     old = torch.cat(batch.old_logprobs).double()
     behaviour = torch.tensor([x for s in batch.sequences for x in s.logprobs[2:]], dtype=torch.float64)
     targets = [torch.tensor(s.token_ids[2:]) for s in batch.sequences]

@@ -11,7 +11,7 @@ from tests.trainer.test_credit import batch_of
 
 from slipstream.algo.advantages import group_advantages, leave_one_out, overlong_punishment
 from slipstream.algo.importance import importance_weights
-from slipstream.config.schema import GRPOConfig
+from slipstream.config.schema import RLConfig
 from slipstream.trainer.credit import assign_credit
 
 pytest.importorskip("trl")
@@ -155,7 +155,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, problem):
     ours, theirs = LOSSES[name]
-    config = GRPOConfig(**ours)
+    config = RLConfig(**ours)
     trainer = MinimalGRPO(problem, **{"epsilon_low": 0.2, "epsilon_high": 0.28} | theirs)
     loss = trainer._compute_loss(trainer.model, inputs_of(problem, config))
     loss.backward()
@@ -196,7 +196,7 @@ def test_rloos_kl_in_the_reward(problem):
     batch = problem.batch
     pairs = zip(batch.old_logprobs, batch.reference_logprobs, strict=True)
     penalties = [0.1 * (old - reference).sum().item() for old, reference in pairs]
-    credit = assign_credit(batch_of(REWARDS, 2), GRPOConfig(kind="rloo", kl_coef=0.1), MAX_TOKENS, penalties)
+    credit = assign_credit(batch_of(REWARDS, 2), RLConfig(kind="rloo", kl_coef=0.1), MAX_TOKENS, penalties)
     torch.testing.assert_close(torch.tensor(credit.advantages), output["advantages"], rtol=1e-5, atol=1e-5)
 
 
@@ -233,7 +233,7 @@ def test_importance_corrections(ours, theirs, floor, problem):
     torch.testing.assert_close(weights, ratio[mask])
     assert (weights == 1.4).any() or (weights == 0.0).any(), "the bounds must be at work"
 
-    config = GRPOConfig(importance_sampling=ours, importance_cap=1.4, importance_floor=floor or 0.0)
+    config = RLConfig(importance_sampling=ours, importance_cap=1.4, importance_floor=floor or 0.0)
     loss = trainer._compute_loss(trainer.model, inputs_of(problem, config) | {"importance_sampling_ratio": ratio})
     loss.backward()
     value, gradients, _ = problem.ours(config)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import GRPOConfig, SFTConfig, load_config
+from slipstream.config import RLConfig, SFTConfig, load_config
 from slipstream.errors import ConfigError
 
 from .conftest import MINIMAL
@@ -26,7 +26,7 @@ SFT_FROM_DATA = SFT.replace('[environment]\nname = "reasoning_gym/spell_backward
 
 def test_defaults_and_origins(run_file):
     loaded = load_config(run_file(), ["--sampling.top_p=0.9"])
-    assert isinstance(loaded.config.algorithm, GRPOConfig)
+    assert isinstance(loaded.config.algorithm, RLConfig)
     assert loaded.config.training.steps == 20
     assert loaded.config.model.path == "some/model"
     assert loaded.origins["training.steps"] == "run.toml:11"

@@ -5,9 +5,9 @@ import pytest
 
 from slipstream.config import (
     EnvironmentConfig,
-    GRPOConfig,
     LoraConfig,
     ModelConfig,
+    RLConfig,
     RunConfig,
     SFTConfig,
     TrainingConfig,
@@ -74,7 +74,7 @@ class TestData:
     tasks = (task("abc", "ab"), task("abcdef", "a"), task("a", "abcd"))
 
     def test_grpo(self):
-        facts = measure_data(config(GRPOConfig()), self.tasks, LetterTokenizer(), [task("x" * 9, "y")])
+        facts = measure_data(config(RLConfig()), self.tasks, LetterTokenizer(), [task("x" * 9, "y")])
         assert facts.num_train_tasks == 3
         assert facts.max_prompt_tokens == 9 + 3
         assert facts.max_answer_tokens == 5
@@ -94,9 +94,9 @@ class TestData:
         assert facts.max_sequence_tokens == 11
 
     def test_no_gold_answers(self):
-        facts = measure_data(config(GRPOConfig()), [task("a", None)], LetterTokenizer())
+        facts = measure_data(config(RLConfig()), [task("a", None)], LetterTokenizer())
         assert facts.max_answer_tokens is None
-        facts = measure_data(config(GRPOConfig()), [task("a", None)], LetterTokenizer(), gold=lambda task: "abc")
+        facts = measure_data(config(RLConfig()), [task("a", None)], LetterTokenizer(), gold=lambda task: "abc")
         assert facts.max_answer_tokens == 4
 
 
@@ -178,7 +178,7 @@ class TestMachine:
 
 
 def test_gather(tmp_path):
-    settings = config(GRPOConfig())
+    settings = config(RLConfig())
     settings = settings.model_copy(update={"model": ModelConfig(path=folder_with(tmp_path, SHAPE))})
     facts = gather_facts(settings, [task("abc", "ab")], LetterTokenizer())
     assert facts.num_cpus == usable_cpus()

@@ -12,11 +12,11 @@ from slipstream.config import (
     DataConfig,
     EnvironmentConfig,
     EvaluationConfig,
-    GRPOConfig,
     InferenceConfig,
     Loaded,
     LoraConfig,
     ModelConfig,
+    RLConfig,
     RunConfig,
     SamplingConfig,
     SFTConfig,
@@ -56,7 +56,7 @@ FACTS = Facts(num_cpus=2, memory_bytes=24 * GIB, model=TINY, data=DATA)
 GRPO = RunConfig(
     model=ModelConfig(path="org/name"),
     environment=EnvironmentConfig(name="x"),
-    algorithm=GRPOConfig(),
+    algorithm=RLConfig(),
     training=TrainingConfig(steps=40),
 )
 SFT = with_values(GRPO, {}).model_copy(update={"algorithm": SFTConfig()})
@@ -458,7 +458,7 @@ any_config = st.builds(
     RunConfig,
     model=st.just(ModelConfig(path="org/name")),
     environment=st.just(EnvironmentConfig(name="x")),
-    algorithm=st.just(GRPOConfig()) | st.just(SFTConfig()),
+    algorithm=st.just(RLConfig()) | st.just(SFTConfig()),
     training=st.builds(TrainingConfig, steps=sizes, prompts_per_batch=sizes),
     sampling=st.builds(SamplingConfig, max_tokens=st.just("auto") | sizes),
     inference=st.builds(

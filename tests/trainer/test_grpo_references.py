@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream import records
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import GRPOConfig
-from slipstream.trainer.objectives import GRPOObjective
+from slipstream.config.schema import RLConfig
+from slipstream.trainer.objectives import PolicyObjective
 
 PROMPT, COMPLETION = 7, 12
 LENGTHS = [12, 5, 9, 1]
@@ -102,7 +102,7 @@ def assert_same(result, expected):
 
 
 CONFIGS = [
-    resolved(GRPOConfig(normalize=normalize, kl_coef=kl_coef, kl_estimator=kind, importance_sampling=sampling))
+    resolved(RLConfig(normalize=normalize, kl_coef=kl_coef, kl_estimator=kind, importance_sampling=sampling))
     for normalize in ("token", "sequence")
     for sampling in ("truncated", "none")
     for kl_coef, kind in ((0.0, "k3"), (0.3, "k3"), (0.3, "k2"), (0.3, "k1"))
@@ -118,7 +118,7 @@ def name_of(config):
 def test_equals_the_papers(config, temperature, problem, model_folder, make_learner, gradients_of):
     learner = make_learner(20)
     sampling = records.SamplingParams(max_tokens=COMPLETION, temperature=temperature)
-    metrics = learner.forward_backward(as_step_batch(problem), GRPOObjective(config, sampling))
+    metrics = learner.forward_backward(as_step_batch(problem), PolicyObjective(config, sampling))
     assert 0.0 < metrics["clip_fraction_low"] + metrics["clip_fraction_high"] < 1.0, "the clip must be at work"
     assert_same((metrics["loss"], gradients_of(learner)), paper(model_folder, problem, config, temperature))
 
@@ -135,7 +135,7 @@ def test_equals_trl(config, problem, model_folder, make_learner, gradients_of, t
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         processing_class=AutoTokenizer.from_pretrained(model_folder),
         train_dataset=Dataset.from_dict({"prompt": ["1"] * 4}),
-        args=trl.GRPOConfig(
+        args=trl.RLConfig(
             output_dir=str(tmp_path),
             use_cpu=True,
             bf16=False,
@@ -164,14 +164,14 @@ def test_equals_trl(config, problem, model_folder, make_learner, gradients_of, t
     theirs = loss.item(), {name: parameter.grad for name, parameter in network.named_parameters()}
 
     learner = make_learner(20)
-    objective = GRPOObjective(config, records.SamplingParams(max_tokens=COMPLETION))
+    objective = PolicyObjective(config, records.SamplingParams(max_tokens=COMPLETION))
     metrics = learner.forward_backward(as_step_batch(problem), objective)
     assert_same((metrics["loss"], gradients_of(learner)), theirs)
 
 
 def test_one_update_needs_no_old_logprobs(problem, make_learner, gradients_of):
     """Without them the ratio is 1, exactly as if they had been computed first."""
-    objective = GRPOObjective(GRPOConfig(), records.SamplingParams(max_tokens=COMPLETION))
+    objective = PolicyObjective(RLConfig(), records.SamplingParams(max_tokens=COMPLETION))
     batch = as_step_batch(problem)
     batch.old_logprobs = None
     implicit, explicit = make_learner(20), make_learner(20)
@@ -186,7 +186,7 @@ def test_one_update_needs_no_old_logprobs(problem, make_learner, gradients_of):
 
 def test_mismatch_metrics_by_value(problem, make_learner):
     batch = as_step_batch(problem)
-    objective = GRPOObjective(GRPOConfig(), records.SamplingParams(max_tokens=COMPLETION))
+    objective = PolicyObjective(RLConfig(), records.SamplingParams(max_tokens=COMPLETION))
     metrics = make_learner(20).forward_backward(batch, objective)
     mask = problem["completion_mask"].bool()
     difference = (problem["old_per_token_logps"] - problem["sampling_per_token_logps"])[mask]

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
-from slipstream.config import GRPOConfig
+from slipstream.config import RLConfig
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.launch.export import export
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
 from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.objectives import GRPOObjective, SFTObjective
+from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 from slipstream.trainer.optimizer import MasterAdamW
 from slipstream.weights.adapter import AdapterConfig, folded, read_adapter_config, write_adapter_folder
 from slipstream.weights.fingerprint import describe
@@ -129,7 +129,7 @@ def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, gro
     for reference in (separate, same_memory):
         batch = StepBatch(group, [1.0, -1.0] * 4)
         batch.reference_logprobs = reference
-        objective = GRPOObjective(GRPOConfig(kl_coef=0.1), sampling)
+        objective = PolicyObjective(RLConfig(kl_coef=0.1), sampling)
         kl.append(learner.forward_backward(batch, objective)["kl_reference"])
     assert kl[0] == kl[1] > 0.01
     assert all(torch.equal(a, b) for a, b in zip(separate, same_memory, strict=True))

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import records
-from slipstream.config.schema import GRPOConfig
+from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.layout import segment_layout, take
 from slipstream.trainer.model import PolicyModel, check_isolation
-from slipstream.trainer.objectives import GRPOObjective, SFTObjective
+from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
 MODELS = {
     "llama": ("Llama", {}),
@@ -26,7 +26,7 @@ MODELS = {
 }
 OBJECTIVES = {
     "sft": SFTObjective(),
-    "grpo": GRPOObjective(GRPOConfig(), records.SamplingParams(max_tokens=64, temperature=0.8)),
+    "grpo": PolicyObjective(RLConfig(), records.SamplingParams(max_tokens=64, temperature=0.8)),
 }
 
 

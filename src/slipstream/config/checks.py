@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from slipstream.config.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved
-from slipstream.config.schema import GRPOConfig, RunConfig
+from slipstream.config.schema import RLConfig, RunConfig
 
 OPTIONS_WITH_OWN_KEY = {
     "model": "model.path",
@@ -42,7 +42,7 @@ OPTIONS_FIXED = {
 
 def uses_engine(config: RunConfig) -> bool:
     """Whether the run generates anything at all."""
-    return isinstance(config.algorithm, GRPOConfig) or config.evaluation is not None
+    return isinstance(config.algorithm, RLConfig) or config.evaluation is not None
 
 
 def engine_workers(config: RunConfig) -> int:
@@ -55,7 +55,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) without effect, each with what to say of them."""
     found: dict[str, str] = {}
     algorithm, environment = config.algorithm, config.environment
-    if isinstance(algorithm, GRPOConfig):
+    if isinstance(algorithm, RLConfig):
         if config.data is not None:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
         return found | _inapplicable_to(resolved(algorithm))
@@ -75,7 +75,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def _inapplicable_to(algorithm: GRPOConfig) -> dict[str, str]:
+def _inapplicable_to(algorithm: RLConfig) -> dict[str, str]:
     """The same within [algorithm], which has no `auto` left."""
     found: dict[str, str] = {}
     if algorithm.kl_coef == 0:
@@ -110,7 +110,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
     yield from _lora(config)
-    if isinstance(config.algorithm, GRPOConfig):
+    if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
     if config.weights.probe_stop <= config.weights.probe_warn:
         yield (
@@ -121,7 +121,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _policy_gradient(algorithm: GRPOConfig) -> Iterator[tuple[str, str]]:
+def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
     if algorithm.old_policy == "engine" and algorithm.importance_sampling not in ("auto", "none"):
         yield (
             "algorithm.importance_sampling",

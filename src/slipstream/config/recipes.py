@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from slipstream.config.schema import AdvantageName, GRPOConfig, LossName
+from slipstream.config.schema import AdvantageName, LossName, RLConfig
 
 BUILT_IN = {"advantage": get_args(AdvantageName), "loss": get_args(LossName)}
 """Names that are not the user's own functions."""
@@ -73,7 +73,7 @@ class Choice:
     reason: str
 
 
-def choices(algorithm: GRPOConfig) -> Iterator[Choice]:
+def choices(algorithm: RLConfig) -> Iterator[Choice]:
     """For each field that is `auto`, in an order in which one may follow from another."""
     recipe = RECIPES[algorithm.kind]
     values: dict[str, Any] = {}
@@ -103,11 +103,11 @@ def choices(algorithm: GRPOConfig) -> Iterator[Choice]:
     yield from choose("importance_floor", 0.5 if masks else 0.0, source if masks else "no lower bound")
 
 
-def resolved(algorithm: GRPOConfig) -> GRPOConfig:
+def resolved(algorithm: RLConfig) -> RLConfig:
     """`algorithm` with every `auto` replaced."""
     return algorithm.model_copy(update={choice.name: choice.value for choice in choices(algorithm)})
 
 
-def needs_engine_logprobs(algorithm: GRPOConfig) -> bool:
+def needs_engine_logprobs(algorithm: RLConfig) -> bool:
     """Whether the loss reads the log-probabilities that the engine sampled with."""
     return algorithm.old_policy == "engine" or resolved(algorithm).importance_sampling != "none"

@@ -110,7 +110,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Correction = Literal["truncated", "sequence_truncated", "masked", "sequence_masked", "none"]
 
 
-class GRPOConfig(Section):
+class RLConfig(Section):
     """Reinforcement learning on groups of completions. `kind` is a recipe: it only chooses values for the fields that
     are `auto`, and any of them can be set. The table of recipes is in `config/recipes.py`; `slipstream plan` shows what
     each field becomes."""
@@ -196,7 +196,7 @@ class LoraConfig(Section):
     adapter."""
 
 
-AlgorithmConfig = Annotated[SFTConfig | GRPOConfig, Field(discriminator="kind")]
+AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]
 
 
 class SamplingConfig(Section):

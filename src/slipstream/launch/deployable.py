@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import (
-    GRPOConfig,
     InferenceConfig,
     LoraConfig,
     ModelConfig,
+    RLConfig,
     RunConfig,
     RunSection,
     TrainingConfig,
@@ -149,7 +149,7 @@ def engine_config(
         lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets, path=str(deployable.adapter))
     return RunConfig(
         model=ModelConfig(path=deployable.model, dtype=dtype, trust_remote_code=trust_remote_code),
-        algorithm=GRPOConfig(),
+        algorithm=RLConfig(),
         training=TrainingConfig(steps=1),
         lora=lora,
         inference=InferenceConfig(

@@ -211,7 +211,7 @@ class _Run:
 
         from slipstream.trainer.checkpoint import CheckpointStore
         from slipstream.trainer.loop import TrainingLoop
-        from slipstream.trainer.objectives import GRPOObjective, SFTObjective
+        from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
         config, algorithm = self.config, self.config.algorithm
         assert isinstance(config.run.threads, int)
@@ -223,7 +223,7 @@ class _Run:
         loop = TrainingLoop(
             config=config,
             learner=learner,
-            objective=SFTObjective() if algorithm.kind == "sft" else GRPOObjective(algorithm, sampling),
+            objective=SFTObjective() if algorithm.kind == "sft" else PolicyObjective(algorithm, sampling),
             reader=GoldReader(
                 self.prepared.conversations,
                 self.prepared.tokenizer,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.config import Derived, GRPOConfig, RunConfig, with_values
+from slipstream.config import Derived, RLConfig, RunConfig, with_values
 from slipstream.config.checks import divisor_problem, engine_workers, inapplicable, uses_engine
 from slipstream.config.recipes import choices, resolved
 from slipstream.errors import ConfigError
@@ -74,7 +74,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
             draft.on_cpu,
             "on a CPU compiling takes longer than it saves" if draft.on_cpu else "CUDA graphs pay on a GPU",
         )
-    if isinstance(config.algorithm, GRPOConfig):
+    if isinstance(config.algorithm, RLConfig):
         without_effect = inapplicable(config)
         for choice in choices(config.algorithm):
             if (path := f"algorithm.{choice.name}") not in without_effect:
@@ -88,7 +88,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if config.evaluation is not None:
         draft.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     planned = draft.config()
-    if isinstance(planned.algorithm, GRPOConfig):
+    if isinstance(planned.algorithm, RLConfig):
         draft.warnings += _warn_grpo(planned, resolved(planned.algorithm))
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
@@ -242,7 +242,7 @@ def _sequences(draft: _Draft) -> tuple[int, str]:
     """How many sequences are worth generating at once, and why."""
     wanted = {}
     algorithm = draft.original.algorithm
-    if isinstance(algorithm, GRPOConfig):
+    if isinstance(algorithm, RLConfig):
         prompts = draft["training.prompts_per_batch"]
         wanted[prompts * algorithm.group_size] = f"{prompts} prompts x {algorithm.group_size} completions"
     if draft.original.evaluation is not None:
@@ -374,7 +374,7 @@ def _split_of(draft: _Draft) -> Split:
 
 def _longest(draft: _Draft) -> int:
     """Tokens of the longest sequence that is trained on."""
-    if isinstance(draft.original.algorithm, GRPOConfig):
+    if isinstance(draft.original.algorithm, RLConfig):
         return draft["inference.max_model_len"]
     return draft.facts.data.max_sequence_tokens or 0
 
@@ -433,9 +433,9 @@ def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:
     return activation_bytes_per_token(model, dtype, checkpointing=True) if checkpointing else each
 
 
-def _warn_grpo(config: RunConfig, algorithm: GRPOConfig) -> Iterator[str]:
+def _warn_grpo(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
     one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
-    usual = resolved(GRPOConfig(kind=algorithm.kind))
+    usual = resolved(RLConfig(kind=algorithm.kind))
     is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
     if one_update and is_set and algorithm.old_policy == "trainer":
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.config import GRPOConfig, RunConfig
+from slipstream.config import RLConfig, RunConfig
 from slipstream.config.checks import uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
@@ -26,10 +26,10 @@ class Note:
 def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     """How much is generated and trained on, in a batch and in all."""
     training, algorithm = config.training, config.algorithm
-    group = algorithm.group_size if isinstance(algorithm, GRPOConfig) else 1
+    group = algorithm.group_size if isinstance(algorithm, RLConfig) else 1
     sequences = training.prompts_per_batch * group
     longest = facts.data.max_sequence_tokens or 0
-    if isinstance(algorithm, GRPOConfig):
+    if isinstance(algorithm, RLConfig):
         longest = int(config.inference.max_model_len)
     updates = training.steps * training.updates_per_batch * training.epochs_per_batch
     passes = training.steps * training.prompts_per_batch / facts.data.num_train_tasks
@@ -51,7 +51,7 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     return training_state_bytes(
         facts.model,
         dtype,
-        with_reference=isinstance(algorithm, GRPOConfig) and algorithm.kl_coef > 0,
+        with_reference=isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0,
         num_adapter_parameters=facts.adapter.num_parameters if facts.adapter else None,
     )
 

@@ -24,7 +24,7 @@ from slipstream.algo.advantages import (
 )
 from slipstream.algo.custom import user_function
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import GRPOConfig, Scale
+from slipstream.config.schema import RLConfig, Scale
 from slipstream.errors import TrainingError
 
 
@@ -44,7 +44,7 @@ class Credit:
 
 
 def assign_credit(
-    batch: records.Batch, config: GRPOConfig, max_tokens: int, kl_penalties: list[float] | None = None
+    batch: records.Batch, config: RLConfig, max_tokens: int, kl_penalties: list[float] | None = None
 ) -> Credit:
     """Shape the rewards as `config` says and turn them into advantages. `kl_penalties`: of each rollout, to be taken
     from its reward."""
@@ -77,7 +77,7 @@ def assign_credit(
 
 
 def _shaped(
-    rollouts: list[records.Rollout], group_ids_S: Tensor, config: GRPOConfig, max_tokens: int
+    rollouts: list[records.Rollout], group_ids_S: Tensor, config: RLConfig, max_tokens: int
 ) -> tuple[Tensor, dict[str, float]]:
     """Rewards as they are trained on, and what their shaping took or gave on average."""
     rewards_S = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)

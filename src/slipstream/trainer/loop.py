@@ -26,7 +26,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.algo.losses import kl_estimate
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import GRPOConfig, KLEstimator, RunConfig
+from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
@@ -199,7 +199,7 @@ class TrainingLoop:
         is_last = is_late or self.step >= training.steps
         evaluate = self._evaluates_after(self.step, is_last)
         try:
-            if self.engine is not None and (isinstance(self.config.algorithm, GRPOConfig) or evaluate):
+            if self.engine is not None and (isinstance(self.config.algorithm, RLConfig) or evaluate):
                 metrics |= self._synchronise(evaluate)
                 self.engine.release(self.step)
         except Interrupted:
@@ -236,7 +236,7 @@ class TrainingLoop:
         training, algorithm = self.config.training, self.config.algorithm
         metrics: dict[str, float] = {}
         credit: Credit | None = None
-        if isinstance(algorithm, GRPOConfig):
+        if isinstance(algorithm, RLConfig):
             metrics = rollout_metrics(batch)
             credit = assign_credit(batch, algorithm, self.sampling.max_tokens, self._kl_penalties(batch, metrics))
             metrics |= credit.metrics
@@ -247,12 +247,12 @@ class TrainingLoop:
             credit.advantages if credit else None,
             updates_per_batch=training.updates_per_batch,
             epochs=training.epochs_per_batch,
-            train_on_truncated=not isinstance(algorithm, GRPOConfig) or algorithm.train_on_truncated,
+            train_on_truncated=not isinstance(algorithm, RLConfig) or algorithm.train_on_truncated,
             carries_loss=credit.carries_loss if credit else None,
         )
-        is_sft = not isinstance(algorithm, GRPOConfig)
+        is_sft = not isinstance(algorithm, RLConfig)
         steps = [(place, step) for place, step in enumerate(planned) if is_sft or step.has_signal]
-        if isinstance(algorithm, GRPOConfig):
+        if isinstance(algorithm, RLConfig):
             metrics["train/skipped_updates"] = float(len(planned) - len(steps))
             if not steps:
                 return metrics | self._skip(batch.step)
@@ -307,12 +307,12 @@ class TrainingLoop:
     @property
     def _kl_in_reward(self) -> bool:
         algorithm = self.config.algorithm
-        return isinstance(algorithm, GRPOConfig) and algorithm.kl_coef > 0 and resolved(algorithm).kl_in == "reward"
+        return isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0 and resolved(algorithm).kl_in == "reward"
 
     def _kl_penalties(self, batch: records.Batch, metrics: dict[str, float]) -> list[float] | None:
         """What each rollout's divergence from the reference takes from its reward, when it is taken from there."""
         algorithm = self.config.algorithm
-        if not self._kl_in_reward or self.reference is None or not isinstance(algorithm, GRPOConfig):
+        if not self._kl_in_reward or self.reference is None or not isinstance(algorithm, RLConfig):
             return None
         sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
         ours = self.learner.forward(sequences, self.sampling).logprobs
@@ -328,7 +328,7 @@ class TrainingLoop:
     def _check_version(self, batch: records.Batch) -> None:
         staleness = self.config.training.staleness
         is_new_enough = self.step - staleness <= batch.version.step <= self.step
-        if isinstance(self.config.algorithm, GRPOConfig) and not is_new_enough:
+        if isinstance(self.config.algorithm, RLConfig) and not is_new_enough:
             raise TrainingError(
                 f"the batch for step {self.step} was begun by version {batch.version.name}: training.staleness = "
                 f"{staleness} allows none before {self.step - staleness} and none after {self.step}"

@@ -19,7 +19,7 @@ from slipstream.algo.importance import importance_weights, log_ratio_histogram, 
 from slipstream.algo.losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
 from slipstream.algo.sampling import processed_logprobs, token_logprobs
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import GRPOConfig, KLEstimator, Normalize
+from slipstream.config.schema import KLEstimator, Normalize, RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import MicroBatch, StepBatch
 from slipstream.trainer.model import PolicyModel
@@ -68,7 +68,7 @@ class SFTObjective:
         return {"loss": sums["loss"].item(), "num_tokens": tokens, **means}
 
 
-class GRPOObjective:
+class PolicyObjective:
     """A policy gradient: any loss of `algo.losses`, importance weights, a KL term and an entropy bonus.
 
     Log-probabilities are those of the distribution that was sampled from (`sampling`). Per token:
@@ -76,7 +76,7 @@ class GRPOObjective:
     entropy of a token, whatever the loss is averaged over.
     """
 
-    def __init__(self, config: GRPOConfig, sampling: records.SamplingParams) -> None:
+    def __init__(self, config: RLConfig, sampling: records.SamplingParams) -> None:
         self.config = resolved(config)
         self.sampling = sampling
         self._loss: LossFunction = LOSSES.get(self.config.loss) or user_function("loss", self.config.loss)
