@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -170,6 +173,33 @@ def test_an_engine_that_died_comes_back_with_base_and_adapter_verified(lora):
     assert mean_difference(lora.live, lora.policy, SAMPLING) < 0.001
 
 
+AS_SHIPPED = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+base, adapter, merged, prompts = sys.argv[1:4] + [json.loads(sys.argv[4])]
+greedy = SamplingParams(max_tokens=24, temperature=0.0)
+found = []
+for model, lora in ((base, LoRARequest("a", 1, adapter)), (merged, None)):
+    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=1 << 27,
+              enable_lora=lora is not None)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, lora_request=lora, use_tqdm=False)
+    found.append([list(output.outputs[0].token_ids) for output in outputs])
+print("found " + json.dumps(found))
+"""
+
+
+def by_vllm_as_shipped(base: Path, adapter: Path, merged: Path) -> list[list[list[int]]]:
+    """Greedy tokens of the adapter beside its base and of the merged model, from a vLLM without our plugin."""
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", AS_SHIPPED, str(base), str(adapter), str(merged), json.dumps(PROMPTS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    return json.loads(line.removeprefix("found "))
+
+
 @pytest.mark.slow
 def test_adapter_and_merged_export_give_the_same_greedy_tokens_everywhere(lora, live, tiny_model, tmp_path):
     lora.update(60)
@@ -184,6 +214,7 @@ def test_adapter_and_merged_export_give_the_same_greedy_tokens_everywhere(lora, 
                 input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
             )
             assert out[0, len(prompt) :].tolist()[: len(expected)] == expected
+    assert by_vllm_as_shipped(tiny_model, tmp_path / "adapter", tmp_path / "merged") == [beside, beside]
     merged = PolicyModel.load(tmp_path / "merged")
     restart = create_bridge("restart", folder=tmp_path / "weights", source=tiny_model, engine=live.engine)
     ticket = restart.publisher.publish(merged.named_weights(), 1, 0, lambda ticket: None)
