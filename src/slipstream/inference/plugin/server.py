@@ -232,10 +232,9 @@ class EngineServer:
     async def _generate(self, request: GenerateRequest) -> Completion:
         before = self.version.name if self.version else ""
         prompt = {"prompt_token_ids": request.prompt_ids}
-        output = await self.host.generate(prompt, self._sampling_params(request), request.id, self.adapter)
+        output, spans = await self.host.generate(prompt, self._sampling_params(request), request.id, self.adapter)
         out = output.outputs[0]
-        spans = getattr(out, "weight_versions", None) if self.host.keeps_requests else None
-        versions = [VersionSpan(span.start, span.version) for span in spans] if spans else [VersionSpan(0, before)]
+        versions = [VersionSpan(start, version) for start, version in spans or [(0, before)]]
         token_ids = list(out.token_ids)
         logprobs = [entry[token].logprob for entry, token in zip(out.logprobs or [], token_ids, strict=True)]
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
@@ -402,7 +401,7 @@ def _both(adapter: ApplyReport, base: ApplyReport) -> ApplyReport:
 
 async def serve(settings: EngineSettings) -> None:
     """Answer on the socket until SIGTERM or until the engine dies."""
-    server = EngineServer(settings, create_host(engine_arguments(settings)))
+    server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     await server.start()
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_text])
     app.add_routes(routes(server))
