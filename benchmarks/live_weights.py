@@ -107,7 +107,7 @@ async def _round(host: Any, load: Load, number: int) -> float:
         )
     )
     seconds = time.perf_counter() - started
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+    return sum(len(output.outputs[0].token_ids) for output, _ in outputs) / seconds
 
 
 class Engine:
