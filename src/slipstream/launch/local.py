@@ -313,8 +313,8 @@ class _Run:
 
         async def start_engine() -> None:
             health = await engine.wait_ready()
-            # An adapter's slot in the engine holds one version: its requests end before the next one comes.
-            if health.keeps_requests and config.weights.bridge != "lora":
+            # An adapter changes nothing for requests that are running: they end with the one that they began with.
+            if health.keeps_requests or config.weights.bridge == "lora":
                 versions.allow_in_flight()
             self.log.event("engine", **{name: getattr(health, name) for name in _HEALTH_SHOWN})
 

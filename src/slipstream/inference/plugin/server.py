@@ -13,7 +13,9 @@ Bodies are MessagePack records of `slipstream.records`; `/health` is JSON, for p
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -61,7 +63,11 @@ class EngineServer:
         self._settled = asyncio.Event()
         self._settled.set()
         self.adapter: LoadedAdapter | None = None
-        """What every request is computed with."""
+        """What every request that comes is computed with, to its end."""
+        self._old_adapter: LoadedAdapter | None = None
+        """The one before it, which requests that were running then still use."""
+        self._adapter_users: collections.Counter[int] = collections.Counter()
+        self._user_gone = asyncio.Event()
         self._num_adapters = 0
         self._base_verified = False
 
@@ -94,9 +100,7 @@ class EngineServer:
             return await self._verify(ticket.version, ticket.parameters)
         if self.adapter is None:
             raise RuntimeError("the engine holds no adapter to verify")
-        report = await self._verify(
-            ticket.version, ticket.parameters, "slipstream_fingerprint_adapter", str(self.adapter.id)
-        )
+        report = await self._verify_adapter(ticket.version, ticket.parameters)
         return _both(report, await self._verify(ticket.version, ticket.base))
 
     async def _verify(
@@ -126,13 +130,16 @@ class EngineServer:
         """Load a version in place, verify it, drop the prefix cache.
 
         Requests that are running stand still meanwhile and go on with the new version, their context computed anew
-        by it; where vLLM cannot say which version made which token, there may be none. On any failure the engine
-        stays out of service and standing requests never go on: they end at their deadlines or with their client.
+        by it; where vLLM cannot say which version made which token, there may be none. Under an adapter they go on
+        with the one that they began with; a third one waits for their end. On any failure the engine stays out of
+        service and standing requests never go on: they end at their deadlines or with their client.
         """
-        if self.num_running and (ticket.bridge == "lora" or not self.host.keeps_requests):
+        if ticket.bridge == "lora":
+            await self._forget_old_adapter()
+        elif self.num_running and not self.host.keeps_requests:
             raise OutOfService(
-                f"{self.num_running} requests are running, and neither an adapter nor a version that this vLLM cannot "
-                "tell from the next may change under them: let them end first"
+                f"{self.num_running} requests are running, and this vLLM cannot tell what a version made of them from "
+                "what the next did: let them end first"
             )
         self.reason = f"applying version {ticket.version.name}"
         self._settled.clear()
@@ -145,10 +152,14 @@ class EngineServer:
             self._settled.set()
 
     async def _apply(self, ticket: Ticket) -> ApplyReport:
-        await self.host.pause()
-        seconds, num_bytes = await (self._load_adapter if ticket.bridge == "lora" else self._load)(ticket)
-        if not await self.host.reset_prefix_cache():
-            raise RuntimeError("vLLM refused to reset the prefix cache")
+        if ticket.bridge == "lora":
+            # vLLM's prefix cache tells adapters apart by their names, of which each is used once.
+            seconds, num_bytes = await self._load_adapter(ticket)
+        else:
+            await self.host.pause()
+            seconds, num_bytes = await self._load(ticket)
+            if not await self.host.reset_prefix_cache():
+                raise RuntimeError("vLLM refused to reset the prefix cache")
         report = msgspec.structs.replace(await self._verify_applied(ticket), transfer_s=seconds, num_bytes=num_bytes)
         if unproved := report.mismatched + report.unverified:
             self.reason = f"version {ticket.version.name} did not verify: {', '.join(unproved[:3])}"
@@ -165,19 +176,32 @@ class EngineServer:
         return max(load["seconds"] for load in loads), sum(load["num_bytes"] for load in loads)
 
     async def _load_adapter(self, ticket: Ticket) -> tuple[float, int]:
-        """An adapter beside the base, by vLLM's own loader, under a name and a number that no other ever had; the one
-        before it is forgotten."""
+        """An adapter beside the base, by vLLM's own loader, under a name and a number that no other ever had."""
         if self.settings.lora_rank is None:
             raise RuntimeError("the engine was started without room for an adapter")
         started = time.perf_counter()
-        before, self._num_adapters = self.adapter, self._num_adapters + 1
+        self._num_adapters += 1
         name = f"{ticket.version.name}-{ticket.version.digest}-{self._num_adapters}"
-        self.adapter = LoadedAdapter(name, self._num_adapters, ticket.location)
-        if not await self.host.load_adapter(self.adapter):
+        loaded = LoadedAdapter(name, self._num_adapters, ticket.location)
+        if not await self.host.load_adapter(loaded):
             raise RuntimeError(f"vLLM refused the adapter in {ticket.location}")
-        if before is not None:
-            await self.host.remove_adapter(before)
+        self._old_adapter, self.adapter = self.adapter, loaded
         return time.perf_counter() - started, ticket.num_bytes
+
+    async def _forget_old_adapter(self) -> None:
+        """Make room for the next: wait for the last request of the adapter before this one."""
+        old = self._old_adapter
+        if old is None:
+            return
+        while self._adapter_users[old.id]:
+            self._user_gone.clear()
+            await self._user_gone.wait()
+        await self.host.remove_adapter(old)
+        self._old_adapter = None
+
+    async def _verify_adapter(self, version: Version, parameters: tuple[ParameterSpec, ...]) -> ApplyReport:
+        loaded = [adapter.id for adapter in (self.adapter, self._old_adapter) if adapter is not None]
+        return await self._verify(version, parameters, "slipstream_fingerprint_adapter", json.dumps(loaded))
 
     async def _verify_applied(self, ticket: Ticket) -> ApplyReport:
         """As `verify`, but the base below an adapter, which nothing changes, only once."""
@@ -185,10 +209,7 @@ class EngineServer:
             report = await self.verify(ticket)
             self._base_verified = not (report.mismatched or report.unverified)
             return report
-        assert self.adapter is not None
-        return await self._verify(
-            ticket.version, ticket.parameters, "slipstream_fingerprint_adapter", str(self.adapter.id)
-        )
+        return await self._verify_adapter(ticket.version, ticket.parameters)
 
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache until `wake`; the weights wait in the CPU's memory."""
@@ -230,9 +251,18 @@ class EngineServer:
             self.num_running -= 1
 
     async def _generate(self, request: GenerateRequest) -> Completion:
-        before = self.version.name if self.version else ""
-        prompt = {"prompt_token_ids": request.prompt_ids}
-        output, spans = await self.host.generate(prompt, self._sampling_params(request), request.id, self.adapter)
+        before, adapter = self.version.name if self.version else "", self.adapter
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, self._sampling_params(request)
+        if adapter is None:
+            output, spans = await self.host.generate(prompt, params, request.id)
+        else:
+            self._adapter_users[adapter.id] += 1
+            try:
+                output, _ = await self.host.generate(prompt, params, request.id, adapter)
+                spans = []
+            finally:
+                self._adapter_users[adapter.id] -= 1
+                self._user_gone.set()
         out = output.outputs[0]
         versions = [VersionSpan(start, version) for start, version in spans or [(0, before)]]
         token_ids = list(out.token_ids)
@@ -364,7 +394,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
         lora = {
             "enable_lora": True,
-            "max_loras": 1,
+            # One for requests that come, one for those that are still running with the version before.
+            "max_loras": 2,
             "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= settings.lora_rank),
             "lora_target_modules": list(settings.lora_target_modules),
         }
