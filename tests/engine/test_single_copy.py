@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from slipstream.weights import check_report, create_bridge
 from slipstream.weights.files import stored_parameters, write_model_folder
 from slipstream.weights.single_copy import check_loaded, open_weights
 
+from . import test_in_flight
 from .conftest import LiveEngine, start, stop
 
 pytestmark = pytest.mark.engine
@@ -40,11 +42,15 @@ class Pair:
         self.versions = Versions(self.bridge.receiver, apply_timeout_s=60, fence=self.bridge.fence)
 
     @torch.no_grad()
-    def write(self, seed: int) -> None:
+    def write(self, seed: int, pause_s: float = 0.0) -> None:
         """Change every parameter, as an optimizer would; the same twice for the same seed and start."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.policy.network.parameters():
             parameter.add_((0.02 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))
+            time.sleep(pause_s)
+
+    def copied(self) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in self.policy.named_weights()}
 
     def update(self, step: int) -> Ticket:
         self.live.call(self.versions.fence())
@@ -138,6 +144,22 @@ def test_a_hundred_updates_leave_equal_fingerprints(pair: Pair):
     assert not report.mismatched
     assert not report.unverified
     assert len(ticket.parameters) == len(pair.tensors)
+
+
+@pytest.mark.slow
+def test_no_token_is_made_by_a_half_written_version(pair: Pair):
+    """The trainer writes one parameter after the other, with pauses, while requests are in flight."""
+    params = SamplingParams(max_tokens=test_in_flight.LENGTH)
+    versions = {pair.publish(200).version.name: pair.copied()}
+    running = test_in_flight.begin(pair.live, "torn", params)
+    for step in range(201, 201 + test_in_flight.MOST_UPDATES):
+        pair.live.call(pair.versions.fence())
+        pair.write(step, pause_s=0.004)
+        versions[f"0.{step}"] = pair.copied()
+        pair.publish(step)
+        if running.done():
+            break
+    test_in_flight.check(pair.live, "torn", params, running.result(60), versions)
 
 
 @pytest.mark.slow
