@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,7 +189,7 @@ def test_grouped_queries_with_biases(tmp_path):
     torch.manual_seed(0)
     weights = Qwen2ForCausalLM(config)
     torch.nn.init.normal_(weights.model.layers[1].self_attn.k_proj.bias)
-    write_model_folder(tmp_path / "model", {}, plain)
+    shutil.copytree(plain, tmp_path / "model")
     weights.save_pretrained(tmp_path / "model")
     with pair_on(tmp_path / "model", tmp_path) as pair:
         assert "model.layers.1.self_attn.k_proj.bias" in pair.tensors
