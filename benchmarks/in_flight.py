@@ -1,6 +1,6 @@
 """Updates under load: new versions reach a running vLLM while long generations go on.
 
-    python benchmarks/in_flight.py [--bridge broadcast|disk] [--updates 100] [--requests 64] [--tokens 200]
+    python benchmarks/in_flight.py [--bridge broadcast|disk|single_copy] [--updates 100] [--requests 64] [--tokens 200]
 
 Keeps `--requests` generations running and applies `--updates` versions of new random weights one after the other.
 Every update's fingerprints are verified. Afterwards every request must have been answered exactly once, with versions
@@ -29,6 +29,8 @@ from slipstream.trainer.learner import score
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 from slipstream.weights import check_report, create_bridge
+from slipstream.weights.files import stored_parameters
+from slipstream.weights.single_copy import open_weights
 
 PROMPT_TOKENS, LINEAGE, TIMEOUT_S = 40, 0, 120.0
 
@@ -36,7 +38,7 @@ PROMPT_TOKENS, LINEAGE, TIMEOUT_S = 40, 0, 120.0
 def main() -> int:
     """Run it and print what held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bridge", choices=["broadcast", "disk"], default="broadcast")
+    parser.add_argument("--bridge", choices=["broadcast", "disk", "single_copy"], default="broadcast")
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
@@ -69,6 +71,9 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
 
     engine = thread.call(start(), 300, "the engine")
     bridge = create_bridge(options.bridge, folder=folder / "weights", source=model, engine=engine, timeout_s=TIMEOUT_S)
+    live: dict[str, torch.Tensor] = {}
+    if options.bridge == "single_copy":
+        live = open_weights(thread.call(engine.share(stored_parameters(model, "float32"), TIMEOUT_S), 300, "the engine"))
     answers: dict[str, list[Completion]] = {}
     prompts: dict[str, list[int]] = {}
     is_over = False
@@ -97,6 +102,10 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         versions.append(weights)
         under_way = []
         began = time.monotonic()
+        if bridge.fence is not None:
+            thread.call(engine.fence(TIMEOUT_S), 300, "the engine")
+            for name, weight in weights.items():
+                live[name].copy_(weight)
         ticket: Ticket = bridge.publisher.publish(
             weights.items(),
             step,

@@ -304,6 +304,21 @@ class TestKnobsWithoutEffect:
                 ["--weights.bridge", "lora"],
                 "there is no [lora]: set lora.rank",
             ),
+            (
+                MINIMAL,
+                ["--weights.bridge", "single_copy", "--inference.options.tensor_parallel_size", "2"],
+                "tensor_parallel_size = 2 divides the weights",
+            ),
+            (
+                MINIMAL,
+                ["--weights.bridge", "single_copy", "--run.placement", "separate"],
+                'has them share one memory: use "shared", or another bridge',
+            ),
+            (
+                MINIMAL,
+                ["--weights.bridge", "single_copy", "--inference.sleep", "true"],
+                "which are the trainer's under weights.bridge",
+            ),
             (MINIMAL, ["--lora.rank", "8", "--lora.path", ""], 'lora.path = "" is empty'),
             (MINIMAL, ["--lora.target_modules", '["q_proj", ""]'], "has an empty name: remove it"),
             (MINIMAL, ["--lora.rank", "0"], "lora.rank"),

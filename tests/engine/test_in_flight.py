@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -58,22 +59,38 @@ def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampl
         ticket = bridge.publisher.publish(weights.items(), step, 9, announce)
         check_report(under_way[0].result(60), ticket)
 
-    async def generate_all() -> list[records.Completion]:
-        requests = [
-            GenerateRequest(f"{name}-{sampling}-{i}", PROMPTS[i % len(PROMPTS)], params, seed=i)
-            for i in range(NUM_REQUESTS)
-        ]
-        return await asyncio.gather(*(live.engine.generate(request) for request in requests))
-
     update(0)
-    running = live.thread.submit(generate_all())
+    running = begin(live, f"{name}-{sampling}", params)
     steps = itertools.count(1)
     while not running.done() and len(versions) <= MOST_UPDATES:
         update(next(steps))
     completions = running.result(60)
     bridge.publisher.close()
     assert len(versions) > 4
-    assert [c.id for c in completions] == [f"{name}-{sampling}-{i}" for i in range(NUM_REQUESTS)]
+    check(live, f"{name}-{sampling}", params, completions, versions)
+
+
+def begin(live: LiveEngine, tag: str, params: SamplingParams) -> Future[list[records.Completion]]:
+    """Many long generations at once, which go on while other things happen."""
+
+    async def generate_all() -> list[records.Completion]:
+        requests = [
+            GenerateRequest(f"{tag}-{i}", PROMPTS[i % len(PROMPTS)], params, seed=i) for i in range(NUM_REQUESTS)
+        ]
+        return await asyncio.gather(*(live.engine.generate(request) for request in requests))
+
+    return live.thread.submit(generate_all())
+
+
+def check(
+    live: LiveEngine,
+    tag: str,
+    params: SamplingParams,
+    completions: list[records.Completion],
+    versions: dict[str, dict[str, torch.Tensor]],
+) -> None:
+    """Every request is answered, and every token has the log-probability that its version gives it."""
+    assert [c.id for c in completions] == [f"{tag}-{i}" for i in range(NUM_REQUESTS)]
     assert {c.finish_reason for c in completions} <= {"length", "stop"}
     num_spans = 0
     differences = []
@@ -100,7 +117,7 @@ def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampl
     assert num_spans > 2 * NUM_REQUESTS
     difference = torch.cat(differences)
     print(
-        f"{name} {sampling}: {len(versions)} versions, {num_spans} spans, {len(difference)} tokens, "
+        f"{tag}: {len(versions)} versions, {num_spans} spans, {len(difference)} tokens, "
         f"mean {difference.mean():.1e}, largest {difference.max():.1e}"
     )
     assert difference.mean() < 1e-4

@@ -314,6 +314,21 @@ class TestGPU:
         assert "1 of 2 GPUs are not used" in together.warnings[0]
         assert made.config.training.micro_batch_tokens >= together.config.training.micro_batch_tokens
 
+    def test_one_copy_of_the_weights(self):
+        values = GENERATED | {"weights.bridge": "single_copy"}
+        made = plan(values, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
+        assert (made.config.run.placement, made.config.weights.bridge) == ("shared", "single_copy")
+        two = plan(GENERATED | {"run.placement": "shared"}, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
+        ours, theirs = (
+            next(note for note in each.notes if note.name == "memory of the trainer") for each in (made, two)
+        )
+        assert "weights" not in ours.how
+        assert "weights" in theirs.how
+        # They take turns where both do not fit, and one copy cannot.
+        small = {"num_gpus": 1, "gpu_memory_bytes": 48 * GIB, **LARGE}
+        assert plan(GENERATED, **small).config.inference.sleep is True
+        assert plan(values, **small).config.inference.sleep is False
+
     def test_the_engine_over_several(self):
         values = GENERATED | {"inference.options": {"tensor_parallel_size": 2}}
         assert plan(values, num_gpus=3, gpu_memory_bytes=80 * GIB, **LARGE).config.run.placement == "separate"

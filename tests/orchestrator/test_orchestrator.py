@@ -277,6 +277,29 @@ async def test_only_a_verified_version_becomes_current():
         await Versions(other, apply_timeout_s=1.0).apply(ticket(2))
 
 
+async def test_a_fence_is_raised_once_and_holds_until_the_next_apply():
+    raised = []
+    engine = ScriptedEngine(say("b"))
+    versions = Versions(DiskReceiver(engine), apply_timeout_s=2.0, fence=lambda s: asyncio.sleep(0, raised.append(s)))
+    async with versions.generating():
+        # An engine that cannot keep its requests first ends them.
+        waiting = asyncio.create_task(versions.fence())
+        await asyncio.sleep(0.02)
+        assert raised == []
+    await waiting
+    await versions.fence()
+    assert raised == [2.0]
+    generating = asyncio.create_task(versions.generating().__aenter__())
+    await asyncio.sleep(0.02)
+    assert not generating.done()
+    await versions.apply(ticket(1))
+    await generating
+    await versions.generating().__aexit__(None, None, None)
+    await versions.apply(ticket(2))
+    await versions.fence()
+    assert raised == [2.0, 2.0]
+
+
 async def test_waiting_for_a_version_ends_with_its_release_or_its_deadline():
     versions = Versions(DiskReceiver(ScriptedEngine(say("b"))), apply_timeout_s=1.0)
     await versions.apply(ticket(1))

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.model import PolicyModel, check_isolation
+from slipstream.trainer.model import PolicyModel, SharedTensors, check_isolation
 
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -114,3 +115,10 @@ def test_variable_length_kernel_equals_the_padded_route(model_folder):
     half = PolicyModel.load(model_folder, "bfloat16", "cuda").logits(micro).float()
     full = PolicyModel.load(model_folder, "float32", "cuda").logits(micro)
     assert (half - full).abs().max() < 0.05 * full.std() + 0.02
+
+
+def test_experts_that_transformers_joins_cannot_be_shared(save_model, tmp_path):
+    kind, changes = MODELS["qwen3-moe"]
+    weights = load_file(save_model(tmp_path, kind, **changes) / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"one copy of .*experts.* \(transformers changes it\): use another"):
+        PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))

@@ -45,6 +45,16 @@ def uses_engine(config: RunConfig) -> bool:
     return isinstance(config.algorithm, RLConfig) or config.evaluation is not None
 
 
+def publishes_adapter(config: RunConfig) -> bool:
+    """Whether a version is an adapter alone, which the engine loads beside a base that stays."""
+    return config.lora is not None and config.weights.bridge in ("lora", "single_copy")
+
+
+def shares_weights(config: RunConfig) -> bool:
+    """Whether the trainer's parameters are the engine's tensors."""
+    return config.weights.bridge == "single_copy" and uses_engine(config)
+
+
 def engine_workers(config: RunConfig) -> int:
     """How many GPUs, or processes on a CPU, the engine's weights are spread over."""
     size = config.inference.options.get("tensor_parallel_size", 1)
@@ -233,6 +243,30 @@ def _early_stop(config: RunConfig) -> Iterator[tuple[str, str]]:
             )
 
 
+def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Trainer and engine in one memory."""
+    if not shares_weights(config):
+        return
+    if (size := engine_workers(config)) > 1:
+        yield (
+            "inference.options.tensor_parallel_size",
+            f'inference.options.tensor_parallel_size = {size} divides the weights, and weights.bridge = "single_copy" '
+            "has the trainer hold each in one piece: use 1, or another bridge",
+        )
+    if config.run.placement == "separate":
+        yield (
+            "run.placement",
+            'run.placement = "separate" gives trainer and engine a GPU each, and weights.bridge = "single_copy" has '
+            'them share one memory: use "shared", or another bridge',
+        )
+    if config.inference.sleep is True:
+        yield (
+            "inference.sleep",
+            "inference.sleep = true frees the engine's weights, which are the trainer's under weights.bridge = "
+            '"single_copy": turn it off, or use another bridge',
+        )
+
+
 def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
     sampling, inference = config.sampling, config.inference
     if inference.sleep is True and config.training.staleness:
@@ -247,6 +281,7 @@ def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
             'inference.sleep = true frees the engine\'s GPU for the trainer, which run.placement = "separate" has on '
             "another: turn off one of them",
         )
+    yield from _single_copy(config)
     if "" in sampling.stop:
         yield (
             "sampling.stop",

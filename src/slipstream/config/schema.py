@@ -286,11 +286,13 @@ class InferenceConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engine, and how that is proved."""
 
-    bridge: Literal["auto", "disk", "broadcast", "restart", "lora"] = "auto"
+    bridge: Literal["auto", "disk", "broadcast", "restart", "lora", "single_copy"] = "auto"
     """`disk`: files loaded in place into the running engine. `broadcast`: from memory to memory over a process group.
-    `restart`: the engine is started anew. `lora`: the engine keeps the base and loads the adapter beside it. `auto`:
-    `lora` when [lora] is set, otherwise `disk`; under [lora] the other three publish the whole model with the adapter
-    merged into it."""
+    `restart`: the engine is started anew. `lora`: the engine keeps the base and loads the adapter beside it.
+    `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU, and the engine stands
+    still while they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
+    `lora` when [lora] is set, otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two and `restart`
+    publish the whole model with the adapter merged into it."""
     apply_timeout_s: PositiveFloat = 300.0
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8

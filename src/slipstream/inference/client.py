@@ -11,7 +11,8 @@ import aiohttp
 import msgspec
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.records import ApplyReport, Completion, EngineHealth, GenerateRequest, Ticket, encode
+from slipstream.records import ApplyReport, Completion, EngineHealth, GenerateRequest, ParameterSpec, Ticket, encode
+from slipstream.weights.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
@@ -145,6 +146,14 @@ class EngineClient:
     async def wake(self, timeout_s: float) -> None:
         """Have it take the memory back."""
         await self._post("/wake", b"", bool, timeout_s)
+
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+        """Where the engine's live weights lie, for a trainer that is to train them."""
+        return await self._post("/share", msgspec.msgpack.encode(parameters), SharedWeights, timeout_s)
+
+    async def fence(self, timeout_s: float) -> None:
+        """Have it compute nothing until the next apply."""
+        await self._post("/fence", b"", bool, timeout_s)
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Compare the engine's live weights with a published version, changing nothing."""

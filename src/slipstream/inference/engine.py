@@ -26,6 +26,7 @@ from slipstream.records import (
     Ticket,
     Version,
 )
+from slipstream.weights.single_copy import SharedWeights
 
 OnEvent = Callable[..., None]
 
@@ -40,7 +41,8 @@ class SupervisedEngine:
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._reviving = asyncio.Lock()
-        self._only_in_memory = False
+        self._in_memory_by = ""
+        """The bridge by which the engine got weights that no file holds."""
         self.num_restarts = 0
 
     @property
@@ -73,10 +75,10 @@ class SupervisedEngine:
             if self._process.is_alive():
                 return
             why = self._process.describe()
-            if self._only_in_memory:
+            if self._in_memory_by:
                 raise EngineError(
-                    "the engine died, and no file holds the weights that it got by broadcast: continue the run with "
-                    f"--resume, or use weights.bridge = disk, which can restart it: {why}"
+                    f"the engine died, and no file holds the weights that it had by {self._in_memory_by}: continue the "
+                    f"run with --resume, or use weights.bridge = disk, which can restart it: {why}"
                 )
             if self.num_restarts >= self._max_restarts:
                 raise EngineError(
@@ -100,14 +102,27 @@ class SupervisedEngine:
                 raise
             await self.revive()
             report = await self._process.client.apply(ticket, timeout_s)
-        self._only_in_memory = ticket.bridge == "broadcast"
-        if report.mismatched or report.unverified or self._only_in_memory:
+        if self._in_memory_by != "single_copy":
+            self._in_memory_by = "broadcast" if ticket.bridge == "broadcast" else ""
+        if report.mismatched or report.unverified or self._in_memory_by:
             return report
         if ticket.bridge == "lora":
             self._process.settings = msgspec.structs.replace(self._process.settings, adapter=ticket)
         else:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
+
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+        """Where the live weights lie, for a trainer that trains them; from now on it cannot be started again."""
+        shared = await self._process.client.share(parameters, timeout_s)
+        self._in_memory_by = "single_copy"
+        return shared
+
+    async def fence(self, timeout_s: float) -> None:
+        """See `weights.Engine`."""
+        if not self._process.is_alive():
+            await self.revive()
+        await self._process.client.fence(timeout_s)
 
     async def sleep(self, timeout_s: float) -> None:
         """Free the engine's memory while nothing is generated; its weights wait in the CPU's memory."""

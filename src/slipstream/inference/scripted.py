@@ -21,6 +21,7 @@ from slipstream.records import (
     Version,
     VersionSpan,
 )
+from slipstream.weights.single_copy import SharedWeights
 
 Script = Callable[[list[int], int], list[int]]
 """(prompt's tokens, seed) -> the completion's tokens, its end token included."""
@@ -114,6 +115,14 @@ class ScriptedEngine:
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
         """See `SupervisedEngine`."""
         self.is_alive, self.version, self.location = True, version, model
+
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+        """There are no weights here."""
+        raise EngineError("a scripted engine has no weights to share: use weights.bridge = disk")
+
+    async def fence(self, timeout_s: float) -> None:
+        """See `SupervisedEngine`."""
+        self._check_alive()
 
     async def sleep(self, timeout_s: float) -> None:
         """See `SupervisedEngine`."""

@@ -9,11 +9,12 @@ from typing import Protocol
 
 from slipstream import weights
 from slipstream.config import RunConfig
-from slipstream.config.checks import engine_workers
+from slipstream.config.checks import engine_workers, publishes_adapter
 from slipstream.inference.engine import OnEvent, SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator import rollouts
 from slipstream.records import EngineHealth, ParameterSpec, Ticket, Version
+from slipstream.weights.single_copy import SharedWeights
 
 
 class RunEngine(rollouts.Engine, weights.Engine, Protocol):
@@ -25,6 +26,10 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
 
     async def wait_ready(self) -> EngineHealth:
         """Wait until it is in service, with a deadline, and what it says of itself."""
+        ...
+
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+        """Where its live weights lie, for a trainer that trains them."""
         ...
 
     async def sleep(self, timeout_s: float) -> None:
@@ -65,7 +70,7 @@ def engine_settings(
     assert isinstance(inference.kv_cache_gib, float | int)
     assert isinstance(inference.gpu_memory_utilization, float | int)
     assert isinstance(config.run.threads, int)
-    lora = config.lora if config.weights.bridge == "lora" else None
+    lora = config.lora if publishes_adapter(config) else None
     return EngineSettings(
         model=model,
         socket="",

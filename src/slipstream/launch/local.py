@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
-from slipstream.config.checks import engine_workers
+from slipstream.config.checks import engine_workers, publishes_adapter
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
-from slipstream.launch.facts import adapter_config
+from slipstream.launch.models import build_learner, load_reference, share_weights
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.resume import changed_settings, refuse_ended
 from slipstream.launch.sleep import Turns
@@ -31,16 +31,15 @@ from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, RolloutReader, Waits
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import ApplyReport, SamplingParams, Ticket
+from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Announce, Bridge, create_adapter_bridge, create_bridge
 from slipstream.weights.base import NamedWeights
 
 if TYPE_CHECKING:
-    from slipstream.trainer.learner import Learner
     from slipstream.trainer.loop import TrainingLoop
-    from slipstream.trainer.model import PolicyModel
+    from slipstream.trainer.model import PolicyModel, SharedTensors
 
 _START_GRACE_S = 60.0
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
@@ -159,6 +158,9 @@ class _Run:
         self._order = DataOrder(prepared.num_items, prepared.config.run.seed)
         self._make_engine = make_engine
         self._engine: RunEngine | None = None
+        self._health: EngineHealth | None = None
+        self._thread: EventLoopThread | None = None
+        self._scorer: ScorerPool | None = None
         stop.at_once = self._kill
 
     def _kill(self) -> None:
@@ -217,7 +219,7 @@ class _Run:
         assert isinstance(config.run.threads, int)
         torch.set_num_threads(config.run.threads)
         torch.manual_seed(config.run.seed)
-        learner = self._build_learner()
+        learner = build_learner(config, self._share_weights())
         store = CheckpointStore(self.folder / "checkpoints", config.run.keep_checkpoints)
         sampling = self.prepared.sampling() if self.prepared.uses_engine else SamplingParams(max_tokens=1)
         loop = TrainingLoop(
@@ -235,7 +237,7 @@ class _Run:
             log=self.log,
             progress=self.progress,
             sampling=sampling,
-            reference=self._reference(learner.model),
+            reference=load_reference(config, learner.model),
             should_stop=self.should_stop,
             num_items=self.prepared.num_items,
         )
@@ -245,47 +247,41 @@ class _Run:
             self._attach_orchestrator(loop)
         return loop
 
-    def _load_model(self) -> PolicyModel:
-        import torch
+    def _event_loop(self) -> EventLoopThread:
+        """The orchestrator's thread. What ends it ends the engine and the reward workers first."""
+        if self._thread is None:
+            thread = self._thread = EventLoopThread(self.should_stop)
 
-        from slipstream.trainer.model import PolicyModel
+            async def close() -> None:
+                if self._scorer is not None:
+                    await self._scorer.__aexit__(None, None, None)
+                if self._engine is not None:
+                    await self._engine.stop()
 
-        model = self.config.model
-        assert model.dtype != "auto"
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        training = self.config.training
-        return PolicyModel.load(
-            model.path,
-            model.dtype,
-            device,
-            model.trust_remote_code,
-            packing=training.packing,
-            checkpointing=training.gradient_checkpointing is True,
-        )
+            def wind_up() -> None:
+                if not thread.stop(close()):
+                    self.log.warning(
+                        "work of the environment did not end when it was cancelled: the engine is killed now"
+                    )
 
-    def _reference(self, model: PolicyModel) -> PolicyModel | None:
-        """What the KL term measures from: under LoRA the base, in the same memory."""
-        algorithm = self.config.algorithm
-        if algorithm.kind == "sft" or algorithm.kl_coef == 0:
+            self._exits.callback(wind_up)
+        return self._thread
+
+    async def _engine_ready(self) -> EngineHealth:
+        """What the engine says once it has started; one that shares its weights is then out of service for a while."""
+        if self._health is None:
+            self._health = await self._create_engine().wait_ready()
+        return self._health
+
+    def _share_weights(self) -> SharedTensors | None:
+        """Where one copy of the weights serves both: the engine's, for which it must be up."""
+        config = self.config
+        if not self.prepared.uses_engine or config.weights.bridge != "single_copy":
             return None
-        return self._load_model() if model.adapter is None else model.without_adapter()
-
-    def _build_learner(self) -> Learner:
-        from slipstream.trainer.learner import Learner
-        from slipstream.trainer.optimizer import MasterAdamW
-
-        training = self.config.training
-        assert isinstance(training.micro_batch_tokens, int)
-        model, lora = self._load_model(), self.config.lora
-        if lora is not None:
-            model.add_adapter(adapter_config(self.config), Path(lora.path) if lora.path else None)
-        optimizer = MasterAdamW(
-            model.network.named_parameters(),
-            betas=(training.adam_beta1, training.adam_beta2),
-            weight_decay=training.weight_decay,
-            max_grad_norm=training.max_grad_norm,
-        )
-        return Learner(model, optimizer, micro_batch_tokens=training.micro_batch_tokens)
+        thread, waits_for = self._event_loop(), "the engine to start and to share its weights"
+        timeout_s = config.inference.start_timeout_s + _START_GRACE_S
+        thread.call(self._engine_ready(), timeout_s, waits_for)
+        return thread.call(share_weights(config, self._create_engine()), config.weights.apply_timeout_s, waits_for)
 
     def _resume(self, loop: TrainingLoop) -> None:
         latest = loop.store.latest()
@@ -304,17 +300,17 @@ class _Run:
         assert prepared.environment is not None
         assert config.environment is not None
         engine = self._create_engine()
-        thread = EventLoopThread(self.should_stop)
-        scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
+        scorer = self._scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
 
         bridge, published = self._bridge(loop.learner.model, engine)
         self._exits.callback(bridge.publisher.close)
-        versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s)
+        versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s, fence=bridge.fence)
+        thread = self._event_loop()
 
         async def start_engine() -> None:
-            health = await engine.wait_ready()
+            health = await self._engine_ready()
             # An adapter changes nothing for requests that are running: they end with the one that they began with.
-            if health.keeps_requests or config.weights.bridge == "lora":
+            if health.keeps_requests or publishes_adapter(config):
                 versions.allow_in_flight()
             self.log.event("engine", **{name: getattr(health, name) for name in _HEALTH_SHOWN})
 
@@ -325,15 +321,6 @@ class _Run:
                 waits.append(start_engine())
             await all_of(waits)
 
-        async def close() -> None:
-            await scorer.__aexit__(None, None, None)
-            await engine.stop()
-
-        def wind_up() -> None:
-            if not thread.stop(close()):
-                self.log.warning("work of the environment did not end when it was cancelled: the engine is killed now")
-
-        self._exits.callback(wind_up)
         runner = RolloutRunner(
             prepared.environment,
             scorer,
@@ -382,7 +369,8 @@ class _Run:
         """The bridge, and what it publishes: the adapter alone, or the whole model."""
         name, folder = self.config.weights.bridge, self.folder / "weights"
         assert name != "auto", "the plan replaces every auto"
-        if name != "lora":
+        if not publishes_adapter(self.config):
+            assert name != "lora"
             timeout_s = self.config.weights.apply_timeout_s
             bridge = create_bridge(
                 name,

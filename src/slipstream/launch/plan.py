@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import Derived, RLConfig, RunConfig, with_values
-from slipstream.config.checks import divisor_problem, engine_workers, inapplicable, uses_engine
+from slipstream.config.checks import divisor_problem, engine_workers, inapplicable, shares_weights, uses_engine
 from slipstream.config.recipes import choices, resolved
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE, USABLE, Needs, Split, split_card
@@ -140,9 +140,11 @@ def _plan_placement(draft: _Draft) -> None:
     if not uses_engine(draft.original):
         return
     num_gpus, needed = draft.facts.num_gpus, engine_workers(draft.original)
-    if num_gpus > needed:
+    if num_gpus > needed and not shares_weights(draft.original):
         draft.derive_auto("run.placement", "separate", f"there are {num_gpus} GPUs")
     reason = "there is no GPU" if draft.on_cpu else f"there {'is' if num_gpus == 1 else 'are'} {num_gpus} GPU"
+    if num_gpus > needed:
+        reason = "trainer and engine have one copy of the weights"
     draft.derive_auto("run.placement", "shared", reason)
     separate = draft["run.placement"] == "separate"
     if separate and num_gpus <= needed:
@@ -367,7 +369,7 @@ def _split_of(draft: _Draft) -> Split:
         facts.gpu_memory_bytes,
         needs,
         shared=not separate,
-        may_sleep=sleep == "auto" and not training.staleness,
+        may_sleep=sleep == "auto" and not training.staleness and not shares_weights(draft.original),
         must_sleep=sleep is True,
     )
 

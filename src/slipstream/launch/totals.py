@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.config import RLConfig, RunConfig
-from slipstream.config.checks import uses_engine
+from slipstream.config.checks import shares_weights, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts
@@ -46,9 +46,10 @@ def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
 
 
 def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
-    """Bytes of what the trainer keeps between steps."""
+    """Bytes of what the trainer keeps between steps, beside what it shares with the engine."""
     algorithm = config.algorithm
-    return training_state_bytes(
+    shared = weights_bytes(facts.model, dtype) if shares_weights(config) else 0
+    return -shared + training_state_bytes(
         facts.model,
         dtype,
         with_reference=isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0,
@@ -67,9 +68,11 @@ def parameter_notes(facts: Facts) -> Iterator[Note]:
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     """What trainer and engine will hold at most, in GiB; on a GPU with what they need to work."""
     trainer, engine = _memory(config, facts)
-    kept = "weights, masters, moments and gradients"
+    kept = "masters, moments and gradients"
     if facts.adapter is not None:
-        kept = "frozen weights, and masters, moments and gradients of the adapter"
+        kept += " of the adapter"
+    if not shares_weights(config):
+        kept = f"frozen weights, and {kept}" if facts.adapter is not None else f"weights, {kept}"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:

@@ -161,6 +161,13 @@ class Orchestrator:
         self._on_applied(report)
         return sequences
 
+    def fence(self) -> None:
+        """See the loop's `Engine`. A stop request does not end this wait: the update has begun."""
+        try:
+            self._thread.submit(self._versions.fence()).result(self._waits.apply_s)
+        except FutureTimeout:
+            raise DeadlineError(f"the engine did not stand still within {self._waits.apply_s:.0f} s") from None
+
     def evaluate(self, step: int) -> dict[str, float]:
         """See the loop's `Engine`."""
 

@@ -13,22 +13,36 @@ from contextlib import AbstractAsyncContextManager
 from slipstream.errors import DeadlineError
 from slipstream.records import ApplyReport, Ticket, Version
 from slipstream.weights import Receiver, check_report
+from slipstream.weights.base import Fence
 
 
 class Versions:
     """Applies tickets one at a time and gates the making of rollouts."""
 
-    def __init__(self, receiver: Receiver, *, apply_timeout_s: float) -> None:
+    def __init__(self, receiver: Receiver, *, apply_timeout_s: float, fence: Fence | None = None) -> None:
         self._receiver = receiver
+        self._fence = fence
+        self._standing: contextlib.AsyncExitStack | None = None
         self._turns: AbstractAsyncContextManager[None] = asyncio.Lock()
         self._apply_timeout_s = apply_timeout_s
         self._changed = asyncio.Condition()
         self._released = -1
         self.current: Version | None = None
 
+    async def fence(self) -> None:
+        """Have the engine stand still until the next `apply`, where the bridge asks for it: the optimizer is about to
+        write weights that the engine computes with."""
+        if self._fence is None or self._standing is not None:
+            return
+        async with contextlib.AsyncExitStack() as standing:
+            await standing.enter_async_context(self._turns)
+            await self._fence(self._apply_timeout_s)
+            self._standing = standing.pop_all()
+
     async def apply(self, ticket: Ticket) -> ApplyReport:
         """Have the engine take a version; raises `WeightsError` unless it then holds exactly that."""
-        async with self._turns:
+        standing, self._standing = self._standing, None
+        async with standing or self._turns:
             report = await self._receiver.apply(ticket, self._apply_timeout_s)
         check_report(report, ticket)
         async with self._changed:

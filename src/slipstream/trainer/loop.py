@@ -54,6 +54,11 @@ class Engine(Protocol):
         probe."""
         ...
 
+    def fence(self) -> None:
+        """Called before live weights are written: nobody computes with them from here to the next `update`, where
+        they are the engine's too."""
+        ...
+
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics of the version that was applied last."""
         ...
@@ -289,6 +294,8 @@ class TrainingLoop:
             num_steps=training.steps * training.updates_per_batch * training.epochs_per_batch,
         )
         stats = self.learner.optim_prepare(rate)
+        if self.engine is not None:
+            self.engine.fence()
         self.learner.optim_commit()
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         return named | {"train/learning_rate": stats.learning_rate, "train/grad_norm": stats.grad_norm}

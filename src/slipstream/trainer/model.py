@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,6 +27,7 @@ from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.layout import SegmentLayout
 from slipstream.trainer.lora import Adapter
 from slipstream.weights.adapter import AdapterConfig
+from slipstream.weights.files import stored_parameters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,10 +54,12 @@ class PolicyModel:
         *,
         packing: bool = True,
         checkpointing: bool = False,
+        shared: SharedTensors | None = None,
     ) -> PolicyModel:
         """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
         cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
         sequence. With `checkpointing` a layer keeps its input only and is computed again in the backward pass.
+        With `shared` its parameters are these tensors, and the folder gives their names and the configuration.
         """
         from transformers import AutoModelForCausalLM
 
@@ -64,15 +68,16 @@ class PolicyModel:
         check_architecture(folder, trust_remote_code, packing=packing)
         implementation = attention.register() if packing else "sdpa"
         try:
+            options: dict[str, Any] = {
+                "dtype": DTYPES[dtype],
+                "attn_implementation": implementation,
+                "output_loading_info": True,
+            }
             network, loading = cast(
                 "tuple[Any, dict[str, Any]]",
-                AutoModelForCausalLM.from_pretrained(
-                    folder,
-                    dtype=DTYPES[dtype],
-                    attn_implementation=implementation,
-                    trust_remote_code=trust_remote_code,
-                    output_loading_info=True,
-                ),
+                AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+                if shared is None
+                else _place(folder, shared, trust_remote_code, options),
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
@@ -158,6 +163,41 @@ class PolicyModel:
             state = self.adapter.model_state(state, merged=merged)
         weights = remove_tied_weights_from_state_dict(state, network)
         yield from revert_weight_conversion(network, weights).items()
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """A model's parameters in memory that another process has too, by Hugging Face name, and why others are not
+    there."""
+
+    tensors: Mapping[str, Tensor]
+    refused: Mapping[str, str]
+
+
+def _place(folder: Path, shared: SharedTensors, trust_remote_code: bool, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The network whose parameters are `shared`. Transformers gets placeholders of the stored names and shapes, which
+    take no memory, and does with them what it does with files; each is then replaced by the tensor of its name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        kind: Any = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+    dtype = options["dtype"]
+    specs = stored_parameters(folder, str(dtype).removeprefix("torch."))
+    placeholders = {spec.name: torch.zeros(1, dtype=dtype).expand(spec.shape) for spec in specs}
+    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in placeholders.items()}
+    network, loading = kind.from_pretrained(None, config=config, state_dict=placeholders, **options)
+    for own_name, parameter in network.named_parameters():
+        name = names.get(parameter.untyped_storage().data_ptr())
+        tensor = shared.tensors.get(name) if name else None
+        if tensor is None or tensor.shape != parameter.shape:
+            reason = "transformers changes it" if name is None else shared.refused.get(name, "the engine has another")
+            raise ConfigError(
+                f"trainer and engine cannot have one copy of {name or own_name} ({reason}): use another weights.bridge "
+                "than single_copy"
+            )
+        parameter.data = tensor
+    return network, loading
 
 
 def checkpoint_layers(network: nn.Module) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from slipstream.errors import WeightsError
@@ -17,11 +15,19 @@ Announce = Callable[[Ticket], Callable[[], bool] | None]
 """Tells the receiver of a version; what it returns, if anything, says whether the receiver's part has ended."""
 
 
+Fence = Callable[[float], Awaitable[None]]
+"""Has the engine stand still until the next apply, within so many seconds."""
+
+
 class Engine(Protocol):
     """What a receiver needs of an engine; `inference` provides it."""
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Load the ticket's files in place and verify them."""
+        ...
+
+    async def fence(self, timeout_s: float) -> None:
+        """Stop computing with the weights, which are about to be written in place, until the next `apply`."""
         ...
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
@@ -36,16 +42,8 @@ class Engine(Protocol):
 class Publisher(Protocol):
     """The trainer's half."""
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Called before the optimizer exists: a bridge that shares memory decides here where parameters live."""
-        ...
-
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
         """Make the weights of `step` available; `announce` is called as soon as the receiver may begin."""
-        ...
-
-    def fence(self) -> AbstractContextManager[None]:
-        """Held while the optimizer writes the live weights."""
         ...
 
     def close(self) -> None:
@@ -77,6 +75,11 @@ class Bridge(Protocol):
     @property
     def receiver(self) -> Receiver:
         """The engine's half."""
+        ...
+
+    @property
+    def fence(self) -> Fence | None:
+        """To be called before the optimizer writes the live weights; None where the engine has its own."""
         ...
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.weights.adapter import AdapterConfig
-from slipstream.weights.base import Bridge, Engine, NamedWeights, Publisher, Receiver
+from slipstream.weights.base import Bridge, Engine, Fence, NamedWeights, Publisher, Receiver
 from slipstream.weights.broadcast import BroadcastPublisher, BroadcastReceiver
 from slipstream.weights.disk import DiskReceiver, FolderPublisher, RestartReceiver
 from slipstream.weights.lora import AdapterPublisher
+from slipstream.weights.single_copy import SharedPublisher
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,11 @@ class _Bridge:
     name: str
     publisher: Publisher
     receiver: Receiver
+    fence: Fence | None = None
 
 
 def create_bridge(
-    name: Literal["disk", "restart", "broadcast"],
+    name: Literal["disk", "restart", "broadcast", "single_copy"],
     *,
     folder: Path,
     source: Path,
@@ -37,6 +39,8 @@ def create_bridge(
         backend = "nccl" if between_gpus else "gloo"
         publisher = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend)
         return _Bridge(name, publisher, BroadcastReceiver(engine))
+    if name == "single_copy":
+        return _Bridge(name, SharedPublisher(), DiskReceiver(engine), engine.fence)
     receiver = DiskReceiver(engine) if name == "disk" else RestartReceiver(engine)
     return _Bridge(name, FolderPublisher(name, folder, source), receiver)
 

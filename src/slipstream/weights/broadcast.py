@@ -16,7 +16,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -171,13 +170,6 @@ class BroadcastPublisher:
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-group-"))
         self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s, backend)
         self._group: Group | None = None
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Nothing to do: the parameters stay where they are."""
-
-    def fence(self) -> AbstractContextManager[None]:
-        """Nothing is shared, so nothing needs to wait."""
-        return nullcontext()
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
         """Describe, announce, send. Raises `WeightsError` when nobody receives within the deadline."""

@@ -10,10 +10,8 @@ receiver that is still reading the last one finds it, and so that a dead engine 
 from __future__ import annotations
 
 import shutil
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
@@ -32,13 +30,6 @@ class FolderPublisher:
         self.folder = folder
         self.source = source
         self._published: list[Path] = []
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Nothing to do: the parameters stay where they are."""
-
-    def fence(self) -> AbstractContextManager[None]:
-        """Nothing is shared, so nothing needs to wait."""
-        return nullcontext()
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
         """Write, describe, announce; then forget versions that nobody can need any more."""
@@ -75,7 +66,7 @@ class FolderPublisher:
 
 
 class DiskReceiver:
-    """Loads a published folder into the running engine."""
+    """Has the running engine take what was published: a folder, or what is in its own memory already."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.records import ParameterSpec
+
 WEIGHTS_FILE = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -57,6 +59,19 @@ def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 yield name, file.get_tensor(name)
+
+
+def stored_parameters(folder: Path, dtype: str) -> tuple[ParameterSpec, ...]:
+    """Names and shapes of the floating-point tensors in `folder`'s safetensors files, as they are when loaded in
+    `dtype`; only headers are read, and the fingerprints are empty."""
+    found: list[ParameterSpec] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                stored = file.get_slice(name)
+                if "F" in stored.get_dtype():
+                    found.append(ParameterSpec(name, tuple(stored.get_shape()), dtype, ""))
+    return tuple(found)
 
 
 def sync(path: Path) -> None:

@@ -40,6 +40,7 @@ from slipstream.records import (
     VersionSpan,
     encode,
 )
+from slipstream.weights.single_copy import SharedWeights
 
 _MAX_BODY_BYTES = 1 << 30
 
@@ -211,6 +212,26 @@ class EngineServer:
             return report
         return await self._verify_adapter(ticket.version, ticket.parameters)
 
+    async def fence(self) -> None:
+        """Compute nothing from now to the next `apply`: the weights are about to be written in place. Requests stand
+        still as during an apply."""
+        if self.num_running and not self.host.keeps_requests:
+            raise OutOfService(f"{self.num_running} requests are running, and this vLLM cannot keep them meanwhile")
+        self.reason = "the trainer is writing the weights"
+        self._settled.clear()
+        await self.host.pause()
+        await self.host.rpc("slipstream_settle")
+
+    async def share(self, parameters: tuple[ParameterSpec, ...]) -> SharedWeights:
+        """Where the live weights lie, for a trainer that trains them; out of service until its first version."""
+        await self.fence()
+        answers = await self.host.rpc("slipstream_share", msgspec.json.encode(parameters).decode())
+        if len(answers) != 1:
+            raise RuntimeError(
+                f"the weights are divided among {len(answers)} workers, and only those of one are shared"
+            )
+        return msgspec.json.decode(answers[0], type=SharedWeights)
+
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache until `wake`; the weights wait in the CPU's memory."""
         if self.num_running:
@@ -358,6 +379,14 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
         await server.wake()
         return web.Response(body=msgspec.msgpack.encode(True))
 
+    async def share(request: web.Request) -> web.Response:
+        parameters = msgspec.msgpack.decode(await request.read(), type=tuple[ParameterSpec, ...])
+        return web.Response(body=encode(await server.share(parameters)))
+
+    async def fence(_: web.Request) -> web.Response:
+        await server.fence()
+        return web.Response(body=msgspec.msgpack.encode(True))
+
     async def verify(request: web.Request) -> web.Response:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
         return web.Response(body=encode(await server.verify(ticket)))
@@ -368,6 +397,8 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
         web.post("/cancel", cancel),
         web.post("/apply", apply),
         web.post("/verify", verify),
+        web.post("/share", share),
+        web.post("/fence", fence),
         web.post("/sleep", sleep),
         web.post("/wake", wake),
     ]

@@ -55,6 +55,35 @@ class TensorMap:
             count += piece.numel
         return total & ((1 << 64) - 1), count
 
+    def whole(self, spec: ParameterSpec) -> Tensor:
+        """The engine's memory of `spec` as one tensor of its shape; raises ValueError, with the reason, when it is not
+        one."""
+        pieces = sorted(self.pieces.get(spec.name, []), key=lambda piece: piece.offset)
+        if spec.name in self.opaque:
+            raise ValueError("vLLM's loader transforms it")
+        if not pieces:
+            raise ValueError("vLLM keeps no copy of it")
+        first = pieces[0].target
+        if str(first.dtype) != f"torch.{spec.dtype}":
+            raise ValueError(f"vLLM keeps it in {str(first.dtype).removeprefix('torch.')}, not {spec.dtype}")
+        whole = torch.empty(spec.shape, device="meta")
+        for piece in pieces:
+            place, expected = piece.offset, first.storage_offset()
+            for source, target in zip(whole.stride(), first.stride(), strict=False):
+                expected += place // source * target
+                place %= source
+            is_in_line = (
+                piece.target.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+                and piece.target.stride() == first.stride()
+                and piece.strides == whole.stride()
+                and piece.target.storage_offset() == expected
+            )
+            if not is_in_line:
+                raise ValueError("vLLM keeps its parts apart")
+        if sum(piece.numel for piece in pieces) != whole.numel():
+            raise ValueError("vLLM keeps only a part of it")
+        return first.as_strided(spec.shape, first.stride(), first.storage_offset())
+
 
 class Recorder(TorchDispatchMode):
     """While active, writes into `tensors` are noted in `map` instead of made."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.inference.plugin import adapter_map, patches, tensor_map
 from slipstream.records import ParameterSpec, Ticket
-from slipstream.weights import broadcast
+from slipstream.weights import broadcast, single_copy
 from slipstream.weights.files import read_model_folder
 
 
@@ -30,6 +30,7 @@ class WorkerExtension:
     model_runner: Any
     rank: int
     _slipstream_group: broadcast.Group | None = None
+    _slipstream_exporter: single_copy.Exporter | None = None
     _slipstream_map: tensor_map.TensorMap | None = None
     _slipstream_layout: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     _slipstream_adapters_seen: dict[Any, tensor_map.TensorMap] | None = None
@@ -72,13 +73,39 @@ class WorkerExtension:
                 num_bytes += tensor.nbytes
                 yield name, tensor
 
-        model.load_weights(counted())
+        if ticket.bridge != "single_copy":
+            model.load_weights(counted())
         if ticket.bridge == "broadcast" and self._slipstream_group is not None:
             self._slipstream_group.finish()
         patches.repack(model)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return json.dumps({"seconds": time.perf_counter() - started, "num_bytes": num_bytes})
+
+    @torch.no_grad()
+    def slipstream_share(self, parameters_json: str) -> str:
+        """JSON: how another process opens the live weights, by Hugging Face name. On a CPU they move for it."""
+        parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
+        model = self._slipstream_model()
+        if self._slipstream_exporter is None:
+            self._slipstream_exporter = single_copy.Exporter(model.parameters())
+            self._slipstream_map = self._slipstream_adapter = None
+            patches.repack(model)
+        located = self._slipstream_locate(parameters)
+        views: dict[str, Tensor] = {}
+        refused: dict[str, str] = {}
+        for spec in parameters:
+            try:
+                views[spec.name] = located.whole(spec)
+            except ValueError as error:
+                refused[spec.name] = str(error)
+        return msgspec.json.encode(self._slipstream_exporter.describe(views, refused)).decode()
+
+    def slipstream_settle(self) -> str:
+        """Returns when nothing computes with the weights any more; called while no step is made. JSON: nothing."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return "null"
 
     def _slipstream_source(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
         if ticket.bridge != "broadcast":

@@ -1,0 +1,72 @@
+"""The trainer's model and learner as a planned config asks for them; with `single_copy`, in the engine's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.config import RunConfig
+from slipstream.launch.engines import RunEngine
+from slipstream.launch.facts import adapter_config
+
+if TYPE_CHECKING:
+    from slipstream.trainer.learner import Learner
+    from slipstream.trainer.model import PolicyModel, SharedTensors
+
+
+def load_model(config: RunConfig, shared: SharedTensors | None = None) -> PolicyModel:
+    """The model on the trainer's device; its parameters are `shared`, or its own."""
+    import torch
+
+    from slipstream.trainer.model import PolicyModel
+
+    model, training = config.model, config.training
+    assert model.dtype != "auto"
+    return PolicyModel.load(
+        model.path,
+        model.dtype,
+        "cuda" if torch.cuda.is_available() else "cpu",
+        model.trust_remote_code,
+        packing=training.packing,
+        checkpointing=training.gradient_checkpointing is True,
+        shared=shared,
+    )
+
+
+def load_reference(config: RunConfig, model: PolicyModel) -> PolicyModel | None:
+    """What the KL term measures from: under LoRA the base, in the same memory."""
+    if config.algorithm.kind == "sft" or config.algorithm.kl_coef == 0:
+        return None
+    return load_model(config) if model.adapter is None else model.without_adapter()
+
+
+def build_learner(config: RunConfig, shared: SharedTensors | None) -> Learner:
+    """Model, adapter if there is one, and optimizer."""
+    from slipstream.trainer.learner import Learner
+    from slipstream.trainer.optimizer import MasterAdamW
+
+    training = config.training
+    assert isinstance(training.micro_batch_tokens, int)
+    model, lora = load_model(config, shared), config.lora
+    if lora is not None:
+        model.add_adapter(adapter_config(config), Path(lora.path) if lora.path else None)
+    optimizer = MasterAdamW(
+        model.network.named_parameters(),
+        betas=(training.adam_beta1, training.adam_beta2),
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+    )
+    return Learner(model, optimizer, micro_batch_tokens=training.micro_batch_tokens)
+
+
+async def share_weights(config: RunConfig, engine: RunEngine) -> SharedTensors:
+    """The live weights of an engine that is ready, checked against the model's files."""
+    from slipstream.trainer.model import SharedTensors, resolve_folder
+    from slipstream.weights.files import stored_parameters
+    from slipstream.weights.single_copy import check_loaded, open_weights
+
+    folder = resolve_folder(config.model.path)
+    shared = await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
+    tensors = open_weights(shared)
+    check_loaded(tensors, folder)
+    return SharedTensors(tensors, shared.refused)

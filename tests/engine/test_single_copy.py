@@ -1,0 +1,213 @@
+"""One copy of the weights: the trainer's parameters are the engine's tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.errors import EngineError, WeightsError
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import SamplingParams, Ticket
+from slipstream.trainer.model import PolicyModel, SharedTensors
+from slipstream.trainer.new_model import new_model
+from slipstream.weights import check_report, create_bridge
+from slipstream.weights.files import stored_parameters, write_model_folder
+from slipstream.weights.single_copy import check_loaded, open_weights
+
+from . import test_in_flight
+from .conftest import LiveEngine, start, stop
+
+pytestmark = pytest.mark.engine
+SAMPLING = SamplingParams(max_tokens=24)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+
+
+class Pair:
+    """An engine, and a policy in its memory."""
+
+    def __init__(self, live: LiveEngine) -> None:
+        self.live = live
+        self.dtype = live.engine.process.settings.dtype
+        shared = live.call(live.engine.share(stored_parameters(live.model, self.dtype), 60))
+        self.tensors = open_weights(shared)
+        check_loaded(self.tensors, live.model)
+        self.policy = PolicyModel.load(live.model, self.dtype, shared=SharedTensors(self.tensors, shared.refused))
+        self.bridge = create_bridge("single_copy", folder=live.model, source=live.model, engine=live.engine)
+        self.versions = Versions(self.bridge.receiver, apply_timeout_s=60, fence=self.bridge.fence)
+
+    @torch.no_grad()
+    def write(self, seed: int, pause_s: float = 0.0) -> None:
+        """Change every parameter, as an optimizer would; the same twice for the same seed and start."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.policy.network.parameters():
+            parameter.add_((0.02 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))
+            time.sleep(pause_s)
+
+    def copied(self) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in self.policy.named_weights()}
+
+    def update(self, step: int) -> Ticket:
+        self.live.call(self.versions.fence())
+        self.write(step)
+        return self.publish(step)
+
+    def publish(self, step: int) -> Ticket:
+        under_way = []
+
+        def announce(ticket: Ticket) -> None:
+            under_way.append(self.live.thread.submit(self.versions.apply(ticket)))
+
+        ticket = self.bridge.publisher.publish(self.policy.named_weights(), step, 0, announce)
+        under_way[0].result(60)
+        return ticket
+
+
+@contextlib.contextmanager
+def pair_on(model: Path, folder: Path, dtype: str = "float32") -> Iterator[Pair]:
+    live = start(model, folder, dtype, max_restarts=3)
+    try:
+        yield Pair(live)
+    finally:
+        stop(live)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with pair_on(tiny_model, tmp_path_factory.mktemp("shared")) as pair:
+        yield pair
+
+
+def test_it_answers_bit_for_bit_as_an_engine_started_on_that_version(pair: Pair, tmp_path):
+    _agrees_with_its_oracle(pair, tmp_path)
+
+
+def test_both_processes_map_the_same_memory_and_a_write_is_read_by_the_engine(pair: Pair):
+    """The mapping has one inode in both, and its resident pages are counted once between them."""
+    process = pair.live.engine.process.process
+    ours, theirs = (_mappings(pid) for pid in ("self", process.pid))
+    num_bytes = sum(p.nbytes for p in pair.policy.network.parameters())
+    assert ours
+    assert {inode for inode, _, _ in ours} == {inode for inode, _, _ in theirs}
+    assert sum(size for _, size, _ in ours) >= num_bytes
+    proportional = sum(pss for _, _, pss in ours + theirs)
+    assert proportional <= sum(size for _, size, _ in ours)
+    before = {p.data_ptr() for p in pair.policy.network.parameters()}
+    ticket = pair.update(3)
+    assert {p.data_ptr() for p in pair.policy.network.parameters()} == before
+    assert not pair.live.call(pair.live.engine.verify(ticket, 60)).mismatched
+    with torch.no_grad():
+        pair.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.int32).view(-1)[17] ^= 1
+    report = pair.live.call(pair.live.engine.verify(ticket, 60))
+    names = [name for name in report.mismatched if "packed" not in name]
+    assert names == ["model.layers.1.self_attn.k_proj.weight"]
+    assert any("qkv_proj (packed copy)" in name for name in report.mismatched)
+
+
+def _mappings(pid: int | str) -> list[tuple[str, int, int]]:
+    """(inode, size, proportional share) of every mapping of shared weights, in bytes."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    found = []
+    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
+        head = block.split("\n", 1)[0]
+        if "memfd:slipstream-weights" in head:
+            size, pss = (int(re.search(rf"^{key}: +(\d+) kB", block, re.MULTILINE)[1]) << 10 for key in ("Size", "Pss"))
+            found.append((head.split()[4], size, pss))
+    return found
+
+
+def test_what_is_written_after_the_version_was_described_is_found_and_named(pair: Pair):
+    pair.live.call(pair.versions.fence())
+    pair.write(4)
+    ticket = pair.bridge.publisher.publish(pair.policy.named_weights(), 4, 0, lambda ticket: None)
+    with torch.no_grad():
+        pair.tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        pair.live.call(pair.versions.apply(ticket))
+    with pytest.raises(EngineError, match="did not verify"):
+        pair.live.sample("refused", SAMPLING)
+    with torch.no_grad():
+        pair.tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+    pair.publish(4)
+    assert pair.live.sample("again", SAMPLING)
+
+
+def test_a_hundred_updates_leave_equal_fingerprints(pair: Pair):
+    for step in range(10, 110):
+        ticket = pair.update(step)
+    report = pair.live.call(pair.live.engine.verify(ticket, 60))
+    assert not report.mismatched
+    assert not report.unverified
+    assert len(ticket.parameters) == len(pair.tensors)
+
+
+@pytest.mark.slow
+def test_no_token_is_made_by_a_half_written_version(pair: Pair):
+    """The trainer writes one parameter after the other, with pauses, while requests are in flight."""
+    params = SamplingParams(max_tokens=test_in_flight.LENGTH)
+    versions = {pair.publish(200).version.name: pair.copied()}
+    running = test_in_flight.begin(pair.live, "torn", params)
+    for step in range(201, 201 + test_in_flight.MOST_UPDATES):
+        pair.live.call(pair.versions.fence())
+        pair.write(step, pause_s=0.004)
+        versions[f"0.{step}"] = pair.copied()
+        pair.publish(step)
+        if running.done():
+            break
+    test_in_flight.check(pair.live, "torn", params, running.result(60), versions)
+
+
+@pytest.mark.slow
+def test_untied_embeddings_in_bfloat16(tmp_path):
+    model = new_model(tmp_path / "untied", hidden_size=64, num_layers=2, tie_embeddings=False, dtype="bfloat16")
+    with pair_on(model, tmp_path, "bfloat16") as pair:
+        _agrees_with_its_oracle(pair, tmp_path)
+
+
+@pytest.mark.slow
+def test_grouped_queries_with_biases(tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    plain = new_model(tmp_path / "plain", hidden_size=64, num_layers=2)
+    vocabulary = PolicyModel.load(plain).config.vocab_size
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    weights = Qwen2ForCausalLM(config)
+    torch.nn.init.normal_(weights.model.layers[1].self_attn.k_proj.bias)
+    shutil.copytree(plain, tmp_path / "model")
+    weights.save_pretrained(tmp_path / "model")
+    with pair_on(tmp_path / "model", tmp_path) as pair:
+        assert "model.layers.1.self_attn.k_proj.bias" in pair.tensors
+        _agrees_with_its_oracle(pair, tmp_path)
+
+
+def _agrees_with_its_oracle(pair: Pair, folder: Path) -> None:
+    for step in (1, 2):
+        ticket = pair.update(step)
+    ours = [pair.live.sample(f"ours-{s.temperature}", s) for s in (SAMPLING, GREEDY)]
+    write_model_folder(folder / "oracle", pair.policy.named_weights(), pair.live.model)
+    oracle = start(folder / "oracle", folder / "logs", pair.dtype)
+    try:
+        check_report(oracle.call(oracle.engine.verify(ticket, 60)), ticket)
+        theirs = [oracle.sample(f"oracle-{s.temperature}", s) for s in (SAMPLING, GREEDY)]
+    finally:
+        stop(oracle)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [c.token_ids for c in mine] == [c.token_ids for c in other]
+        assert [c.logprobs for c in mine] == [c.logprobs for c in other]
+        assert {c.versions[0].version for c in mine} == {"0.2"}

@@ -1,0 +1,120 @@
+"""Whole runs in which trainer and engine have one copy of the weights, through the real command with real vLLM."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.weights.files import read_model_folder
+from slipstream.weights.fingerprint import describe, digest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+BRIDGE = ("--weights.bridge", "single_copy")
+COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_grpo(command, run_file, tmp_path, staleness):
+    folder = tmp_path / "run"
+    steps = ("--training.staleness", staleness, "--training.updates_per_batch", 2, "--training.steps", 4)
+    run = command("train", run_file, *BRIDGE, *COIN, *steps, "--run.folder", folder)
+    code, _, err = run.wait()
+    assert code == 0, err
+    check_run(folder, steps=[0, 1, 2, 3, 4])
+    assert run.left_behind() == []
+
+
+def test_sft_whose_engine_stands_still_between_two_evaluations(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    options = ("--training.steps", 5, "--evaluation.every", 2, "--run.folder", folder)
+    code, _, err = command("sft", run_file.with_name("sft.toml"), *BRIDGE, *options).wait()
+    assert code == 0, err
+    check_run(folder, steps=[0, 2, 4, 5])
+    assert [row["step"] for row in read_metrics(folder) if "eval/accuracy" in row] == [0, 2, 4, 5]
+
+
+def test_an_adapter_on_a_base_that_both_share(command, run_file, model, tmp_path):
+    folder = tmp_path / "run"
+    run = command(
+        "train", run_file, *BRIDGE, *COIN, "--lora.rank", 4, "--training.learning_rate", 1e-2, "--run.folder", folder
+    )
+    shared = {}
+    run.until(lambda: shared.update(mappings(run)) or len(shared) == 2)
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert len(set(shared.values())) == 1, "trainer and engine map one memory"
+    rows, events = read_metrics(folder), read_events(folder)
+    assert all(row["probe/abs_logprob_diff"] < 0.001 for row in rows)
+    digests = [event["digest"] for event in events if event["kind"] == "apply"]
+    assert len(set(digests)) == len(digests) == 4
+    assert (folder / "weights" / "0.3" / "adapter_model.safetensors").is_file()
+
+
+def test_killed_at_any_moment_it_leaves_nothing_and_can_be_resumed(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    options = (*BRIDGE, *COIN, "--training.staleness", 1, "--run.checkpoint_every", 1, "--run.folder", folder)
+    run = command("train", run_file, *options, "--training.steps", 500)
+    run.until(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 3)
+    maps = mappings(run)
+    assert len(maps) == 2
+    assert len(set(maps.values())) == 1
+    run.process.kill()
+    run.wait()
+    assert run.left_behind() == []
+    assert not [name for name in os.listdir("/dev/shm") if "slipstream" in name]
+    assert not {inode for found in everybody().values() for inode in found} & set(maps.values())
+    reached = read_metrics(folder)[-1]["step"]
+    code, _, err = command("train", run_file, *options, "--training.steps", reached + 3, "--resume").wait()
+    assert code == 0, err
+    assert read_metrics(folder)[-1]["step"] == reached + 3
+    assert all(row["probe/abs_logprob_diff"] < 0.001 for row in read_metrics(folder))
+
+
+def test_an_engine_that_dies_ends_the_run_in_one_sentence(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    run = command("train", run_file, *BRIDGE, *COIN, "--training.steps", 500, "--run.folder", folder)
+    run.until(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+    run.engines()[0].kill()
+    code, _, err = run.wait()
+    report = read_exit(folder)
+    assert (code, report.error) == (5, "EngineError")
+    assert "no file holds the weights that it had by single_copy" in err
+    assert run.left_behind() == []
+
+
+def mappings(run):
+    """The shared weights that the command and its engine have mapped, by process id."""
+    family = {run.process.pid, *(engine.pid for engine in run.engines())}
+    return {pid: inodes.pop() for pid, inodes in everybody().items() if pid in family}
+
+
+def everybody():
+    """Inodes of shared weights by the id of each process that maps some."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        inodes = set(re.findall(r" (\d+) +/memfd:slipstream-weights", text))
+        if inodes:
+            found[int(path.parent.name)] = inodes
+    return found
+
+
+def check_run(folder, steps):
+    """Every version was proved where it is, nothing was copied, and the checkpoint is the version proved last."""
+    assert read_exit(folder).status == "finished"
+    rows, events = read_metrics(folder), read_events(folder)
+    assert [row["step"] for row in rows if "probe/abs_logprob_diff" in row] == steps
+    assert all(row.get("probe/abs_logprob_diff", 0) < 0.001 for row in rows)
+    published, applied = ([e["digest"] for e in events if e["kind"] == kind] for kind in ("publish", "apply"))
+    assert applied == published
+    assert len(set(applied)) == len(steps)
+    assert all(event["num_bytes"] == 0 for event in events if event["kind"] == "apply")
+    assert not (folder / "weights").exists()
+    weights = folder / "checkpoints" / f"step-{steps[-1]:06d}" / "weights"
+    assert digest(describe(read_model_folder(weights))) == applied[-1]
