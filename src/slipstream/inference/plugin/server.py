@@ -20,13 +20,14 @@ import os
 import signal
 import sys
 import time
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
+from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
@@ -415,40 +416,6 @@ async def _errors_as_text(request: web.Request, handler: Any) -> web.StreamRespo
         return web.Response(status=400, text=f"not a valid request: {error}")
     except Exception as error:  # noqa: BLE001 (the caller gets it and decides)
         return web.Response(status=500, text=f"{type(error).__name__}: {error}")
-
-
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """vLLM's engine arguments for our settings; `settings.options` has the last word."""
-    lora: dict[str, Any] = {}
-    if settings.lora_rank is not None:
-        from vllm.config.lora import MaxLoRARanks
-
-        lora = {
-            "enable_lora": True,
-            # One for requests that come, one for those that are still running with the version before.
-            "max_loras": 2,
-            "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= settings.lora_rank),
-            "lora_target_modules": list(settings.lora_target_modules),
-        }
-    return {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "seed": settings.seed,
-        "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "trust_remote_code": settings.trust_remote_code,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        **({"enable_sleep_mode": True} if settings.can_sleep else {}),
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-        "worker_extension_cls": "slipstream.inference.plugin.worker.WorkerExtension",
-        **lora,
-        **settings.options,
-    }
 
 
 def _both(adapter: ApplyReport, base: ApplyReport) -> ApplyReport:
