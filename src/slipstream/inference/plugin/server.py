@@ -250,7 +250,10 @@ class EngineServer:
     async def until_in_service(self, timeout_s: float) -> None:
         """Wait for an update that is under way; raises `OutOfService` when nothing may be answered."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._settled.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                # The next update may begin before those who waited for the last one have their turn.
+                while not self._settled.is_set():
+                    await self._settled.wait()
         if self.reason:
             raise OutOfService(self.reason)
 
