@@ -145,7 +145,7 @@ def run_trl(options: argparse.Namespace, out: Path) -> None:
     torch.set_num_threads(options.threads)
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOTrainer, RLConfig
+    from trl import GRPOConfig, GRPOTrainer
 
     texts = prompts_in_order(options.steps, options.prompts)
     from long_tail import share
@@ -171,7 +171,7 @@ def run_trl(options: argparse.Namespace, out: Path) -> None:
             run.steps.append(Step(now - before, marks["graded"] - before, now - marks["graded"], 0.0, **seen))
 
     batch_size = options.prompts * GROUP_SIZE
-    arguments = RLConfig(
+    arguments = GRPOConfig(
         output_dir=str(out.parent / "trl"),
         use_cpu=True,
         bf16=False,

@@ -73,9 +73,8 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     bridge = create_bridge(options.bridge, folder=folder / "weights", source=model, engine=engine, timeout_s=TIMEOUT_S)
     live: dict[str, torch.Tensor] = {}
     if options.bridge == "single_copy":
-        live = open_weights(
-            thread.call(engine.share(stored_parameters(model, "float32"), TIMEOUT_S), 300, "the engine")
-        )
+        parameters = stored_parameters(model, "float32")
+        live = open_weights(thread.call(engine.share(parameters, TIMEOUT_S), 300, "the engine"))
     answers: dict[str, list[Completion]] = {}
     prompts: dict[str, list[int]] = {}
     is_over = False

@@ -43,8 +43,8 @@ class Load:
 def engine_main(connection: Connection, model: str, dtype: str, load: Load, threads: int) -> None:
     """A child process: an engine that generates one round for each message, until the connection closes."""
     os.dup2(2, 1)  # vLLM logs to stdout, where the table goes
+    from slipstream.inference.plugin.arguments import engine_arguments
     from slipstream.inference.plugin.hosts import create_host
-    from slipstream.inference.plugin.server import engine_arguments
     from slipstream.inference.settings import EngineSettings
 
     settings = EngineSettings(
@@ -107,7 +107,7 @@ async def _round(host: Any, load: Load, number: int) -> float:
         )
     )
     seconds = time.perf_counter() - started
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+    return sum(len(output.outputs[0].token_ids) for output, _ in outputs) / seconds
 
 
 class Engine:

@@ -16,7 +16,7 @@ from slipstream.trainer.learner import score
 from slipstream.trainer.model import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
-from .conftest import PROMPTS, LiveEngine, perturbed
+from .conftest import PROMPTS, LiveEngine, perturbed, start, stop
 
 pytestmark = pytest.mark.engine
 NUM_REQUESTS, LENGTH, MOST_UPDATES = 64, 100, 12
@@ -29,6 +29,20 @@ NUM_REQUESTS, LENGTH, MOST_UPDATES = 64, 100, 12
     ids=["disk", "broadcast, processed"],
 )
 def test_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampling):
+    check_updates_under_long_generations(live, tmp_path, name, sampling)
+
+
+@pytest.mark.slow
+def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
+    """As on GPUs, with tokens counted by us."""
+    live = start(tiny_model, tmp_path, own_process=True)
+    try:
+        check_updates_under_long_generations(live, tmp_path, "broadcast", {})
+    finally:
+        stop(live)
+
+
+def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampling):
     original = load_file(live.model / "model.safetensors")
     bridge = create_bridge(name, folder=tmp_path / "weights", source=live.model, engine=live.engine, timeout_s=60)
     params = SamplingParams(max_tokens=LENGTH, **sampling)

@@ -1,9 +1,13 @@
+import contextlib
+import time
+
 import numpy as np
 import pytest
 
+from slipstream.envs import single_turn
 from slipstream.envs.base import RewardFailed, Score, as_score
 from slipstream.envs.single_turn import FunctionEnvironment, as_task, as_tasks
-from slipstream.errors import DataError
+from slipstream.errors import DataError, EnvironmentFault
 from slipstream.records import Message, Task
 
 
@@ -78,3 +82,15 @@ def test_two_functions_are_an_environment():
     assert env.score(second, "<think>0</think>1") == Score(1.0)
     assert env.score(second, "<think>1") == Score(0.0, {"unclosed_thinking": 1.0})
     assert (env.name, env.max_turns, env.seed) == ("demo", 1, 5)
+
+
+def test_tasks_that_loop_for_ever_are_ended(monkeypatch):
+    def endless(split, num_tasks, seed):
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(0.001)
+
+    monkeypatch.setattr(single_turn, "TASKS_TIMEOUT_S", 0.2)
+    environment = FunctionEnvironment("mine", endless, lambda task, completion: 0.0)
+    with pytest.raises(EnvironmentFault, match=r"did not return within 0\.2 s: does it loop for ever"):
+        single_turn.make_tasks(environment, "train", 10)

@@ -80,20 +80,25 @@ def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command,
     assert len(set(digests.values())) == 4
     assert {event["version"]: event["digest"] for event in events if event["kind"] == "apply"} == digests
 
-    code, out, err = command("train", run_file, *options, "--training.steps", "5", "--resume").wait()
+    # Now one step ahead: new adapters come while the next batch is being made with the one before.
+    ahead = ("--training.staleness", "1", "--training.steps", "6")
+    code, out, err = command("train", run_file, *options, *ahead, "--resume").wait()
     assert code == 0, err
     summary = json.loads(out)
-    assert summary["steps"] == 5
-    assert summary["weights"].endswith("step-000005/weights")
+    assert summary["steps"] == 6
+    rows = read_metrics(tmp_path / "grpo")
+    assert all(row["probe/abs_logprob_diff"] < 0.001 for row in rows)
+    assert [row["staleness/max"] for row in rows[-2:]] == [1.0, 1.0]
+    assert summary["weights"].endswith("step-000006/weights")
 
     code, out, err = command("eval", run_file, *LORA[:4], *coin, "--lora.path", summary["weights"], "--json").wait()
     assert code == 0, err
     assert json.loads(out)["eval/num_failed"] == 0
     assert json.loads(out)["eval/accuracy"] == summary["eval/accuracy"]
 
-    code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000005", tmp_path / "whole", "--merged").wait()
+    code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000006", tmp_path / "whole", "--merged").wait()
     assert code == 0, err
     assert {name for name, _ in read_model_folder(tmp_path / "whole")}
-    code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000005", tmp_path / "whole").wait()
+    code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000006", tmp_path / "whole").wait()
     assert code == 2
     assert "exists already" in err

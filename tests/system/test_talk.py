@@ -158,6 +158,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(model, argument
     from slipstream.cli import main
 
     monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
+    before = psutil.Process(os.getpid()).children()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -167,4 +168,4 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(model, argument
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (2, "")
     assert said in " ".join(err.split())
-    assert not psutil.Process(os.getpid()).children()
+    assert psutil.Process(os.getpid()).children() == before

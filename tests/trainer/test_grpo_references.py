@@ -135,7 +135,7 @@ def test_equals_trl(config, problem, model_folder, make_learner, gradients_of, t
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         processing_class=AutoTokenizer.from_pretrained(model_folder),
         train_dataset=Dataset.from_dict({"prompt": ["1"] * 4}),
-        args=trl.RLConfig(
+        args=trl.GRPOConfig(
             output_dir=str(tmp_path),
             use_cpu=True,
             bf16=False,

@@ -27,6 +27,8 @@ Resume = Annotated[
     bool, Parameter(name="--resume", negative="", help="Continue the run in run.folder after its last checkpoint.")
 ]
 
+MIN_SIGNAL = 0.25
+"""Part of the groups with reward variance below which a run without a gain is told why."""
 env_app = App(name="env", help="Check an environment before anything is trained on it.")
 model_app = App(name="model", help="Make a small model to train.")
 
@@ -34,7 +36,7 @@ model_app = App(name="model", help="Make a small model to train.")
 def train(
     run_file: RunFile, /, *overrides: Overrides, resume: Resume = False, plain: Plain = False, json: Json = False
 ) -> int:
-    """Train as the run file says, with SFT or GRPO; everything that comes of it is in the run folder."""
+    """Train as the run file says, with SFT or reinforcement learning; all that comes of it is in the run folder."""
     return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json)
 
 
@@ -85,7 +87,31 @@ def _train(
             print(f"best:       {result.best}")
         if result.evaluation is not None:
             print(_accuracy_line(summary))
+            if text := _what_was_gained(result.folder):
+                print(text)
     return 0
+
+
+def _what_was_gained(folder: Path) -> str:
+    """The last measurement against the first; what to do when nothing sure came of the run."""
+    from slipstream.report.headline import headline
+    from slipstream.runlog import read_run
+
+    record = read_run(folder)
+    found = headline(record)
+    if found.before is None or found.after is None or found.gained is None:
+        return ""
+    gain, low, high = (100 * value for value in found.gained)
+    text = f"gained:     {gain:+.1f} points since step {found.before.step} (95 % interval {low:+.1f} to {high:+.1f})"
+    if low > 0:
+        return text
+    signal = [row["reward/signal_fraction"] for row in record.rows if row.get("reward/signal_fraction") is not None]
+    if signal and (mean := sum(signal) / len(signal)) < MIN_SIGNAL:
+        return (
+            f"{text}: no sure gain; only {100 * mean:.0f} % of the groups had both better and worse answers, so there "
+            "was little to learn from: start from a model that is right more often (more SFT), or use easier tasks"
+        )
+    return f"{text}: no sure gain"
 
 
 def _accuracy_line(metrics: dict[str, Any]) -> str:

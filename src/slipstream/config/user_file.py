@@ -30,7 +30,8 @@ def import_file(path: Path, setting: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises
         del sys.modules[name]
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f", line {frames[-1].lineno}" if frames else ""
+        number = error.lineno if isinstance(error, SyntaxError) and not frames else None
+        place = f", line {frames[-1].lineno if frames else number}" if frames or number else ""
         raise ConfigError(f"{setting}: importing {path}{place} failed: {last_line(error)}") from error
     return module
 

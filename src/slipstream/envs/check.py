@@ -55,6 +55,8 @@ class KindResult:
     num_failed: int = 0
     num_timeouts: int = 0
     first_failure: str = ""
+    first_failed: str = ""
+    """The completion that it was, and the prompt."""
 
     @property
     def num_scored(self) -> int:
@@ -135,13 +137,17 @@ def completions(known: Sequence[tuple[Task, str]], seed: int = 0) -> dict[Kind, 
 def judge_results(results: Sequence[KindResult]) -> list[str]:
     """What the rules of this module say against the results, one sentence each."""
     failures: list[str] = []
-    for result in results:
-        if result.num_failed:
-            total = result.num_failed + result.num_scored
-            failures.append(
-                f"the reward failed on {result.num_failed} of {total} completions of kind '{result.kind}', first: "
-                f"{result.first_failure}"
-            )
+    # Mostly it is one mistake that shows in every kind.
+    failed = sorted((result for result in results if result.num_failed), key=lambda result: result.first_failure)
+    for reason, group in itertools.groupby(failed, key=lambda result: result.first_failure):
+        alike = list(group)
+        number = sum(result.num_failed for result in alike)
+        total = number + sum(result.num_scored for result in alike)
+        kinds = ", ".join(f"'{result.kind}'" for result in alike)
+        failures.append(
+            f"the reward failed on {number} of {total} completions of kind {kinds}, first on {alike[0].first_failed}: "
+            f"{reason}"
+        )
     by_kind: dict[Kind, KindResult] = {result.kind: result for result in results if result.num_scored}
     gold = by_kind.get("gold")
     if gold is None:
@@ -175,12 +181,14 @@ def judge_results(results: Sequence[KindResult]) -> list[str]:
 async def _play(kind: Kind, plays: Sequence[tuple[Task, str]], scorer: Scorer, threshold: float) -> KindResult:
     rewards: list[float] = []
     errors: list[RewardError] = []
+    failed: list[str] = []
 
     async def grade(task: Task, completion: str) -> None:
         try:
             rewards.append((await scorer.score(task, completion)).reward)
         except RewardError as error:  # counted, and a reason to fail the check
             errors.append(error)
+            failed.append(f"{_short(completion)} to {_short(task.prompt[-1].content)}")
 
     num_timeouts = 0
     # The first ones alone: a reward that always hangs should cost a few deadlines, not a whole batch of them.
@@ -191,7 +199,11 @@ async def _play(kind: Kind, plays: Sequence[tuple[Task, str]], scorer: Scorer, t
         if num_timeouts >= _STOP_AFTER_TIMEOUTS:
             break
     first = str(errors[0]) if errors else ""
-    return KindResult(kind, rewards, threshold, len(errors), num_timeouts, first)
+    return KindResult(kind, rewards, threshold, len(errors), num_timeouts, first, failed[0] if failed else "")
+
+
+def _short(text: str, most: int = 60) -> str:
+    return repr(text if len(text) <= most else f"{text[: most - 3]}...")
 
 
 def _same(text: str, other: str) -> bool:

@@ -10,9 +10,12 @@ What is graded is the answer: the part after the thinking, see `answers.py`.
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from slipstream.config.user_file import last_line
@@ -23,6 +26,8 @@ from slipstream.errors import DataError, EnvironmentFault, SlipstreamError
 from slipstream.records import Message, Role, Task
 
 RawTask = Task | Mapping[str, Any]
+TASKS_TIMEOUT_S = 120.0
+"""How long `tasks` may take to make all that a run needs."""
 
 
 class SingleTurn(Environment):
@@ -74,13 +79,43 @@ class FunctionEnvironment(SingleTurn):
         return self._reward(task, completion)
 
 
-def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[Task]:
-    """The environment's tasks, checked like those of two functions; what its code raises is an `EnvironmentFault`."""
+class _TakesTooLong(BaseException):
+    """Not an Exception: the user's code is not to catch it."""
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Generator[None]:
+    """Raise `_TakesTooLong` inside after so many seconds; nothing outside the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise _TakesTooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        made: Any = environment.tasks(split, num_tasks)
-        if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
-            raise DataError(f"tasks() of {environment.name} returned {_kind_of(made)}: return a list of tasks")
-        return as_tasks(cast("Iterable[RawTask]", made), split, environment.name)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[Task]:
+    """The environment's tasks, checked like those of two functions; what its code raises is an `EnvironmentFault`, and
+    so is a loop that does not end."""
+    try:
+        with _deadline(TASKS_TIMEOUT_S):
+            made: Any = environment.tasks(split, num_tasks)
+            if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
+                raise DataError(f"tasks() of {environment.name} returned {_kind_of(made)}: return a list of tasks")
+            return as_tasks(cast("Iterable[RawTask]", made), split, environment.name)
+    except _TakesTooLong:
+        raise EnvironmentFault(
+            f"tasks({split!r}, {num_tasks}) of {environment.name} did not return within {TASKS_TIMEOUT_S:g} s: does it "
+            "loop for ever when there are fewer tasks than asked for? Return what there are"
+        ) from None
     except SlipstreamError:
         raise
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises

@@ -25,6 +25,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     gpu_memory_utilization: float = 0.45
     gpus: tuple[str, ...] = ()
     """The GPUs that it may see, as CUDA_VISIBLE_DEVICES names them; empty: all of this process."""
+    own_process: bool = False
+    """vLLM's engine core has a process to itself, as it has on GPUs, also on a CPU."""
     can_sleep: bool = False
     """Start so that `sleep` can free its memory."""
     trust_remote_code: bool = False

@@ -150,7 +150,8 @@ def talk_to(deployable: Deployable, tokenizer: ChatTokenizer, options: ChatOptio
     )
     length = config.inference.max_model_len
     assert isinstance(length, int)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    # Ctrl-C too: a shell that started us in the background has it ignored.
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with tempfile.TemporaryDirectory(prefix="slipstream-chat-") as folder:
             settings = verified_settings(config, Path(folder))
@@ -166,7 +167,8 @@ def talk_to(deployable: Deployable, tokenizer: ChatTokenizer, options: ChatOptio
                     if not thread.stop(engine.stop()):
                         engine.kill()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -309,8 +309,8 @@ class _Run:
 
         async def start_engine() -> None:
             health = await self._engine_ready()
-            # An adapter's slot in the engine holds one version: its requests end before the next one comes.
-            if health.keeps_requests and not publishes_adapter(config):
+            # An adapter changes nothing for requests that are running: they end with the one that they began with.
+            if health.keeps_requests or publishes_adapter(config):
                 versions.allow_in_flight()
             self.log.event("engine", **{name: getattr(health, name) for name in _HEALTH_SHOWN})
 

@@ -26,6 +26,12 @@ def check_model(model: ModelConfig, *, packing: bool) -> None:
         if folder.exists() or folder.is_absolute():
             said = "is a file" if folder.exists() else "does not exist"
             raise ConfigError(f'model.path = "{folder}" {said}: give the folder of a model, or make one first')
+        if len(folder.parts) > 1 and folder.parent.is_dir():
+            # Asking the hub for it would take a minute where there is no network.
+            raise ConfigError(
+                f'model.path = "{folder}" does not exist, and {folder.parent}/ does: correct the name, or make the '
+                "model first (a hub id must not begin with the name of a folder that is here)"
+            )
         return
     _check_config_file(folder)
     from slipstream.trainer.model import check_architecture

@@ -49,7 +49,7 @@ class PlainView(StatefulView):
     def _on_stop(self) -> None:
         counts = [(self.num_messages[level], level) for level in ("warning", "error")]
         shown = [f"{count} {level}{'s' * (count > 1)}" for count, level in counts if count]
-        ended = "done: all" if self.steps_done >= self.total_steps else f"stopped after step {self.steps_done} of"
+        ended = "made all" if self.steps_done >= self.total_steps else f"stopped after step {self.steps_done} of"
         self._line(f"{ended} {self.total_steps} steps", *shown)
 
     def _line(self, *parts: str) -> None:

@@ -4,8 +4,8 @@ The trainer is rank 0 and every engine worker has a rank after it. Where each ha
 and packs on the device; otherwise it is gloo's, and a version is packed into the CPU's memory before it is announced,
 so that the engine stands still only while it travels. Both halves are here: `BroadcastPublisher` in the trainer,
 `Group.receive` in the worker. The group is made at the first version, over a file in a folder that only the user can
-open, and its sockets listen on the loopback interface; every wait has the deadline of the group. No tensor is described
-on the wire: the ticket's parameters say what the bytes are.
+open; every wait has the deadline of the group. gloo's sockets listen on the loopback interface, NCCL's on the one that
+NCCL chooses (NCCL_SOCKET_IFNAME). No tensor is described on the wire: the ticket's parameters say what the bytes are.
 """
 
 from __future__ import annotations

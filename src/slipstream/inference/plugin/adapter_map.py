@@ -20,12 +20,12 @@ from slipstream.inference.plugin.tensor_map import Recorder, TensorMap
 from slipstream.records import ParameterSpec
 
 
-def slot_of(manager: Any, lora_id: int) -> int:
-    """The buffers' first index for this adapter; raises when vLLM holds any other adapter, or not this one."""
+def slot_of(manager: Any, lora_ids: list[int]) -> int:
+    """The buffers' first index for the first of these adapters; raises when vLLM holds others, or not all of them."""
     loaded = sorted(manager.list_adapters())
-    if loaded != [lora_id] or lora_id not in manager.lora_index_to_id:
-        raise RuntimeError(f"vLLM holds the adapters {loaded}, and should hold {lora_id} alone")
-    return manager.lora_index_to_id.index(lora_id)
+    if loaded != sorted(lora_ids) or lora_ids[0] not in manager.lora_index_to_id:
+        raise RuntimeError(f"vLLM holds the adapters {loaded}, and should hold {sorted(lora_ids)}")
+    return manager.lora_index_to_id.index(lora_ids[0])
 
 
 @torch.no_grad()

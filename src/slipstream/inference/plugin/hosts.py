@@ -19,6 +19,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slipstream.inference.plugin.labels import Spans, TokenLabels
+
+_TURNS = 64
+"""Turns of the event loop in which vLLM surely works off one step's outputs, of 128 requests or more in each."""
+
 
 @dataclass(frozen=True)
 class LoadedAdapter:
@@ -38,8 +43,11 @@ class LoadedAdapter:
 class Host(Protocol):
     """What the server needs of an engine."""
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
-        """The finished request output; cancelling the call aborts the request inside the engine."""
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+    ) -> tuple[Any, Spans]:
+        """The finished request output, and which version made which of its tokens, if that is known; cancelling the
+        call aborts the request inside the engine."""
         ...
 
     async def rpc(self, method: str, *args: str) -> list[str]:
@@ -155,7 +163,9 @@ class InProcessHost:
         self._commands.put(command)
         return future
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+    ) -> tuple[Any, Spans]:
         """See `Host`."""
         lora = adapter.request() if adapter else None
         done: Future[Any] = Future()
@@ -176,7 +186,9 @@ class InProcessHost:
             raise RuntimeError(f"the engine died: {self._death!r}")
         self._commands.put(add)
         try:
-            return await asyncio.wrap_future(done)
+            output = await asyncio.wrap_future(done)
+            spans = getattr(output.outputs[0], "weight_versions", None) if self.keeps_requests else None
+            return output, [(span.start, span.version) for span in spans or []]
         except asyncio.CancelledError:
             self._commands.put(abort)
             raise
@@ -237,19 +249,28 @@ class AsyncHost:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._labels = TokenLabels()
 
     @property
     def is_dead(self) -> bool:
         """True once the engine core has failed."""
         return bool(self._engine.errored)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None) -> Any:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+    ) -> tuple[Any, Spans]:
         """See `Host`."""
         lora = adapter.request() if adapter else None
         final: Any = None
-        async for output in self._engine.generate(prompt, params, request_id, lora_request=lora):
-            final = output
-        return final
+        num_tokens = 0
+        self._labels.begin(request_id)
+        try:
+            async for output in self._engine.generate(prompt, params, request_id, lora_request=lora):
+                final = output
+                num_tokens = len(output.outputs[0].token_ids)
+        finally:
+            spans = self._labels.end(request_id, num_tokens)
+        return final, spans
 
     async def rpc(self, method: str, *args: str) -> list[str]:
         """See `Host`."""
@@ -257,27 +278,36 @@ class AsyncHost:
 
     @property
     def keeps_requests(self) -> bool:
-        """See `Host`: vLLM 0.32 labels tokens, 0.26 does not."""
-        return hasattr(self._engine.engine_core, "set_weight_version_async")
+        """See `Host`: vLLM 0.26 does not label tokens, so `TokenLabels` does."""
+        return True
 
     async def pause(self) -> None:
         """See `Host`."""
-        if self.keeps_requests:
-            await self._engine.pause_generation(mode="keep", clear_cache=False)
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
         """See `Host`."""
-        if self.keeps_requests:
-            await self._engine.resume_generation()
+        await self._engine.resume_generation()
 
     async def reset_prefix_cache(self) -> bool:
         """See `Host`; versions before 0.27 answer nothing."""
         return (await self._engine.reset_prefix_cache(True)) is not False
 
     async def set_version(self, name: str) -> None:
-        """See `Host`."""
-        if self.keeps_requests:
-            await self._engine.engine_core.set_weight_version_async(name)
+        """See `Host`; the engine stands still, but tokens may be on their way from its process to this one."""
+        processor: Any = self._engine.output_processor
+        queue: Any = self._engine.engine_core.outputs_queue  # type: ignore[attr-defined]
+        for _ in range(_TURNS):
+            while not queue.empty():
+                await asyncio.sleep(0)
+            # What was taken out of the queue is worked off in parts, one in each turn of the event loop.
+            await asyncio.sleep(0)
+        counts: dict[str, int] = {}
+        for request_id in self._labels.running:
+            for internal in processor.external_req_ids.get(request_id, [request_id]):
+                if (state := processor.request_states.get(internal)) is not None:
+                    counts[request_id] = state.detokenizer.num_output_tokens()
+        self._labels.change(name, counts)
 
     async def sleep(self) -> None:
         """See `Host`."""
@@ -300,11 +330,11 @@ class AsyncHost:
         self._engine.shutdown()
 
 
-def create_host(arguments: dict[str, Any]) -> Host:
-    """The host that fits this machine and these arguments."""
+def create_host(arguments: dict[str, Any], *, own_process: bool = False) -> Host:
+    """The host that fits this machine and these arguments; with `own_process`, the one of GPUs in any case."""
     from vllm.platforms import current_platform
 
     num_workers = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("data_parallel_size", 1))
-    if current_platform.is_cpu() and num_workers == 1:
+    if current_platform.is_cpu() and num_workers == 1 and not own_process:
         return InProcessHost(arguments)
     return AsyncHost(arguments)

@@ -35,7 +35,7 @@ def apply_all() -> tuple[str, ...]:
 
 
 def _one_cpu_adapter() -> None:
-    """On a CPU, compute a LoRA adapter that all tokens share with two plain matrix products.
+    """On a CPU, compute LoRA adapters with two plain matrix products for each adapter of the step, mostly one.
 
     For vLLM 0.32: its CPU kernels first copy both matrices once for every token of the step.
     """
@@ -60,13 +60,21 @@ def _one_cpu_adapter() -> None:
         **kwargs: Any,
     ) -> None:
         slots = self.token_lora_indices
-        slot = int(slots[0]) if len(slots) == len(x) == len(y) and not kwargs else -1
-        if slot < 0 or scale != 1.0 or bool((slots != slot).any()):
+        if not len(slots) == len(x) == len(y) or kwargs or scale != 1.0:
             original(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs)
             return
         parts = y.split(output_slices, dim=-1)
-        for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
-            part.addmm_(x @ a[slot, 0].t(), b[slot, 0].t())
+        used = slots.unique().tolist()
+        for slot in used:
+            if slot < 0:  # tokens without an adapter
+                continue
+            rows = None if len(used) == 1 else (slots == slot).nonzero()[:, 0]
+            mine = x if rows is None else x[rows]
+            for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
+                if rows is None:
+                    part.addmm_(mine @ a[slot, 0].t(), b[slot, 0].t())
+                else:
+                    part.index_add_(0, rows, mine @ a[slot, 0].t() @ b[slot, 0].t())
 
     wrapper.add_lora_linear = add_lora_linear
     _applied.append(name)

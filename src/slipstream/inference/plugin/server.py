@@ -13,18 +13,21 @@ Bodies are MessagePack records of `slipstream.records`; `/health` is JSON, for p
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import json
 import os
 import signal
 import sys
 import time
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
+from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
@@ -62,7 +65,11 @@ class EngineServer:
         self._settled = asyncio.Event()
         self._settled.set()
         self.adapter: LoadedAdapter | None = None
-        """What every request is computed with."""
+        """What every request that comes is computed with, to its end."""
+        self._old_adapter: LoadedAdapter | None = None
+        """The one before it, which requests that were running then still use."""
+        self._adapter_users: collections.Counter[int] = collections.Counter()
+        self._user_gone = asyncio.Event()
         self._num_adapters = 0
         self._base_verified = False
 
@@ -95,9 +102,7 @@ class EngineServer:
             return await self._verify(ticket.version, ticket.parameters)
         if self.adapter is None:
             raise RuntimeError("the engine holds no adapter to verify")
-        report = await self._verify(
-            ticket.version, ticket.parameters, "slipstream_fingerprint_adapter", str(self.adapter.id)
-        )
+        report = await self._verify_adapter(ticket.version, ticket.parameters)
         return _both(report, await self._verify(ticket.version, ticket.base))
 
     async def _verify(
@@ -127,13 +132,16 @@ class EngineServer:
         """Load a version in place, verify it, drop the prefix cache.
 
         Requests that are running stand still meanwhile and go on with the new version, their context computed anew
-        by it; where vLLM cannot say which version made which token, there may be none. On any failure the engine
-        stays out of service and standing requests never go on: they end at their deadlines or with their client.
+        by it; where vLLM cannot say which version made which token, there may be none. Under an adapter they go on
+        with the one that they began with; a third one waits for their end. On any failure the engine stays out of
+        service and standing requests never go on: they end at their deadlines or with their client.
         """
-        if self.num_running and (ticket.bridge == "lora" or not self.host.keeps_requests):
+        if ticket.bridge == "lora":
+            await self._forget_old_adapter()
+        elif self.num_running and not self.host.keeps_requests:
             raise OutOfService(
-                f"{self.num_running} requests are running, and neither an adapter nor a version that this vLLM cannot "
-                "tell from the next may change under them: let them end first"
+                f"{self.num_running} requests are running, and this vLLM cannot tell what a version made of them from "
+                "what the next did: let them end first"
             )
         self.reason = f"applying version {ticket.version.name}"
         self._settled.clear()
@@ -146,10 +154,14 @@ class EngineServer:
             self._settled.set()
 
     async def _apply(self, ticket: Ticket) -> ApplyReport:
-        await self.host.pause()
-        seconds, num_bytes = await (self._load_adapter if ticket.bridge == "lora" else self._load)(ticket)
-        if not await self.host.reset_prefix_cache():
-            raise RuntimeError("vLLM refused to reset the prefix cache")
+        if ticket.bridge == "lora":
+            # vLLM's prefix cache tells adapters apart by their names, of which each is used once.
+            seconds, num_bytes = await self._load_adapter(ticket)
+        else:
+            await self.host.pause()
+            seconds, num_bytes = await self._load(ticket)
+            if not await self.host.reset_prefix_cache():
+                raise RuntimeError("vLLM refused to reset the prefix cache")
         report = msgspec.structs.replace(await self._verify_applied(ticket), transfer_s=seconds, num_bytes=num_bytes)
         if unproved := report.mismatched + report.unverified:
             self.reason = f"version {ticket.version.name} did not verify: {', '.join(unproved[:3])}"
@@ -166,19 +178,32 @@ class EngineServer:
         return max(load["seconds"] for load in loads), sum(load["num_bytes"] for load in loads)
 
     async def _load_adapter(self, ticket: Ticket) -> tuple[float, int]:
-        """An adapter beside the base, by vLLM's own loader, under a name and a number that no other ever had; the one
-        before it is forgotten."""
+        """An adapter beside the base, by vLLM's own loader, under a name and a number that no other ever had."""
         if self.settings.lora_rank is None:
             raise RuntimeError("the engine was started without room for an adapter")
         started = time.perf_counter()
-        before, self._num_adapters = self.adapter, self._num_adapters + 1
+        self._num_adapters += 1
         name = f"{ticket.version.name}-{ticket.version.digest}-{self._num_adapters}"
-        self.adapter = LoadedAdapter(name, self._num_adapters, ticket.location)
-        if not await self.host.load_adapter(self.adapter):
+        loaded = LoadedAdapter(name, self._num_adapters, ticket.location)
+        if not await self.host.load_adapter(loaded):
             raise RuntimeError(f"vLLM refused the adapter in {ticket.location}")
-        if before is not None:
-            await self.host.remove_adapter(before)
+        self._old_adapter, self.adapter = self.adapter, loaded
         return time.perf_counter() - started, ticket.num_bytes
+
+    async def _forget_old_adapter(self) -> None:
+        """Make room for the next: wait for the last request of the adapter before this one."""
+        old = self._old_adapter
+        if old is None:
+            return
+        while self._adapter_users[old.id]:
+            self._user_gone.clear()
+            await self._user_gone.wait()
+        await self.host.remove_adapter(old)
+        self._old_adapter = None
+
+    async def _verify_adapter(self, version: Version, parameters: tuple[ParameterSpec, ...]) -> ApplyReport:
+        loaded = [adapter.id for adapter in (self.adapter, self._old_adapter) if adapter is not None]
+        return await self._verify(version, parameters, "slipstream_fingerprint_adapter", json.dumps(loaded))
 
     async def _verify_applied(self, ticket: Ticket) -> ApplyReport:
         """As `verify`, but the base below an adapter, which nothing changes, only once."""
@@ -186,10 +211,7 @@ class EngineServer:
             report = await self.verify(ticket)
             self._base_verified = not (report.mismatched or report.unverified)
             return report
-        assert self.adapter is not None
-        return await self._verify(
-            ticket.version, ticket.parameters, "slipstream_fingerprint_adapter", str(self.adapter.id)
-        )
+        return await self._verify_adapter(ticket.version, ticket.parameters)
 
     async def fence(self) -> None:
         """Compute nothing from now to the next `apply`: the weights are about to be written in place. Requests stand
@@ -254,12 +276,20 @@ class EngineServer:
             self.num_running -= 1
 
     async def _generate(self, request: GenerateRequest) -> Completion:
-        before = self.version.name if self.version else ""
-        prompt = {"prompt_token_ids": request.prompt_ids}
-        output = await self.host.generate(prompt, self._sampling_params(request), request.id, self.adapter)
+        before, adapter = self.version.name if self.version else "", self.adapter
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, self._sampling_params(request)
+        if adapter is None:
+            output, spans = await self.host.generate(prompt, params, request.id)
+        else:
+            self._adapter_users[adapter.id] += 1
+            try:
+                output, _ = await self.host.generate(prompt, params, request.id, adapter)
+                spans = []
+            finally:
+                self._adapter_users[adapter.id] -= 1
+                self._user_gone.set()
         out = output.outputs[0]
-        spans = getattr(out, "weight_versions", None) if self.host.keeps_requests else None
-        versions = [VersionSpan(span.start, span.version) for span in spans] if spans else [VersionSpan(0, before)]
+        versions = [VersionSpan(start, version) for start, version in spans or [(0, before)]]
         token_ids = list(out.token_ids)
         logprobs = [entry[token].logprob for entry, token in zip(out.logprobs or [], token_ids, strict=True)]
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
@@ -391,39 +421,6 @@ async def _errors_as_text(request: web.Request, handler: Any) -> web.StreamRespo
         return web.Response(status=500, text=f"{type(error).__name__}: {error}")
 
 
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """vLLM's engine arguments for our settings; `settings.options` has the last word."""
-    lora: dict[str, Any] = {}
-    if settings.lora_rank is not None:
-        from vllm.config.lora import MaxLoRARanks
-
-        lora = {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= settings.lora_rank),
-            "lora_target_modules": list(settings.lora_target_modules),
-        }
-    return {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "seed": settings.seed,
-        "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "trust_remote_code": settings.trust_remote_code,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        **({"enable_sleep_mode": True} if settings.can_sleep else {}),
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-        "worker_extension_cls": "slipstream.inference.plugin.worker.WorkerExtension",
-        **lora,
-        **settings.options,
-    }
-
-
 def _both(adapter: ApplyReport, base: ApplyReport) -> ApplyReport:
     """One report of an adapter and its base."""
     return msgspec.structs.replace(
@@ -436,7 +433,7 @@ def _both(adapter: ApplyReport, base: ApplyReport) -> ApplyReport:
 
 async def serve(settings: EngineSettings) -> None:
     """Answer on the socket until SIGTERM or until the engine dies."""
-    server = EngineServer(settings, create_host(engine_arguments(settings)))
+    server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     await server.start()
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_text])
     app.add_routes(routes(server))

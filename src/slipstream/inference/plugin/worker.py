@@ -33,7 +33,7 @@ class WorkerExtension:
     _slipstream_exporter: single_copy.Exporter | None = None
     _slipstream_map: tensor_map.TensorMap | None = None
     _slipstream_layout: tuple[tuple[str, tuple[int, ...], str], ...] = ()
-    _slipstream_adapter: tuple[Any, tensor_map.TensorMap] | None = None
+    _slipstream_adapters_seen: dict[Any, tensor_map.TensorMap] | None = None
 
     def _slipstream_model(self) -> Any:
         return self.model_runner.get_model() if hasattr(self.model_runner, "get_model") else self.model_runner.model
@@ -126,16 +126,17 @@ class WorkerExtension:
         return json.dumps({"shares": shares, "stale": stale, "seconds": time.perf_counter() - started})
 
     @torch.no_grad()
-    def slipstream_fingerprint_adapter(self, parameters_json: str, lora_id: str) -> str:
-        """The same for the LoRA adapter that vLLM knows as `lora_id`, in the buffers that its kernels read; `stale`
-        are layers that hold something beside it."""
+    def slipstream_fingerprint_adapter(self, parameters_json: str, ids_json: str) -> str:
+        """The same for a LoRA adapter, in the buffers that vLLM's kernels read; `ids_json` are the numbers of all that
+        it should hold, this one's first. `stale` are layers that hold something beside it."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         manager = self._slipstream_adapters()
-        slot = adapter_map.slot_of(manager, int(lora_id))
+        slot = adapter_map.slot_of(manager, msgspec.json.decode(ids_json, type=list[int]))
         layout = (slot, *((p.name, p.shape, p.dtype) for p in parameters))
-        if self._slipstream_adapter is None or self._slipstream_adapter[0] != layout:
-            self._slipstream_adapter = (layout, adapter_map.record(manager, slot, parameters))
-        located = self._slipstream_adapter[1]
+        seen = self._slipstream_adapters_seen = self._slipstream_adapters_seen or {}
+        if layout not in seen:
+            seen[layout] = adapter_map.record(manager, slot, parameters)
+        located = seen[layout]
         stray = adapter_map.stray_layers(manager, slot, located)
         return json.dumps({"shares": _shares(located, parameters), "stale": stray})
 

@@ -1,0 +1,41 @@
+"""From our settings to vLLM's engine arguments."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from slipstream.inference.settings import EngineSettings
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """vLLM's engine arguments for our settings; `settings.options` has the last word."""
+    lora: dict[str, Any] = {}
+    if settings.lora_rank is not None:
+        from vllm.config.lora import MaxLoRARanks
+
+        lora = {
+            "enable_lora": True,
+            # One for requests that come, one for those that are still running with the version before.
+            "max_loras": 2,
+            "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= settings.lora_rank),
+            "lora_target_modules": list(settings.lora_target_modules),
+        }
+    return {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "seed": settings.seed,
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "trust_remote_code": settings.trust_remote_code,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        **({"enable_sleep_mode": True} if settings.can_sleep else {}),
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "worker_extension_cls": "slipstream.inference.plugin.worker.WorkerExtension",
+        **lora,
+        **settings.options,
+    }
