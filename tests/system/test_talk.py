@@ -97,10 +97,14 @@ def test_a_terminal(model):
         os.write(ours, b"a\n")
         until(lambda: "> a\r\n" in seen and seen.endswith("\n> "))
         os.write(ours, b"/new\n")
-        until(lambda: "a new conversation" in seen)
-        until(lambda: seen.endswith("> "))
-        os.write(ours, b"\x03")
-        until(lambda: chatting.poll() is not None, 60)
+        greeting = "ends it"
+        until(lambda: "a new conversation" in seen.partition(greeting)[2] and seen.endswith("\n> "))
+        # Readline overlooks a signal that comes between its prompt and its waiting for keys, until the next one.
+        for _ in range(20):
+            os.write(ours, b"\x03")
+            with contextlib.suppress(AssertionError):
+                until(lambda: chatting.poll() is not None, 3)
+                break
         assert chatting.returncode == 0, chatting.stderr.read()
         assert engines
         assert psutil.wait_procs(engines, timeout=5)[1] == []
@@ -158,7 +162,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(model, argument
     from slipstream.cli import main
 
     monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
-    before = psutil.Process(os.getpid()).children()
+    before = {child.pid for child in psutil.Process(os.getpid()).children()}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -168,4 +172,4 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(model, argument
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (2, "")
     assert said in " ".join(err.split())
-    assert psutil.Process(os.getpid()).children() == before
+    assert {child.pid for child in psutil.Process(os.getpid()).children()} <= before

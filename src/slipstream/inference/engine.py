@@ -122,7 +122,12 @@ class SupervisedEngine:
         """See `weights.Engine`."""
         if not self._process.is_alive():
             await self.revive()
-        await self._process.client.fence(timeout_s)
+        try:
+            await self._process.client.fence(timeout_s)
+        except EngineError:
+            if not self._process.is_alive():
+                await self.revive()  # says what to do, under a bridge that has the weights in memory only
+            raise
 
     async def sleep(self, timeout_s: float) -> None:
         """Free the engine's memory while nothing is generated; its weights wait in the CPU's memory."""
