@@ -191,7 +191,8 @@ class EngineServer:
         return time.perf_counter() - started, ticket.num_bytes
 
     async def _forget_old_adapter(self) -> None:
-        """Make room for the next: wait for the last request of the adapter before this one."""
+        """Make room for the next: wait for the last request of the adapter before this one. Every request has its
+        deadline, and the call ends with its client."""
         old = self._old_adapter
         if old is None:
             return
@@ -200,6 +201,7 @@ class EngineServer:
             await self._user_gone.wait()
         await self.host.remove_adapter(old)
         self._old_adapter = None
+        del self._adapter_users[old.id]
 
     async def _verify_adapter(self, version: Version, parameters: tuple[ParameterSpec, ...]) -> ApplyReport:
         loaded = [adapter.id for adapter in (self.adapter, self._old_adapter) if adapter is not None]
@@ -237,9 +239,12 @@ class EngineServer:
         """Free the memory of weights and KV cache until `wake`; the weights wait in the CPU's memory."""
         if self.num_running:
             raise OutOfService(f"{self.num_running} requests are running: let them end before the engine sleeps")
-        if not self.reason:
-            self.reason = "asleep"
-            await self.host.sleep()
+        if self.reason == "asleep":
+            return
+        if self.reason:
+            raise OutOfService(self.reason)
+        self.reason = "asleep"
+        await self.host.sleep()
 
     async def wake(self) -> None:
         """Take the memory back; the weights are those from before."""
