@@ -142,8 +142,6 @@ class WorkerExtension:
 
 
 def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]) -> dict[str, tuple[str, int]]:
-    shares: dict[str, tuple[str, int]] = {}
-    for spec in parameters:
-        value, count = (0, 0) if spec.name in located.opaque else located.share(spec.name)
-        shares[spec.name] = (f"{value:x}", count)
-    return shares
+    names = [spec.name for spec in parameters if spec.name not in located.opaque]
+    shares = {name: (f"{value:x}", count) for name, (value, count) in zip(names, located.shares(names), strict=True)}
+    return {spec.name: shares.get(spec.name, ("0", 0)) for spec in parameters}
