@@ -451,7 +451,10 @@ class _Run:
             transfer_s=report.transfer_s,
             verify_s=report.verify_s,
             num_bytes=report.num_bytes,
+            stall_s=report.stall_s,
         )
+        if report.stall_s:
+            self.log.note({"update/stall_s": report.stall_s})
 
     def _rollouts(
         self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int, turns: Turns

@@ -47,6 +47,7 @@ class RunLog:
         self._opened = time.monotonic()
         self._secrets: set[str] = set()
         self._phase_seconds: dict[str, float] = {}
+        self._noted: dict[str, float] = {}
         self._step = 0
         self._has_exit = False
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
@@ -112,8 +113,9 @@ class RunLog:
             raise ValueError(f"metric {flat[0]!r} has no group: call it group/name")
         with self._guard:
             numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
-            numbers.update({name: float(value) for name, value in values.items()})
+            numbers.update({name: float(value) for name, value in {**self._noted, **values}.items()})
             self._phase_seconds.clear()
+            self._noted.clear()
             bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
             if bad:
                 self.warning(f"not finite in step {step}: {', '.join(bad)}", step=step, metrics=bad)
@@ -123,6 +125,11 @@ class RunLog:
         for listener in self._listeners:
             listener(step, row)
         return row
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Numbers for the next row of metrics, from whoever does not write it."""
+        with self._guard:
+            self._noted.update(values)
 
     def listen(self, listener: Callable[[int, Mapping[str, float | None]], None]) -> None:
         """Have every later row of metrics told to `listener` as well, which must neither wait nor raise."""

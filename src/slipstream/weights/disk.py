@@ -10,8 +10,10 @@ receiver that is still reading the last one finds it, and so that a dead engine 
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
+import msgspec
 from torch import Tensor
 
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
@@ -84,5 +86,8 @@ class RestartReceiver:
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """The engine verifies what it loaded before it says that it is ready; asked again for the report."""
+        began = time.perf_counter()
         await self.engine.restart(ticket.location, ticket.version, ticket.parameters)
-        return await self.engine.verify(ticket, timeout_s)
+        seconds = time.perf_counter() - began
+        report = await self.engine.verify(ticket, timeout_s)
+        return msgspec.structs.replace(report, transfer_s=seconds, num_bytes=ticket.num_bytes)

@@ -27,7 +27,7 @@ from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
-from slipstream.inference.plugin.arguments import engine_arguments
+from slipstream.inference.plugin.arguments import engine_arguments, sampling_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
@@ -126,6 +126,7 @@ class EngineServer:
             mismatched=tuple(verdicts["differs"] + stale),
             unverified=tuple(verdicts["unverified"]),
             verify_s=time.perf_counter() - started,
+            memory_bytes=sum(answer["memory_bytes"] for answer in answers),
         )
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
@@ -145,13 +146,21 @@ class EngineServer:
             )
         self.reason = f"applying version {ticket.version.name}"
         self._settled.clear()
+        self._begin_stall()
         try:
-            return await self._apply(ticket)
+            report = await self._apply(ticket)
         except Exception as error:
             self.reason = f"applying version {ticket.version.name} failed: {error}"
             raise
         finally:
             self._settled.set()
+        if self.reason:
+            return report
+        return msgspec.structs.replace(report, stall_s=await self.host.clock.end(lambda: self.num_running > 0))
+
+    def _begin_stall(self) -> None:
+        if self.num_running:
+            self.host.clock.begin()
 
     async def _apply(self, ticket: Ticket) -> ApplyReport:
         if ticket.bridge == "lora":
@@ -222,6 +231,7 @@ class EngineServer:
             raise OutOfService(f"{self.num_running} requests are running, and this vLLM cannot keep them meanwhile")
         self.reason = "the trainer is writing the weights"
         self._settled.clear()
+        self._begin_stall()
         await self.host.pause()
         await self.host.rpc("slipstream_settle")
 
@@ -268,6 +278,8 @@ class EngineServer:
             return await self._generate_in_time(request)
 
     async def _generate_in_time(self, request: GenerateRequest) -> Completion:
+        if not self.num_running:
+            self.host.clock.tick()
         self.num_running += 1
         try:
             return await asyncio.wait_for(self._generate(request), request.timeout_s)
@@ -282,7 +294,7 @@ class EngineServer:
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         before, adapter = self.version.name if self.version else "", self.adapter
-        prompt, params = {"prompt_token_ids": request.prompt_ids}, self._sampling_params(request)
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_arguments(request)
         if adapter is None:
             output, spans = await self.host.generate(prompt, params, request.id)
         else:
@@ -300,25 +312,6 @@ class EngineServer:
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         text = out.text if request.sampling.stop else ""
         return Completion(request.id, token_ids, logprobs, reason, versions, text)
-
-    def _sampling_params(self, request: GenerateRequest) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        s = request.sampling
-        return SamplingParams(
-            max_tokens=s.max_tokens,
-            temperature=s.temperature,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            min_p=s.min_p,
-            seed=request.seed,
-            stop=list(s.stop) or None,
-            stop_token_ids=list(s.stop_token_ids) or None,
-            logprobs=0,
-            detokenize=bool(s.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def health(self) -> EngineHealth:
         """What this engine says of itself."""
