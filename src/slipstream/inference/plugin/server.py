@@ -27,7 +27,7 @@ from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
-from slipstream.inference.plugin.arguments import engine_arguments
+from slipstream.inference.plugin.arguments import engine_arguments, sampling_params
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
@@ -41,6 +41,7 @@ from slipstream.records import (
     VersionSpan,
     encode,
 )
+from slipstream.weights.delta import check_base
 from slipstream.weights.single_copy import SharedWeights
 
 _MAX_BODY_BYTES = 1 << 30
@@ -87,14 +88,14 @@ class EngineServer:
                 )
             self.version = self.settings.version
             await self.host.set_version(self.version.name)
-        if self.settings.adapter is not None:
-            report = await self.apply(self.settings.adapter)
+        self.reason = ""
+        for ticket in (*self.settings.deltas, *filter(None, [self.settings.adapter])):
+            report = await self.apply(ticket)
             if report.mismatched or report.unverified:
                 raise RuntimeError(
-                    f"adapter of version {report.version.name} differs or cannot be verified: "
-                    f"{report.mismatched or report.unverified}"
+                    f"{'delta' if ticket.delta else 'adapter'} of version {report.version.name} differs or cannot be "
+                    f"verified: {report.mismatched or report.unverified}"
                 )
-        self.reason = ""
 
     async def verify(self, ticket: Ticket) -> ApplyReport:
         """Compare the live weights with a ticket: all of them, or the adapter and the base below it."""
@@ -134,8 +135,10 @@ class EngineServer:
         Requests that are running stand still meanwhile and go on with the new version, their context computed anew
         by it; where vLLM cannot say which version made which token, there may be none. Under an adapter they go on
         with the one that they began with; a third one waits for their end. On any failure the engine stays out of
-        service and standing requests never go on: they end at their deadlines or with their client.
+        service and standing requests never go on: they end at their deadlines or with their client. A delta against
+        anything but the version in service is refused before anything is done.
         """
+        check_base(ticket, None if self.reason else self.version, self.reason)
         if ticket.bridge == "lora":
             await self._forget_old_adapter()
         elif self.num_running and not self.host.keeps_requests:
@@ -282,7 +285,7 @@ class EngineServer:
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         before, adapter = self.version.name if self.version else "", self.adapter
-        prompt, params = {"prompt_token_ids": request.prompt_ids}, self._sampling_params(request)
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_params(request)
         if adapter is None:
             output, spans = await self.host.generate(prompt, params, request.id)
         else:
@@ -300,25 +303,6 @@ class EngineServer:
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         text = out.text if request.sampling.stop else ""
         return Completion(request.id, token_ids, logprobs, reason, versions, text)
-
-    def _sampling_params(self, request: GenerateRequest) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        s = request.sampling
-        return SamplingParams(
-            max_tokens=s.max_tokens,
-            temperature=s.temperature,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            min_p=s.min_p,
-            seed=request.seed,
-            stop=list(s.stop) or None,
-            stop_token_ids=list(s.stop_token_ids) or None,
-            logprobs=0,
-            detokenize=bool(s.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def health(self) -> EngineHealth:
         """What this engine says of itself."""
