@@ -79,10 +79,8 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     if not shares_weights(config):
         kept = f"frozen weights, and {kept}" if facts.adapter is not None else f"weights, {kept}"
     if keeps_copy(config):
-        size = weights_bytes(facts.model, config.model.dtype)
-        how = "weights.delta: the trainer keeps the version that it published last, to find what changed since"
-        yield Note("copy of the weights", round(size / GIB, 2), "GiB", how)
-        kept += ", that copy"
+        size = gib(weights_bytes(facts.model, config.model.dtype))
+        kept += f" and a copy of the version published last ({size}, for weights.delta to find what changed)"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:
