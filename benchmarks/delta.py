@@ -2,8 +2,8 @@
 
 Each run is `slipstream train` on the quickstart's GRPO file, from the quickstart's SFT model (`make quickstart` makes
 it), in bfloat16, without evaluation. Every version's fingerprints are verified in the engine, as always: a run that
-finishes proved each delta exact. The first version of a run always travels whole and is left out; its bytes are what the
-others are compared with.
+finishes proved each delta exact. The first version of a run always travels whole and is left out; the others are
+compared with its bytes.
 
     .venv/bin/python benchmarks/delta.py [--rates 1e-6 1e-5] [--bridges broadcast disk] [--steps 50] [--out FOLDER]
     .venv/bin/python benchmarks/delta.py --runs RUN_FOLDER ...      # the same table from runs that were made elsewhere
@@ -39,13 +39,11 @@ def train(folder: Path, model: Path, bridge: str, rate: str, options: argparse.N
         "training.schedule": "constant",
         "training.warmup-steps": 0,
         "training.steps": options.steps,
-        "training.prompts-per-batch": options.prompts,
-        "training.updates-per-batch": options.updates,
         "evaluation": "false",
         "run.folder": folder,
     }
     command = [sys.executable, "-m", "slipstream.cli", "train", str(RUN_FILE)]
-    command += [str(part) for name, value in arguments.items() for part in (f"--{name}", value)]
+    command += [str(part) for name, value in arguments.items() for part in (f"--{name}", value)] + options.settings
     with (folder.parent / f"{folder.name}.log").open("w") as log:
         return subprocess.run(command, stdout=log, stderr=log, check=False).returncode == 0
 
@@ -91,11 +89,10 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["1e-6", "1e-5"])
     parser.add_argument("--bridges", nargs="+", default=["broadcast", "disk"], choices=["broadcast", "disk"])
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--prompts", type=int, default=32, help="prompts of 8 completions in a batch")
-    parser.add_argument("--updates", type=int, default=1, help="optimizer steps in a batch")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--out", type=Path, help="where the run folders go and stay")
     parser.add_argument("--runs", type=Path, nargs="+", help="run folders to tell of instead of making some")
+    parser.add_argument("settings", nargs="*", help="further settings of every run, after --")
     options = parser.parse_args()
     folders, failed = options.runs or [], []
     if not folders:
