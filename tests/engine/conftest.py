@@ -104,3 +104,16 @@ def perturbed(weights: dict[str, torch.Tensor], seed: int, scale: float = 0.02) 
     return {
         name: (w.float() + scale * torch.randn(w.shape, generator=generator)).to(w.dtype) for name, w in weights.items()
     }
+
+
+def sparsely(
+    weights: dict[str, torch.Tensor], seed: int, density: float = 0.03, scale: float = 0.3
+) -> dict[str, torch.Tensor]:
+    """Changed in about that part of the elements, as an optimizer's small steps do in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = {}
+    for name, w in weights.items():
+        noise = scale * torch.randn(w.shape, generator=generator)
+        noise[torch.rand(w.shape, generator=generator) >= density] = 0
+        changed[name] = (w.float() + noise).to(w.dtype)
+    return changed

@@ -105,7 +105,8 @@ class RunLog:
         self._step = step
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Write the row of a step: `values` and the times of the phases since the last row; returns these.
+        """Write the row of a step: `values`, what was noted and the times of the phases since the last row; returns
+        these.
 
         Names are `group/name`. A value that is not finite becomes null, and a warning event names it.
         """

@@ -41,6 +41,7 @@ from slipstream.records import (
     VersionSpan,
     encode,
 )
+from slipstream.weights.delta import check_base
 from slipstream.weights.single_copy import SharedWeights
 
 _MAX_BODY_BYTES = 1 << 30
@@ -87,14 +88,14 @@ class EngineServer:
                 )
             self.version = self.settings.version
             await self.host.set_version(self.version.name)
-        if self.settings.adapter is not None:
-            report = await self.apply(self.settings.adapter)
+        self.reason = ""
+        for ticket in (*self.settings.deltas, *filter(None, [self.settings.adapter])):
+            report = await self.apply(ticket)
             if report.mismatched or report.unverified:
                 raise RuntimeError(
-                    f"adapter of version {report.version.name} differs or cannot be verified: "
-                    f"{report.mismatched or report.unverified}"
+                    f"{'delta' if ticket.delta else 'adapter'} of version {report.version.name} differs or cannot be "
+                    f"verified: {report.mismatched or report.unverified}"
                 )
-        self.reason = ""
 
     async def verify(self, ticket: Ticket) -> ApplyReport:
         """Compare the live weights with a ticket: all of them, or the adapter and the base below it."""
@@ -135,8 +136,10 @@ class EngineServer:
         Requests that are running stand still meanwhile and go on with the new version, their context computed anew
         by it; where vLLM cannot say which version made which token, there may be none. Under an adapter they go on
         with the one that they began with; a third one waits for their end. On any failure the engine stays out of
-        service and standing requests never go on: they end at their deadlines or with their client.
+        service and standing requests never go on: they end at their deadlines or with their client. A delta against
+        anything but the version in service is refused before anything is done.
         """
+        check_base(ticket, None if self.reason else self.version, self.reason)
         if ticket.bridge == "lora":
             await self._forget_old_adapter()
         elif self.num_running and not self.host.keeps_requests:
