@@ -82,6 +82,7 @@ def engine_settings(
         kv_cache_bytes=int(inference.kv_cache_gib * 2**30),
         gpu_memory_utilization=inference.gpu_memory_utilization,
         gpus=() if on_cpu else engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        in_flight=config.weights.in_flight,
         can_sleep=inference.sleep is True,
         trust_remote_code=config.model.trust_remote_code,
         threads=config.run.threads if on_cpu else None,
