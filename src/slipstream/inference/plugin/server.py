@@ -26,6 +26,7 @@ import msgspec
 from aiohttp import web
 
 import slipstream
+from slipstream.errors import WeightsError
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
 from slipstream.inference.plugin.arguments import engine_arguments, sampling_params
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
@@ -404,6 +405,8 @@ async def _errors_as_text(request: web.Request, handler: Any) -> web.StreamRespo
         return await handler(request)
     except OutOfService as error:
         return web.Response(status=503, text=str(error))
+    except WeightsError as error:
+        return web.Response(status=409, text=str(error))
     except msgspec.ValidationError as error:
         return web.Response(status=400, text=f"not a valid request: {error}")
     except Exception as error:  # noqa: BLE001 (the caller gets it and decides)
