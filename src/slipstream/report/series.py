@@ -89,6 +89,8 @@ PANELS = (
           (Line("train/token_accuracy", "accuracy"),), "%"),
     Panel("Gradient norm", "Before clipping.", (Line("train/grad_norm", "norm"),), from_zero=True),
     Panel("Learning rate", "Mean over a step's updates.", (Line("train/learning_rate", "rate"),), from_zero=True),
+    Panel("Changed weights", "Part of the elements that differ from the version before, under weights.delta.",
+          (Line("update/changed_fraction", "elements"),), "%", from_zero=True),
     Panel("Clipped tokens", "Part of the tokens whose ratio left the clip range.",
           (Line("train/clip_fraction_high", "above"), Line("train/clip_fraction_low", "below"),
            Line("train/clip_fraction_dual", "above clip_dual")), "%", from_zero=True),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from slipstream.errors import WeightsError
 from slipstream.records import Completion, GenerateRequest, ParameterSpec, Ticket, encode
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ async def errors_as_text(request: web.Request, handler: Any) -> web.StreamRespon
         return await handler(request)
     except OutOfService as error:
         return web.Response(status=503, text=str(error))
+    except WeightsError as error:
+        return web.Response(status=409, text=str(error))
     except msgspec.ValidationError as error:
         return web.Response(status=400, text=f"not a valid request: {error}")
     except Exception as error:  # noqa: BLE001 (the caller gets it and decides)
