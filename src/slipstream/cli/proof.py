@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -116,10 +116,6 @@ def _each_apart(bridges: Sequence[Bridge], options: Any) -> tuple[list[dict[str,
 
 
 def _show_sync(figures: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-
-    from slipstream.view import render_table
-
     first = figures[0]
     on_cpu = first["placement"] == "cpu"
     where = "on the CPU" if on_cpu else f"placement {first['placement']}"
@@ -142,9 +138,7 @@ def _show_sync(figures: list[dict[str, Any]]) -> None:
     if not on_cpu:
         rows["in use on each GPU, MiB"] = lambda row: ", ".join(f"{used // _MIB:,}" for used in row["gpus"]) or "?"
     table = [{"": name, **{row["bridge"]: cell(row) for row in figures}} for name, cell in rows.items()]
-    console = Console()
-    wide = console if console.is_terminal else Console(width=_WIDTH)
-    wide.print(render_table(table, list(table[0])))
+    _print_table(table)
     print("times: median, 95th percentile")
 
 
@@ -184,10 +178,6 @@ def verify(
     if json:
         _print_json([dataclasses.asdict(verdict) | {"gb_per_s": verdict.gb_per_s} for verdict in verdicts])
     else:
-        from rich.console import Console
-
-        from slipstream.view import render_table
-
         rows: list[dict[str, object]] = [
             {
                 "what": verdict.what,
@@ -201,7 +191,7 @@ def verify(
             }
             for verdict in verdicts
         ]
-        Console().print(render_table(rows, list(rows[0])))
+        _print_table(rows)
         for verdict in verdicts:
             if verdict.note:
                 print(f"{verdict.what}: {verdict.note}")
@@ -237,10 +227,6 @@ def trace(
 
 
 def _show_trace(found: Trace) -> None:
-    from rich.console import Console
-
-    from slipstream.view import render_table
-
     kind = "batch" if found.split == "train" else "evaluation"
     print(f"rollout {found.id} of task {found.task}, {kind} of step {found.step}, {found.outcome}")
     told = [f"reward {found.reward:g}" if found.reward is not None else ""]
@@ -251,7 +237,6 @@ def _show_trace(found: Trace) -> None:
     print("; ".join(filter(None, told)))
     if found.note:
         print(found.note)
-    console = Console()
     if found.spans:
         rows: list[dict[str, object]] = [
             {
@@ -263,7 +248,7 @@ def _show_trace(found: Trace) -> None:
             }
             for span in found.spans
         ]
-        console.print(render_table(rows, list(rows[0])))
+        _print_table(rows)
     if found.token is not None:
         one = found.token
         logprob = "unknown" if one.logprob is None else f"{one.logprob:.6g}"
@@ -275,6 +260,15 @@ def _show_trace(found: Trace) -> None:
         proof = "proved in the engine" if version.verified else "no proof in the engine was written"
         print(f"version {version.name}: digest {version.digest or 'unknown'}, {proof}")
         print(f"  held by {version.held_by}" if version.held_by else f"  {version.note}")
+
+
+def _print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    from rich.console import Console
+
+    from slipstream.view import render_table
+
+    console = Console()
+    (console if console.is_terminal else Console(width=_WIDTH)).print(render_table(rows, list(rows[0])))
 
 
 def _print_json(value: Any) -> None:
