@@ -20,6 +20,11 @@ from slipstream.weights.single_copy import SharedWeights
 class RunEngine(rollouts.Engine, weights.Engine, Protocol):
     """An engine as a run owns it: started beside other work, stopped in any case."""
 
+    @property
+    def socket(self) -> str:
+        """The Unix socket that it answers on, for as long as the run lives; empty where there is none."""
+        ...
+
     def launch(self) -> None:
         """Begin to start."""
         ...
