@@ -34,10 +34,12 @@ from slipstream.launch.measured import AdapterFacts
 from slipstream.launch.memory import (
     GIB,
     activation_bytes_per_token,
+    gib,
     kv_bytes_per_sequence,
     training_state_bytes,
     weights_bytes,
 )
+from slipstream.launch.totals import training_state
 
 TINY = ModelFacts(
     num_parameters=800_000,
@@ -459,6 +461,22 @@ def test_lora():
     assert "frozen weights" in notes["memory of the trainer"].how
     chosen = config.model_copy(update={"lora": LoraConfig(target_modules=("q_proj",))})
     assert plan({"weights.bridge": "disk"}, chosen, adapter=adapter).config.lora.target_modules == ("q_proj",)
+
+
+def test_a_critic_is_counted_and_gets_the_policys_rate():
+    ppo = with_values(GRPO, {"algorithm.kind": "ppo", "training.learning_rate": 3e-4})
+    made, without = plan(config=ppo), plan()
+    assert made.config.critic.learning_rate == 3e-4
+    assert made.config.algorithm.scale_rewards == "whiten"
+    assert autos(made.config) == []
+    assert "critic.learning_rate" not in {item.name for item in without.derived}
+    how = {note.name: note for note in made.notes}["memory of the trainer"].how
+    assert f"the critic's own {gib(training_state_bytes(TINY, 'float32', with_reference=False))}" in how
+    alone = training_state(with_values(GRPO, {}), "float32", FACTS)
+    assert training_state(ppo, "float32", FACTS) == 2 * alone
+    # One copy of the policy's weights for trainer and engine; the critic's are its own.
+    one_copy = with_values(ppo, {"weights.bridge": "single_copy"})
+    assert training_state(one_copy, "float32", FACTS) == 2 * alone - weights_bytes(TINY, "float32")
 
 
 def test_lora_needs_no_reference_and_no_state_for_the_base():

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 
 from slipstream import records
 from slipstream.config.schema import RLConfig
@@ -62,7 +63,7 @@ def test_only_the_best_carry_loss_and_all_make_the_baseline():
 def test_failed_rollouts_have_no_part_in_it():
     batch = batch_of([0.0, 1.0, 9.0, 9.0], 2)
     batch.rollouts[2].outcome = batch.rollouts[3].outcome = "reward_error"
-    credit = assign_credit(batch, RLConfig(kind="reinforce_pp"), 10, [0.0, 0.0, 5.0, 5.0])
+    credit = assign_credit(batch, RLConfig(kind="reinforce_pp"), 10, [[], [], [torch.ones(5)], [torch.ones(5)]])
     assert credit.carries_loss == [True, True, False, False]
     assert credit.advantages[2:] == [0.0, 0.0]
     assert credit.advantages[0] == -credit.advantages[1] != 0.0

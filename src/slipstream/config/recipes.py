@@ -61,6 +61,10 @@ RECIPES: dict[str, Recipe] = {
         "REINFORCE++, arXiv 2501.03262",
         {"advantage": "batch_mean", "scale_rewards": "whiten", "clip_high": 0.2, "kl_in": "reward"},
     ),
+    "ppo": Recipe(
+        "PPO, arXiv 1707.06347, with GAE, arXiv 1506.02438",
+        {"advantage": "gae", "scale_rewards": "whiten", "clip_high": 0.2, "kl_in": "reward"},
+    ),
 }
 
 
@@ -87,6 +91,8 @@ def choices(algorithm: RLConfig) -> Iterator[Choice]:
     for name, value in (_GRPO | dict(recipe.changes)).items():
         if name == "scale_rewards" and values["advantage"] not in BUILT_IN["advantage"]:
             yield from choose(name, "none", "what your own function returns is not scaled")
+        elif name == "scale_rewards" and values["advantage"] == "gae" and value != "whiten":
+            yield from choose(name, "whiten", "the usual scale of a critic's advantages")
         elif name == "importance_sampling" and algorithm.old_policy == "engine":
             yield from choose(name, "none", 'the ratio is taken against the engine: old_policy = "engine"')
         else:

@@ -18,7 +18,7 @@ from slipstream.config.checks import engine_workers, publishes_adapter
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
-from slipstream.launch.models import build_learner, load_reference, share_weights
+from slipstream.launch.models import build_critic, build_learner, load_reference, share_weights
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.resume import changed_settings, refuse_ended
 from slipstream.launch.sleep import Turns
@@ -238,6 +238,7 @@ class _Run:
             progress=self.progress,
             sampling=sampling,
             reference=load_reference(config, learner.model),
+            critic=build_critic(config),
             should_stop=self.should_stop,
             num_items=self.prepared.num_items,
         )

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import Derived, RLConfig, RunConfig, with_values
-from slipstream.config.checks import divisor_problem, engine_workers, inapplicable, shares_weights, uses_engine
+from slipstream.config.checks import (
+    divisor_problem,
+    engine_workers,
+    inapplicable,
+    shares_weights,
+    uses_critic,
+    uses_engine,
+)
 from slipstream.config.recipes import choices, resolved
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE, USABLE, Needs, Split, split_card
@@ -79,6 +86,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         for choice in choices(config.algorithm):
             if (path := f"algorithm.{choice.name}") not in without_effect:
                 draft.derive(path, choice.value, choice.reason)
+    if uses_critic(config):
+        draft.derive_auto("critic.learning_rate", config.training.learning_rate, "the same as training.learning_rate")
     _plan_micro_batch(draft)
     if config.environment is not None and (config.data is None or config.algorithm.kind != "sft"):
         made = facts.data.num_requested_tasks or facts.data.num_train_tasks
