@@ -159,6 +159,12 @@ def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
             f"algorithm.group_size = 1 must be at least 2: algorithm.advantage = {final.advantage!r} compares the "
             "completions of a prompt with each other",
         )
+    if algorithm.group_size == 1 and final.max_refills:
+        yield (
+            "algorithm.max_refills",
+            f"algorithm.max_refills = {final.max_refills} draws further tasks until the rewards in each group differ, "
+            "and groups of algorithm.group_size = 1 never do: set it to 0, or use larger groups",
+        )
     if algorithm.length_penalty and algorithm.reward_threshold is None:
         yield (
             "algorithm.length_penalty",

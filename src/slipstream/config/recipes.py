@@ -24,6 +24,7 @@ _GRPO: dict[str, Any] = {
     "kl_in": "loss",
     "importance_sampling": "truncated",
     "overlong_buffer": 0.0,
+    "max_refills": 0,
 }
 
 
@@ -40,8 +41,8 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": Recipe(
         "Dr. GRPO, arXiv 2503.20783", {"scale_rewards": "none", "normalize": "constant", "clip_high": 0.2}
     ),
-    # 4,096 of 20,480 tokens.
-    "dapo": Recipe("DAPO, arXiv 2503.14476", {"overlong_buffer": 0.2}),
+    # 4,096 of 20,480 tokens; ten rounds in all, as in verl's recipe of it.
+    "dapo": Recipe("DAPO, arXiv 2503.14476", {"overlong_buffer": 0.2, "max_refills": 9}),
     "gspo": Recipe(
         "GSPO, arXiv 2507.18071", {"loss": "gspo", "normalize": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
     ),

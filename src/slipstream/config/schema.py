@@ -178,6 +178,10 @@ class RLConfig(Section):
     """Largest importance weight. `auto`: 2, and 5 for `masked`."""
     importance_floor: NonNegativeFloat | Literal["auto"] = "auto"
     """Smallest one. `auto`: 0, and 0.5 for `masked`."""
+    max_refills: NonNegativeInt | Literal["auto"] = "auto"
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards all agree are left out, and how
+    often at most further tasks are drawn in their place; 0: never, and they stay. `auto`: 9 under `dapo`, otherwise
+    0."""
     train_on_truncated: bool = True
     """Whether completions cut at `sampling.max_tokens` carry loss; if not they are in the baseline only."""
 
