@@ -123,6 +123,7 @@ def test_every_auto_gets_its_value_and_reason():
         "algorithm.importance_cap": 2.0,
         "algorithm.importance_floor": 0.0,
         "algorithm.overlong_buffer": 0.0,
+        "algorithm.max_refills": 0,
     }
     assert all(item.reason for item in made.derived)
     assert made.warnings == ()
@@ -153,6 +154,7 @@ def test_what_the_user_set_stays():
         "algorithm.clip_low": 0.1,
         "algorithm.clip_high": 0.1,
         "algorithm.importance_sampling": "masked",
+        "algorithm.max_refills": 2,
         "algorithm.importance_cap": 3.0,
         "algorithm.importance_floor": 0.1,
         "algorithm.overlong_buffer": 0.5,
