@@ -274,6 +274,11 @@ class TestKnobsWithoutEffect:
             (SFT, ["--critic.gamma", "0.9"], 'critic.gamma has no effect without algorithm.advantage = "gae"'),
             (PPO, ["--algorithm.scale_rewards", "std"], 'are not compared with other rewards: use "whiten" or "none"'),
             (PPO, ["--critic.warmup_steps", "20"], "critic.warmup_steps = 20 is not below training.steps = 20"),
+            (
+                MINIMAL,
+                ["--algorithm.thinking_penalty", "2"],
+                "has no effect while algorithm.thinking_budget is not set",
+            ),
             (MINIMAL, ["--algorithm.group_size", "1"], "algorithm.group_size = 1 must be at least 2"),
             (MINIMAL, ["--algorithm.overlong_penalty", "2.0"], "has no effect while algorithm.overlong_buffer is 0"),
             (MINIMAL, ["--algorithm.kind", "rloo", "--data.path", "x"], "data.path applies to sft, not to rloo"),

@@ -465,6 +465,11 @@ def test_lora():
     assert plan({"weights.bridge": "disk"}, chosen, adapter=adapter).config.lora.target_modules == ("q_proj",)
 
 
+def test_a_thinking_budget_that_never_acts_is_a_warning():
+    assert any("never acts" in text for text in plan({"algorithm.thinking_budget": 19}).warnings)
+    assert not plan({"algorithm.thinking_budget": 18}).warnings
+
+
 def test_a_critic_is_counted_and_gets_the_policys_rate():
     ppo = with_values(GRPO, {"algorithm.kind": "ppo", "training.learning_rate": 3e-4})
     made, without = plan(config=ppo), plan()

@@ -106,6 +106,8 @@ def _inapplicable_to(algorithm: RLConfig) -> dict[str, str]:
             found[f"algorithm.{name}"] = 'has no effect on algorithm.loss = "policy_gradient", which clips nothing'
     if algorithm.loss in BUILT_IN["loss"] and algorithm.loss != "clip":
         found["algorithm.clip_dual"] = f'has no effect on algorithm.loss = "{algorithm.loss}", only on "clip"'
+    if algorithm.thinking_budget is None:
+        found["algorithm.thinking_penalty"] = "has no effect while algorithm.thinking_budget is not set"
     if algorithm.overlong_buffer == 0:
         found["algorithm.overlong_penalty"] = "has no effect while algorithm.overlong_buffer is 0"
     return found

@@ -128,6 +128,11 @@ class RLConfig(Section):
     `sampling.max_tokens` the reward falls by up to `overlong_penalty`. `auto`: 0.2 under `dapo`, otherwise 0."""
     overlong_penalty: PositiveFloat = 1.0
     """What a completion of full length loses."""
+    thinking_budget: NonNegativeInt | None = None
+    """Tokens of thinking, up to `</think>`, that cost nothing in a turn. Beyond them the reward falls evenly, by up to
+    `thinking_penalty` at `sampling.max_tokens`. Not set: thinking costs nothing."""
+    thinking_penalty: PositiveFloat = 1.0
+    """What a turn of nothing but thinking loses."""
     length_penalty: NonNegativeFloat = 0.0
     """Weight of Kimi's length reward (arXiv 2501.12599, section 2.3.3): within a group, shorter right answers get more
     and longer ones less; needs `reward_threshold`, which says what is right."""

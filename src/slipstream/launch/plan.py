@@ -453,6 +453,12 @@ def _warn_grpo(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
             "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
             "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
         )
+    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
+    if budget is not None and budget >= longest:
+        yield (
+            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
+            f"{longest}"
+        )
     if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield (
             'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'

@@ -94,7 +94,8 @@ PANELS = (
           (Line("train/clip_fraction_high", "above"), Line("train/clip_fraction_low", "below"),
            Line("train/clip_fraction_dual", "above clip_dual")), "%", from_zero=True),
     Panel("Shaped rewards", "What length adds to the mean reward, or takes from it.",
-          (Line("reward/overlong", "over-long"), Line("reward/length", "length in the group"))),
+          (Line("reward/overlong", "over-long"), Line("reward/length", "length in the group"),
+           Line("reward/thinking", "thinking"))),
 )  # fmt: skip
 DROPPED = Panel("Outcomes dropped", "Rollouts that could not be trained on, by reason.", (), from_zero=True)
 _TIMES = "time/"

@@ -167,6 +167,11 @@ def _shaped(
         punishment_S = overlong_punishment(longest_S, max_tokens, float(config.overlong_buffer) * max_tokens)
         rewards_S = rewards_S + config.overlong_penalty * punishment_S
         metrics["reward/overlong"] = config.overlong_penalty * punishment_S.mean().item()
+    if config.thinking_budget is not None and config.thinking_budget < max_tokens:
+        thinking_S = torch.tensor([rollout.num_thinking for rollout in rollouts])
+        punishment_S = overlong_punishment(thinking_S, max_tokens, float(max_tokens - config.thinking_budget))
+        rewards_S = rewards_S + config.thinking_penalty * punishment_S
+        metrics["reward/thinking"] = config.thinking_penalty * punishment_S.mean().item()
     if config.length_penalty > 0 and right_S is not None:
         lengths_S = torch.tensor([rollout.num_sampled for rollout in rollouts])
         shortness_S = length_reward(lengths_S, right_S, group_ids_S)

@@ -487,4 +487,6 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         "rollout/truncated_fraction": statistics.fmean(r.outcome == "truncated" for r in rollouts),
         "rollout/num": float(len(rollouts)),
     }
+    if any(thinking := [rollout.num_thinking for rollout in rollouts]):
+        metrics["rollout/thinking_length"] = statistics.fmean(thinking)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
