@@ -156,6 +156,21 @@ def test_it_learns_what_came(make_critic, make_targets):
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_in_bfloat16_the_head_stays_exact_and_layers_may_be_computed_again(model_folder, make_targets, gradients_of):
+    found = []
+    for checkpointing in (False, True):
+        model = ValueModel(PolicyModel.load(model_folder, "bfloat16", checkpointing=checkpointing))
+        learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+        critic = Critic(learner, CriticConfig(learning_rate=1e-2))
+        # At first only the head has a gradient: it is zero.
+        assert [critic.train([make_targets()])["value/skipped_updates"] for _ in range(2)] == [0.0, 0.0]
+        learner.forward_backward(make_targets(1), ValueObjective(CLIP))
+        found.append(gradients_of(learner))
+        assert {p.dtype for p in model.network.value_head.parameters()} == {torch.float32}
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert found[0]["model.embed_tokens.weight"].any()
+
+
 def test_a_head_that_is_not_tied_is_dropped(make_critic, make_targets, tmp_path):
     folder = new_model(tmp_path / "untied", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1,
                        context_length=256, tie_embeddings=False)  # fmt: skip
