@@ -97,7 +97,7 @@ CONFIG = [
         r"algorithm.loss = 'clipp' is neither built in nor .*: did you mean 'clip'",
     ),
     ("plan grpo.toml --algorithm.loss none.py:f", 2, r"algorithm.loss: there is no file .*none.py"),
-    ("plan grpo.toml --algorithm.kind ppo", 2, 'algorithm.kind = "ppo" is not a choice: use "sft", "grpo", "dr_grpo"'),
+    ("plan grpo.toml --algorithm.kind xyz", 2, 'algorithm.kind = "xyz" is not a choice: use "sft", "grpo", "dr_grpo"'),
     ("plan grpo.toml --algorithm.group_size 1", 2, "group_size = 1 must be at least 2"),
     ("plan grpo.toml --training.updates_per_batch 7", 2, "= 7 does not divide .* = 32: use 4 or 8"),
     ("plan grpo.toml --training.warmup_steps 2", 2, "is not below the run.s 2 optimizer steps.*: use at most 1"),

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
 from slipstream.config.checks import publishes_adapter
-from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import run_bridge, travelled, update_metrics
+from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
-from slipstream.launch.models import build_learner, load_reference, share_weights
+from slipstream.launch.models import build_critic, build_learner, load_reference, share_weights
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.resume import changed_settings, refuse_ended
 from slipstream.launch.sleep import Turns
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 _START_GRACE_S = 60.0
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
-_REQUESTS = 4
-"""A batch or an evaluation may take as long as this many requests one after the other."""
 
 
 class Progress(Protocol):
@@ -155,7 +153,7 @@ class _Run:
         self.log = log
         self.should_stop = stop
         self._exits = contextlib.ExitStack()
-        self._order = DataOrder(prepared.num_items, prepared.config.run.seed)
+        self._draws = Draws(prepared)
         self._make_engine = make_engine
         self._engine: RunEngine | None = None
         self._health: EngineHealth | None = None
@@ -230,7 +228,7 @@ class _Run:
             reader=GoldReader(
                 self.prepared.conversations,
                 self.prepared.tokenizer,
-                self._items_of_step,
+                self._draws.items,
                 train_on=algorithm.train_on if algorithm.kind == "sft" else "all",
             ),
             engine=None,
@@ -239,6 +237,7 @@ class _Run:
             progress=self.progress,
             sampling=sampling,
             reference=load_reference(config, learner.model),
+            critic=build_critic(config),
             should_stop=self.should_stop,
             num_items=self.prepared.num_items,
         )
@@ -289,11 +288,6 @@ class _Run:
         if latest is not None:
             loop.resume(latest)
         self.log.resumed(loop.step, checkpoint=latest.name if latest else None)
-
-    def _items_of_step(self, step: int) -> list[int]:
-        """Which items of the training set make the batch of `step`; a pure function of seed and step."""
-        size = self.config.training.prompts_per_batch
-        return self._order.at(step * size, size)
 
     def _attach_orchestrator(self, loop: TrainingLoop) -> None:
         """The generating side: engine, bridge, environment, and for RL the rollouts in the background."""
@@ -359,8 +353,8 @@ class _Run:
                 # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
                 apply_s=config.weights.apply_timeout_s
                 + config.inference.start_timeout_s
-                + bool(config.training.staleness) * _REQUESTS * config.inference.request_timeout_s,
-                evaluate_s=_REQUESTS * config.inference.request_timeout_s,
+                + bool(config.training.staleness) * batch_deadline_s(config),
+                evaluate_s=REQUESTS * config.inference.request_timeout_s,
                 start_s=config.inference.start_timeout_s + _START_GRACE_S,
             ),
         )
@@ -429,6 +423,10 @@ class _Run:
         config, algorithm = self.config, self.config.algorithm
         assert algorithm.kind != "sft"
         assert config.environment is not None
+
+        def begin(num_tasks: int) -> None:
+            self.progress.phase("generate", num_tasks * algorithm.group_size)
+
         batcher = Batcher(
             runner,
             group_size=algorithm.group_size,
@@ -437,17 +435,18 @@ class _Run:
             max_reward_failures=config.environment.max_reward_failures,
             needs_logprobs=needs_engine_logprobs(algorithm),
             staleness=config.training.staleness,
+            refills=self._draws.refills(begin),
             on_rollout=self.progress.advance,
         )
         reader = RolloutReader(
             thread,
             versions,
             batcher,
-            lambda step: [self.prepared.train_tasks[item] for item in self._items_of_step(step)],
+            self._draws.tasks,
             should_stop=self.should_stop,
-            timeout_s=_REQUESTS * config.inference.request_timeout_s,
+            timeout_s=batch_deadline_s(config),
             staleness=config.training.staleness,
-            on_begin=lambda num_tasks: self.progress.phase("generate", num_tasks * algorithm.group_size),
+            on_begin=begin,
             on_end=self.progress.end_phase,
             on_taken=turns.sleep,
         )

@@ -25,11 +25,13 @@ from slipstream.weights.files import sync
 from slipstream.weights.fingerprint import digest
 
 if TYPE_CHECKING:
+    from slipstream.trainer.critic import Critic
     from slipstream.trainer.learner import Learner
 
 _MANIFEST = "manifest.json"
 _EXTRA = "state.json"
 _FINGERPRINTS = "fingerprints.json"
+_CRITIC = "critic"
 _STEP = re.compile(r"step-\d+(\.old)?")
 _HASHED_BYTES = 1 << 20
 """Files up to this size are proved by SHA-256; larger ones by their size, so that looking stays cheap."""
@@ -53,7 +55,9 @@ class CheckpointStore:
         self.best_step: int | None = None
         """The step whose checkpoint is kept beside the newest ones."""
 
-    def save(self, step: int, learner: Learner, source: Path, extra: dict[str, Any]) -> Path:
+    def save(
+        self, step: int, learner: Learner, source: Path, extra: dict[str, Any], critic: Critic | None = None
+    ) -> Path:
         """Write checkpoint `step` and return its folder. `extra` must be JSON. A whole one of the same
         step is replaced."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +68,8 @@ class CheckpointStore:
         proof = Fingerprints(digest(parameters), parameters)
         (temporary / _FINGERPRINTS).write_bytes(msgspec.json.encode(proof))
         learner.save(temporary / "state")
+        if critic is not None:
+            critic.save(temporary / "state" / _CRITIC)
         (temporary / "state" / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
         _write_manifest(temporary, step)
         final = self._path(step)
@@ -97,12 +103,14 @@ class CheckpointStore:
                 return path
         return None
 
-    def load(self, path: Path, learner: Learner) -> dict[str, Any]:
+    def load(self, path: Path, learner: Learner, critic: Critic | None = None) -> dict[str, Any]:
         """Put the checkpoint's state into `learner` and return its `extra`. Raises TrainingError if it is
         damaged."""
         reason = damage(path)
         if reason is not None:
             raise TrainingError(f"checkpoint {path} is damaged: {reason}")
+        if critic is not None:
+            critic.load(path / "state" / _CRITIC)
         learner.load(path / "state")
         return self.read_extra(path)
 
@@ -188,7 +196,7 @@ def _write_manifest(folder: Path, step: int) -> None:
         files[path.relative_to(folder).as_posix()] = facts
     (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
     sync(folder / _MANIFEST)
-    for path in (folder / "weights", folder / "state", folder):
+    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(path)
 
 

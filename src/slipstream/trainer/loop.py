@@ -32,6 +32,7 @@ from slipstream.runlog import sample_of
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.credit import Credit, assign_credit
+from slipstream.trainer.critic import Critic
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, score
 from slipstream.trainer.model import PolicyModel
@@ -126,6 +127,7 @@ class TrainingLoop:
     progress: Progress
     sampling: records.SamplingParams
     reference: PolicyModel | None = None
+    critic: Critic | None = None
     should_stop: Callable[[], bool] = lambda: False
     num_items: int = 0
     """Size of the training set, which a resumed run must not have changed: the order of the data follows from it."""
@@ -145,7 +147,7 @@ class TrainingLoop:
 
     def resume(self, checkpoint: Path) -> None:
         """Continue after `checkpoint`."""
-        extra = self.store.load(checkpoint, self.learner)
+        extra = self.store.load(checkpoint, self.learner, self.critic)
         if int(extra["num_items"]) != self.num_items:
             raise ConfigError(
                 f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
@@ -244,9 +246,10 @@ class TrainingLoop:
         credit: Credit | None = None
         if isinstance(algorithm, RLConfig):
             metrics = rollout_metrics(batch)
-            credit = assign_credit(batch, algorithm, self.sampling.max_tokens, self._kl_penalties(batch, metrics))
+            penalties = self._kl_penalties(batch, metrics)
+            credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
             metrics |= credit.metrics
-            if not credit.has_signal:
+            if not credit.has_signal and self.critic is None:
                 return metrics | self._skip(batch.step)
         planned = make_step_batches(
             batch,
@@ -255,7 +258,14 @@ class TrainingLoop:
             epochs=training.epochs_per_batch,
             train_on_truncated=not isinstance(algorithm, RLConfig) or algorithm.train_on_truncated,
             carries_loss=credit.carries_loss if credit else None,
+            value_targets=credit.value_targets if credit else None,
         )
+        if self.critic is not None and credit is not None:
+            metrics |= self.critic.train(planned)
+            if batch.step < self.critic.config.warmup_steps:
+                self._trained_steps += 1
+                self._keep_samples(batch, credit)
+                return metrics | {"value/warmup": 1.0}
         is_sft = not isinstance(algorithm, RLConfig)
         steps = [(place, step) for place, step in enumerate(planned) if is_sft or step.has_signal]
         if isinstance(algorithm, RLConfig):
@@ -318,8 +328,9 @@ class TrainingLoop:
         algorithm = self.config.algorithm
         return isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0 and resolved(algorithm).kl_in == "reward"
 
-    def _kl_penalties(self, batch: records.Batch, metrics: dict[str, float]) -> list[float] | None:
-        """What each rollout's divergence from the reference takes from its reward, when it is taken from there."""
+    def _kl_penalties(self, batch: records.Batch, metrics: dict[str, float]) -> list[list[Tensor]] | None:
+        """What the divergence of each trainable token from the reference takes from the reward, when it is taken from
+        there: of each rollout, its sequences'."""
         algorithm = self.config.algorithm
         if not self._kl_in_reward or self.reference is None or not isinstance(algorithm, RLConfig):
             return None
@@ -328,11 +339,11 @@ class TrainingLoop:
         size = self.learner.micro_batch_tokens
         theirs = score(self.reference, sequences, self.sampling, micro_batch_tokens=size).logprobs
         kind = cast("KLEstimator", resolved(algorithm).kl_estimator)
-        sums = iter(kl_estimate(a, b, kind).double().sum().item() for a, b in zip(ours, theirs, strict=True))
-        divergences = [sum(itertools.islice(sums, len(rollout.sequences))) for rollout in batch.rollouts]
-        tokens = sum(len(logprobs) for logprobs in ours)
-        metrics["train/kl_reference"] = sum(divergences) / max(1, tokens)
-        return [algorithm.kl_coef * divergence for divergence in divergences]
+        divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
+        tokens = sum(map(len, divergences))
+        metrics["train/kl_reference"] = sum(each.sum().item() for each in divergences) / max(1, tokens)
+        each = iter(algorithm.kl_coef * divergence for divergence in divergences)
+        return [list(itertools.islice(each, len(rollout.sequences))) for rollout in batch.rollouts]
 
     def _check_version(self, batch: records.Batch) -> None:
         staleness = self.config.training.staleness
@@ -433,7 +444,7 @@ class TrainingLoop:
                 "num_items": self.num_items,
                 "early_stop": self.early_stop.state(),
             }
-            path = self.store.save(self.step, self.learner, self.learner.model.folder, extra)
+            path = self.store.save(self.step, self.learner, self.learner.model.folder, extra, self.critic)
         self._saved_step = self.step
         proof = self.store.read_fingerprints(path)
         digest = proof.digest if proof else ""
@@ -469,4 +480,6 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         "rollout/truncated_fraction": statistics.fmean(r.outcome == "truncated" for r in rollouts),
         "rollout/num": float(len(rollouts)),
     }
+    if any(thinking := [rollout.num_thinking for rollout in rollouts]):
+        metrics["rollout/thinking_length"] = statistics.fmean(thinking)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
