@@ -47,6 +47,7 @@ def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampl
     bridge = create_bridge(name, folder=tmp_path / "weights", source=live.model, engine=live.engine, timeout_s=60)
     params = SamplingParams(max_tokens=LENGTH, **sampling)
     versions: dict[str, dict[str, torch.Tensor]] = {}
+    stalls: list[float] = []
 
     def update(step: int) -> None:
         weights = perturbed(original, step)
@@ -57,7 +58,9 @@ def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampl
             under_way.append(live.thread.submit(bridge.receiver.apply(ticket, 60)))
 
         ticket = bridge.publisher.publish(weights.items(), step, 9, announce)
-        check_report(under_way[0].result(60), ticket)
+        report = under_way[0].result(60)
+        check_report(report, ticket)
+        stalls.append(report.stall_s)
 
     update(0)
     running = begin(live, f"{name}-{sampling}", params)
@@ -67,6 +70,8 @@ def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampl
     completions = running.result(60)
     bridge.publisher.close()
     assert len(versions) > 4
+    assert stalls[0] == 0.0, "nothing was running yet"
+    assert min(stalls[1:4]) > 0.0
     check(live, f"{name}-{sampling}", params, completions, versions)
 
 
