@@ -89,6 +89,7 @@ def check_updates_under_long_generations(
     )
     params = SamplingParams(max_tokens=LENGTH, **sampling)
     versions: dict[str, dict[str, torch.Tensor]] = {}
+    stalls: list[float] = []
 
     def update(step: int) -> None:
         is_delta = delta and step > 0
@@ -100,8 +101,10 @@ def check_updates_under_long_generations(
             under_way.append(live.thread.submit(bridge.receiver.apply(ticket, 60)))
 
         ticket = bridge.publisher.publish(weights.items(), step, 9, announce)
-        check_report(under_way[0].result(60), ticket)
+        report = under_way[0].result(60)
+        check_report(report, ticket)
         assert (ticket.delta is not None) == is_delta
+        stalls.append(report.stall_s)
 
     update(0)
     running = begin(live, f"{name}-{sampling}", params, num_requests)
@@ -110,6 +113,8 @@ def check_updates_under_long_generations(
         update(next(steps))
     completions = running.result(60)
     bridge.publisher.close()
+    assert stalls[0] == 0.0, "nothing was running yet"
+    assert min(stalls[1:4]) > 0.0
     assert len(versions) > 4 or num_requests > NUM_REQUESTS
     check(live, f"{name}-{sampling}", params, completions, versions, keeps_context=keeps_context)
     return completions

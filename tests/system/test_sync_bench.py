@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
+from slipstream.cli import proof
+from slipstream.launch.sync_bench import BRIDGES, BridgeName
 from slipstream.trainer.new_model import new_model
 from slipstream.weights.raw import raw_broadcast_s
 
 from .conftest import Command
 
 pytestmark = pytest.mark.engine
+
+
+def test_the_command_knows_every_bridge():
+    assert get_args(proof.Bridge) == BRIDGES == get_args(BridgeName)
 
 
 def test_the_collective_alone_is_timed():
