@@ -21,6 +21,8 @@ from slipstream.records import ParameterSpec
 from slipstream.weights.fingerprint import Slice, as_hex, fingerprints
 
 _WRITES = {"copy_", "fill_", "zero_", "index_copy_", "index_put_", "masked_fill_", "scatter_", "set_"}
+_IN_LOADERS_ORDER = {"TRITON", "BATCHED_TRITON", "CPU"}
+"""vLLM's kernels for experts that read the weights as its loader places them; on a CPU thanks to our patch."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,22 @@ def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
     recorder = Recorder([*model.parameters(), *model.buffers()])
     with torch.no_grad(), recorder:
         model.load_weights(recorder.feed(parameters))
+    rearranged = _rearranged(model)
+    for name, pieces in recorder.map.pieces.items():
+        if any(piece.target.untyped_storage().data_ptr() in rearranged for piece in pieces):
+            recorder.map.opaque.add(name)
     return recorder.map
+
+
+def _rearranged(model: Any) -> set[int]:
+    """Storages of experts' weights that vLLM puts into a kernel's own order after its loader: what the loader writes
+    there later would be read in the wrong order."""
+    found: set[int] = set()
+    for module in model.modules():
+        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        if backend is not None and backend.name not in _IN_LOADERS_ORDER:
+            found |= {parameter.untyped_storage().data_ptr() for parameter in module.parameters(recurse=False)}
+    return found
 
 
 @dataclass(frozen=True)
