@@ -115,6 +115,8 @@ class Architecture:
     """Parameters in which a flipped bit must be found."""
     lora_targets: tuple[str, ...]
     worker: str = "slipstream.inference.plugin.worker.WorkerExtension"
+    num_workers: int = 1
+    """Over which vLLM divides the model."""
 
     @property
     def has_images(self) -> bool:
@@ -162,3 +164,4 @@ ARCHITECTURES = {
     ),
 }
 """Of the dense ones, `tied` also has biases; all have fewer heads of keys than of queries."""
+DIVIDED = dataclasses.replace(ARCHITECTURES["experts"], num_workers=2)

@@ -65,7 +65,15 @@ def settings_for(model: Path, dtype: str = "float32", **changes: Any) -> EngineS
     )
 
 
-def create(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: int = 1, **changes: Any) -> LiveEngine:
+def create(
+    model: Path,
+    folder: Path,
+    dtype: str = "float32",
+    *,
+    max_restarts: int = 1,
+    start_timeout_s: float = 180,
+    **changes: Any,
+) -> LiveEngine:
     """An engine that does not run yet."""
     thread = EventLoopThread(lambda: False)
     events: list[tuple[str, dict[str, Any]]] = []
@@ -74,7 +82,7 @@ def create(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: i
         return SupervisedEngine(
             settings_for(model, dtype, **changes),
             folder / "engine.log",
-            start_timeout_s=180,
+            start_timeout_s=start_timeout_s,
             max_restarts=max_restarts,
             on_event=lambda kind, **fields: events.append((kind, fields)),
         )

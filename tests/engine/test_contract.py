@@ -23,7 +23,7 @@ from slipstream.weights.adapter import AdapterConfig
 from slipstream.weights.files import stored_parameters
 from slipstream.weights.single_copy import check_loaded, open_weights
 
-from .architectures import ARCHITECTURES, GRID, Architecture, pixels
+from .architectures import ARCHITECTURES, DIVIDED, GRID, Architecture, pixels
 from .conftest import LiveEngine, create, mean_difference, perturbed, stop
 from .workers import TOWER_VARIABLE
 
@@ -34,6 +34,7 @@ SAMPLING = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 FIRST, LAST = 1, 2
 RANK, ALPHA = 4, 6.8
+START_S = 400
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.02}
 
 
@@ -77,13 +78,19 @@ class Case:
             folder,
             self.dtype,
             max_restarts=0,
-            options={"worker_extension_cls": self.architecture.worker},
+            start_timeout_s=START_S,
+            options={
+                "worker_extension_cls": self.architecture.worker,
+                "tensor_parallel_size": self.architecture.num_workers,
+            },
             **changes,
         )
         self.engines.append(live)
         path = [*self.architecture.path(), *filter(None, [os.environ.get("PYTHONPATH")])]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(path))
+            # With one NUMA node vLLM finds no cores for a second worker.
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind" if self.architecture.num_workers > 1 else "auto")
             patch.setenv(TOWER_VARIABLE, str(self.tower(live)))
             live.engine.launch()
         return live
@@ -93,7 +100,7 @@ class Case:
 
     def wait(self) -> None:
         for live in self.engines:
-            live.call(live.engine.wait_ready(), 200)
+            live.call(live.engine.wait_ready(), START_S + 10)
 
     def publish(self, policy: PolicyModel, bridge: Bridge, step: int) -> tuple[Ticket, ApplyReport]:
         """Write the version into the trainer's weights as an optimizer would, and bring it to the engine."""
@@ -163,7 +170,12 @@ class WholeCase(Case):
         if name not in self.bridges:
             policy = self.share(self.live, self.held) if name == "single_copy" else self.policy
             bridge = create_bridge(
-                name, folder=self.folder / name, source=self.model, engine=self.live.engine, timeout_s=60
+                name,
+                folder=self.folder / name,
+                source=self.model,
+                engine=self.live.engine,
+                timeout_s=60,
+                num_workers=self.architecture.num_workers,
             )
             self.bridges[name] = policy, bridge
         return self.bridges[name]
@@ -218,8 +230,7 @@ def _storages(tensors) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _started(kind: type[Case], name: str, folder: Path) -> Iterator[Case]:
-    architecture = ARCHITECTURES[name]
+def _started(kind: type[Case], architecture: Architecture, folder: Path) -> Iterator[Case]:
     if missing := architecture.missing():
         pytest.skip(missing)
     case = kind(architecture, folder)
@@ -232,12 +243,17 @@ def _started(kind: type[Case], name: str, folder: Path) -> Iterator[Case]:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
-    yield from _started(WholeCase, request.param, tmp_path_factory.mktemp("whole"))
+    yield from _started(WholeCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterCase]:
-    yield from _started(AdapterCase, request.param, tmp_path_factory.mktemp("adapted"))
+    yield from _started(AdapterCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("adapted"))
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
+    yield from _started(WholeCase, DIVIDED, tmp_path_factory.mktemp("divided"))
 
 
 @pytest.mark.parametrize("name", BRIDGES)
@@ -252,6 +268,10 @@ def test_the_engine_answers_as_one_started_with_the_adapter(adapted: AdapterCase
 
 
 def test_one_flipped_bit_is_found_and_named_and_takes_the_engine_out_of_service(whole: WholeCase):
+    check_flipped_bits(whole)
+
+
+def check_flipped_bits(whole: WholeCase) -> None:
     policy, bridge = whole.attach("disk")
     whole.write(policy, FIRST)
     ticket = bridge.publisher.publish(whole.weights(policy), FIRST, 0, lambda ticket: None)
@@ -289,6 +309,15 @@ def test_one_flipped_bit_in_shared_memory_is_found_and_named(whole: WholeCase):
         assert any("packed" in other for other in found) == (whole.shared[name].ndim > 1)
         bits[(0,) * bits.ndim] ^= 1
     check_report(whole.live.call(whole.live.engine.verify(ticket, 60)), ticket)
+
+
+@pytest.mark.slow
+def test_the_same_with_the_weights_divided_over_two_workers(divided: WholeCase):
+    for name in ("disk", "broadcast"):
+        divided.check(name, *divided.attach(name))
+    check_flipped_bits(divided)
+    with pytest.raises(EngineError, match="divided among 2 workers"):
+        divided.attach("single_copy")
 
 
 def _bits(tensor: torch.Tensor) -> torch.dtype:

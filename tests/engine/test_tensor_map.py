@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.inference.plugin.tensor_map import Share, compare, record
-from slipstream.records import ParameterSpec
+from slipstream.inference.plugin.tensor_map import Piece, Share, TensorMap, compare, record
 from slipstream.weights.fingerprint import describe
 
 NAMES = ("experts.0.up_proj.weight", "experts.1.up_proj.weight", "gate.weight")
@@ -41,7 +40,7 @@ def test_experts_are_verified_only_where_the_kernel_reads_them_as_they_are_loade
     specs = describe(weights.items())
     layer.load_weights(weights.items())
     located = record(layer, specs)
-    assert [spec.name for spec in specs if compare(spec, _shares(located, spec)) == "match"] == list(NAMES)
+    assert [spec.name for spec in specs if compare(spec, _shares(located, spec.name)) == "match"] == list(NAMES)
     kept = backend in ("TRITON", "CPU")
     assert located.opaque == (set() if kept else set(NAMES[:2]))
     if kept:
@@ -51,6 +50,32 @@ def test_experts_are_verified_only_where_the_kernel_reads_them_as_they_are_loade
             located.whole(specs[1])
 
 
-def _shares(located, spec: ParameterSpec) -> list[Share]:
-    ((value, count),) = located.shares([spec.name])
-    return [Share(value, count)]
+HALVES = {0: slice(0, 4), 1: slice(4, 8)}
+
+
+@pytest.mark.parametrize("held", [[None], [None, None], [0, 1], [0, 0, 1, 1], [0, 1, 0, 1]])
+def test_shares_of_workers_add_up_and_those_of_the_same_elements_must_be_equal(held):
+    """None: the whole."""
+    whole = torch.randn(8, 4)
+    (spec,) = describe([("k", whole)])
+    copies = [(whole if half is None else whole[HALVES[half]]).clone() for half in held]
+    shares = [_share(copy, half) for copy, half in zip(copies, held, strict=True)]
+    assert compare(spec, shares) == "match"
+    for number, half in enumerate(held):
+        damaged = copies[number].clone()
+        damaged[1, 2] += 1
+        assert compare(spec, [*shares[:number], _share(damaged, half), *shares[number + 1 :]]) == "differs"
+    if 1 in held:
+        missing = [share for share, half in zip(shares, held, strict=True) if half == 0]
+        assert compare(spec, missing) == "unverified"
+
+
+def _share(target: torch.Tensor, half: int | None) -> Share:
+    offset = 0 if half is None else 16 * half
+    located = TensorMap({"k": [Piece(offset, tuple(target.shape), target.stride(), target)]})
+    return _shares(located, "k")[0]
+
+
+def _shares(located: TensorMap, name: str) -> list[Share]:
+    ((value, count),) = located.shares([name])
+    return [Share(value, count, located.place(name))]

@@ -9,6 +9,8 @@ then listed as unverified, never passed as right.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +60,11 @@ class TensorMap:
             totals[number] += value
             counts[number] += piece.numel
         return [(total & ((1 << 64) - 1), count) for total, count in zip(totals, counts, strict=True)]
+
+    def place(self, name: str) -> str:
+        """A digest of which elements of `name` this worker holds."""
+        held = sorted((piece.offset, piece.sizes, piece.strides) for piece in self.pieces.get(name, []))
+        return hashlib.sha256(repr(held).encode()).hexdigest()[:16]
 
     def whole(self, spec: ParameterSpec) -> Tensor:
         """The engine's memory of `spec` as one tensor of its shape; raises ValueError, with the reason, when it is not
@@ -166,18 +173,19 @@ class Share:
 
     fingerprint: int
     count: int
+    place: str = ""
+    """Which elements of the parameter these are; workers that hold the same say the same."""
 
 
 def compare(spec: ParameterSpec, shares: list[Share]) -> str:
     """`match`, `differs` or `unverified` for one parameter, from the shares of all workers.
 
-    Shards add up to the whole; a replicated parameter is whole in every worker and must match in each.
+    Shards add up to the whole; what several workers hold (all of it, or heads that are fewer than they) must be the
+    same in each.
     """
-    numel = 1
-    for size in spec.shape:
-        numel *= size
-    if all(share.count == numel for share in shares):
-        return "match" if all(as_hex(share.fingerprint) == spec.fingerprint for share in shares) else "differs"
-    if sum(share.count for share in shares) != numel:
+    by_place = {share.place: share for share in shares}
+    if sum(share.count for share in by_place.values()) != math.prod(spec.shape):
         return "unverified"
-    return "match" if as_hex(sum(share.fingerprint for share in shares)) == spec.fingerprint else "differs"
+    if any(share != by_place[share.place] for share in shares):
+        return "differs"
+    return "match" if as_hex(sum(share.fingerprint for share in by_place.values())) == spec.fingerprint else "differs"
