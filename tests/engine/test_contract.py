@@ -89,8 +89,9 @@ class Case:
         path = [*self.architecture.path(), *filter(None, [os.environ.get("PYTHONPATH")])]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(path))
-            # With one NUMA node vLLM finds no cores for a second worker.
-            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind" if self.architecture.num_workers > 1 else "auto")
+            if self.architecture.num_workers > 1:
+                # With one NUMA node vLLM finds no cores for a second worker.
+                patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             patch.setenv(TOWER_VARIABLE, str(self.tower(live)))
             live.engine.launch()
         return live
