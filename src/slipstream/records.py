@@ -163,6 +163,26 @@ class ParameterSpec(msgspec.Struct, frozen=True):
     fingerprint: str
 
 
+class Patch(msgspec.Struct, frozen=True):
+    """What changed in a stretch of one parameter: elements by their place, or the whole stretch."""
+
+    name: str
+    start: int
+    """First element of the stretch, in the flattened parameter."""
+    length: int
+    """Elements in the stretch."""
+    encoding: Literal["gaps8", "gaps16", "whole"]
+    """Places as the steps from one element to the next, of one byte or two; or none, and every value."""
+    num_values: int
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """A version as what differs from another one, the `base`."""
+
+    base: Version
+    patches: tuple[Patch, ...]
+
+
 class Ticket(msgspec.Struct, frozen=True):
     """The announcement that a version's weights can be applied."""
 
@@ -174,6 +194,10 @@ class Ticket(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     base: tuple[ParameterSpec, ...] = ()
     """When `parameters` are an adapter's: the frozen model below it, which the engine must hold too."""
+    delta: Delta | None = None
+    """When only changes travel: from which version, and which. `parameters` describe the whole version all the same."""
+    changed_fraction: float | None = None
+    """Part of the elements that differ from the version published before; None where nobody compared them."""
 
 
 class ApplyReport(msgspec.Struct, frozen=True):
@@ -185,6 +209,11 @@ class ApplyReport(msgspec.Struct, frozen=True):
     transfer_s: float = 0.0
     verify_s: float = 0.0
     num_bytes: int = 0
+    stall_s: float = 0.0
+    """How long requests that were running got no token: from the last one before the update to the first after it; 0
+    when none was running."""
+    memory_bytes: int = 0
+    """What the engine's workers have allocated on their GPUs, as torch counts it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

@@ -130,6 +130,12 @@ COMMAND_LINE = [
     ("eval sft.toml", 2, "evaluation needs .environment."),
     ("runs rows.jsonl", 2, "rows.jsonl is a file"),
     ("model new finished", 2, "finished"),
+    ("bench sync --updates 0", 2, "--updates 0 leaves nothing to measure: use 1 or more"),
+    ("bench sync --changed 2", 2, "--changed 2 leaves nothing to measure: use a part above 0 and up to 1"),
+    ("bench sync --scratch none", 2, "--scratch none is not a folder: make it first"),
+    ("bench sync --bridges disc", 2, "(?i)invalid value .*disc"),
+    ("bench sync --bridges disk --model ./none", 2, "none does not exist: name the folder of a model"),
+    ("bench sync --bridges disk --placement separate --model model", 2, "needs two GPUs, and there are"),
 ]
 DATA_CASES = [
     ("sft sft.toml --data none.jsonl", 3, "none.jsonl cannot be read .*: correct data.path"),

@@ -319,6 +319,16 @@ class TestKnobsWithoutEffect:
                 ["--weights.bridge", "single_copy", "--inference.sleep", "true"],
                 "which are the trainer's under weights.bridge",
             ),
+            (
+                MINIMAL,
+                ["--weights.bridge", "restart", "--weights.delta", "true"],
+                'weights.bridge = "restart" starts the engine on whole versions: remove it, or set',
+            ),
+            (
+                MINIMAL,
+                ["--lora.rank", "8", "--weights.delta", "true"],
+                'weights.bridge = "lora" publishes the adapter alone',
+            ),
             (MINIMAL, ["--lora.rank", "8", "--lora.path", ""], 'lora.path = "" is empty'),
             (MINIMAL, ["--lora.target_modules", '["q_proj", ""]'], "has an empty name: remove it"),
             (MINIMAL, ["--lora.rank", "0"], "lora.rank"),

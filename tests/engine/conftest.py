@@ -131,3 +131,16 @@ def mean_difference(live: LiveEngine, policy: PolicyModel, sampling: SamplingPar
     ours = torch.cat(score(policy, sequences, sampling, micro_batch_tokens=1024).logprobs)
     theirs = torch.tensor([value for c in completions for value in c.logprobs])
     return (ours - theirs).abs().mean().item()
+
+
+def sparsely(
+    weights: dict[str, torch.Tensor], seed: int, density: float = 0.03, scale: float = 0.3
+) -> dict[str, torch.Tensor]:
+    """Changed in about that part of the elements, as an optimizer's small steps do in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = {}
+    for name, w in weights.items():
+        noise = scale * torch.randn(w.shape, generator=generator)
+        noise[torch.rand(w.shape, generator=generator) >= density] = 0
+        changed[name] = (w.float() + noise).to(w.dtype)
+    return changed

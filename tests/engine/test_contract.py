@@ -24,11 +24,18 @@ from slipstream.weights.files import stored_parameters
 from slipstream.weights.single_copy import check_loaded, open_weights
 
 from .architectures import ARCHITECTURES, DIVIDED, GRID, Architecture, pixels
-from .conftest import LiveEngine, create, mean_difference, perturbed, stop
+from .conftest import LiveEngine, create, mean_difference, perturbed, sparsely, stop
 from .workers import TOWER_VARIABLE
 
 pytestmark = pytest.mark.engine
-BRIDGES = ("disk", "broadcast", "single_copy")
+BRIDGES = {
+    "disk": ("disk", False),
+    "broadcast": ("broadcast", False),
+    "deltas over disk": ("disk", True),
+    "deltas over broadcast": ("broadcast", True),
+    "single_copy": ("single_copy", False),
+}
+"""Bridge, and whether it sends deltas. `single_copy` is last: from then on the engine's memory is shared."""
 ADAPTER_BRIDGES = ("lora", "lora beside single_copy")
 SAMPLING = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -46,7 +53,9 @@ class Case:
         self.model = architecture.build(folder / "model", self.dtype)
         self.policy = self.load(self.model)
         state = dict(self.policy.network.named_parameters())
-        self.states = {step: perturbed(state, step) for step in (FIRST, LAST)}
+        self.states = {FIRST: perturbed(state, seed=1)}
+        # Few elements change, as in training, so that a delta is worth sending.
+        self.states[LAST] = sparsely(self.states[FIRST], seed=2)
         self.bridges: dict[str, tuple[PolicyModel, Bridge]] = {}
         self.engines: list[LiveEngine] = []
         self.shared: dict[str, torch.Tensor] = {}
@@ -128,6 +137,7 @@ class Case:
         for step in (FIRST, LAST):
             ticket, report = self.publish(policy, bridge, step)
             check_report(report, ticket)
+        assert (ticket.delta is not None) == name.startswith("deltas")
         assert (ticket.version.digest, ticket.parameters) == (self.ticket.version.digest, self.ticket.parameters)
         assert self.answers(self.live, name) == self.oracle_answers
         if self.architecture.has_images:
@@ -169,14 +179,16 @@ class WholeCase(Case):
 
     def attach(self, name: str) -> tuple[PolicyModel, Bridge]:
         if name not in self.bridges:
-            policy = self.share(self.live, self.held) if name == "single_copy" else self.policy
+            kind, deltas = BRIDGES[name]
+            policy = self.share(self.live, self.held) if kind == "single_copy" else self.policy
             bridge = create_bridge(
-                name,
+                kind,
                 folder=self.folder / name,
                 source=self.model,
                 engine=self.live.engine,
                 timeout_s=60,
                 num_workers=self.architecture.num_workers,
+                held=(lambda: self.live.call(self.live.engine.held())) if deltas else None,
             )
             self.bridges[name] = policy, bridge
         return self.bridges[name]
@@ -314,7 +326,7 @@ def test_one_flipped_bit_in_shared_memory_is_found_and_named(whole: WholeCase):
 
 @pytest.mark.slow
 def test_the_same_with_the_weights_divided_over_two_workers(divided: WholeCase):
-    for name in ("disk", "broadcast"):
+    for name in [name for name in BRIDGES if name != "single_copy"]:
         divided.check(name, *divided.attach(name))
     check_flipped_bits(divided)
     with pytest.raises(EngineError, match="divided among 2 workers"):

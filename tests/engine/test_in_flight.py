@@ -16,7 +16,7 @@ from slipstream.trainer.learner import score
 from slipstream.trainer.model import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
-from .conftest import PROMPTS, LiveEngine, perturbed, start, stop
+from .conftest import PROMPTS, LiveEngine, perturbed, sparsely, start, stop
 
 pytestmark = pytest.mark.engine
 NUM_REQUESTS, LENGTH, MOST_UPDATES = 64, 100, 12
@@ -33,6 +33,12 @@ def test_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampli
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["disk", "broadcast"])
+def test_the_same_as_deltas(live: LiveEngine, tmp_path, name):
+    check_updates_under_long_generations(live, tmp_path, name, {}, delta=True)
+
+
+@pytest.mark.slow
 def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
     """As on GPUs, with tokens counted by us."""
     live = start(tiny_model, tmp_path, own_process=True)
@@ -42,14 +48,22 @@ def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
         stop(live)
 
 
-def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampling):
+def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampling, delta=False):
     original = load_file(live.model / "model.safetensors")
-    bridge = create_bridge(name, folder=tmp_path / "weights", source=live.model, engine=live.engine, timeout_s=60)
+    bridge = create_bridge(
+        name,
+        folder=tmp_path / "weights",
+        source=live.model,
+        engine=live.engine,
+        timeout_s=60,
+        held=(lambda: live.call(live.engine.held())) if delta else None,
+    )
     params = SamplingParams(max_tokens=LENGTH, **sampling)
     versions: dict[str, dict[str, torch.Tensor]] = {}
 
     def update(step: int) -> None:
-        weights = perturbed(original, step)
+        is_delta = delta and step > 0
+        weights = sparsely(versions[f"9.{step - 1}"], step) if is_delta else perturbed(original, step)
         versions[f"9.{step}"] = weights
         under_way = []
 
@@ -58,6 +72,7 @@ def check_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampl
 
         ticket = bridge.publisher.publish(weights.items(), step, 9, announce)
         check_report(under_way[0].result(60), ticket)
+        assert (ticket.delta is not None) == is_delta
 
     update(0)
     running = begin(live, f"{name}-{sampling}", params)

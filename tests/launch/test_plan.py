@@ -446,6 +446,20 @@ def test_an_estimator_that_holds_nothing_back_is_a_warning():
     assert not plan({**values, "algorithm.kl_in": "reward"}).warnings
 
 
+def test_deltas_cost_a_copy_of_the_weights():
+    values = {"weights.delta": True, "model.dtype": "bfloat16"}
+    made, without = plan(values, num_parameters=2**29), plan({"model.dtype": "bfloat16"}, num_parameters=2**29)
+    ours, theirs = (next(n for n in each.notes if n.name == "memory of the trainer") for each in (made, without))
+    assert ours.value == pytest.approx(theirs.value + 1)
+    assert "a copy of the version published last (1.00 GiB, for weights.delta to find what changed)" in ours.how
+    assert not made.warnings
+    assert "saves nothing while" in plan({"weights.delta": True}).warnings[0]
+    sft = SFT.model_copy(update={"evaluation": None})
+    without_engine = plan({"weights.delta": True}, sft, max_sequence_tokens=90)
+    assert "copy" not in next(n for n in without_engine.notes if n.name == "memory of the trainer").how
+    assert not without_engine.warnings
+
+
 def test_lora():
     adapter = AdapterFacts(num_parameters=10_000, target_modules=("down_proj", "q_proj"))
     config = GRPO.model_copy(update={"lora": LoraConfig()})

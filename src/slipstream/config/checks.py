@@ -50,6 +50,11 @@ def publishes_adapter(config: RunConfig) -> bool:
     return config.lora is not None and config.weights.bridge in ("lora", "single_copy")
 
 
+def keeps_copy(config: RunConfig) -> bool:
+    """Whether the trainer keeps a copy of the published weights, to find what changed."""
+    return config.weights.delta and uses_engine(config)
+
+
 def shares_weights(config: RunConfig) -> bool:
     """Whether the trainer's parameters are the engine's tensors."""
     return config.weights.bridge == "single_copy" and uses_engine(config)
@@ -122,6 +127,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _lora(config)
     if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
+    yield from _delta(config)
     if config.weights.probe_stop <= config.weights.probe_warn:
         yield (
             "weights.probe_stop",
@@ -265,6 +271,23 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
             "inference.sleep = true frees the engine's weights, which are the trainer's under weights.bridge = "
             '"single_copy": turn it off, or use another bridge',
         )
+
+
+def _delta(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What a delta can be of."""
+    bridge = "lora" if config.weights.bridge == "auto" and config.lora is not None else config.weights.bridge
+    if not config.weights.delta or bridge in ("auto", "disk", "broadcast"):
+        return
+    reasons = {
+        "restart": "starts the engine on whole versions",
+        "single_copy": "moves no weights at all",
+        "lora": "publishes the adapter alone, of which every element changes",
+    }
+    yield (
+        "weights.delta",
+        f'weights.delta = true sends the changes of a whole model, and weights.bridge = "{bridge}" {reasons[bridge]}: '
+        'remove it, or set weights.bridge to "disk" or "broadcast"',
+    )
 
 
 def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:

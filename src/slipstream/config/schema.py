@@ -293,6 +293,11 @@ class WeightsConfig(Section):
     still while they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
     `lora` when [lora] is set, otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two and `restart`
     publish the whole model with the adapter merged into it."""
+    delta: bool = False
+    """Under `disk` and `broadcast`: where the engine holds the version before it, only those elements of a new version
+    travel that changed, each with its place; otherwise, and where that saves less than half, the whole version. In
+    bfloat16 most elements stay the same in a step, in float32 nearly none. The trainer keeps one more copy of the
+    weights for it."""
     apply_timeout_s: PositiveFloat = 300.0
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8

@@ -108,6 +108,9 @@ class SupervisedEngine:
             return report
         if ticket.bridge == "lora":
             self._process.settings = msgspec.structs.replace(self._process.settings, adapter=ticket)
+        elif ticket.delta is not None:
+            deltas = (*self._process.settings.deltas, ticket)
+            self._process.settings = msgspec.structs.replace(self._process.settings, deltas=deltas)
         else:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
@@ -117,6 +120,13 @@ class SupervisedEngine:
         shared = await self._process.client.share(parameters, timeout_s)
         self._in_memory_by = "single_copy"
         return shared
+
+    async def held(self) -> Version | None:
+        """See `weights.Engine`."""
+        if not self._process.is_alive():
+            await self.revive()
+        health = await self._process.client.health()
+        return health.version if health is not None and health.status == "ready" else None
 
     async def fence(self, timeout_s: float) -> None:
         """See `weights.Engine`."""
@@ -151,7 +161,7 @@ class SupervisedEngine:
 
     def _remember(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
         self._process.settings = msgspec.structs.replace(
-            self._process.settings, model=model, version=version, parameters=parameters
+            self._process.settings, model=model, version=version, parameters=parameters, deltas=()
         )
 
     async def stop(self) -> None:

@@ -112,6 +112,10 @@ class ScriptedEngine:
         self._check_alive()
         return ApplyReport(ticket.version, self.mismatched, num_bytes=ticket.num_bytes)
 
+    async def held(self) -> Version | None:
+        """None: there are no weights here that anything could be a delta against."""
+        return None
+
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
         """See `SupervisedEngine`."""
         self.is_alive, self.version, self.location = True, version, model

@@ -40,5 +40,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """Last parts of the names of the layers that it adapts."""
     adapter: Ticket | None = None
     """The adapter to load and verify, with the base, before the engine says it is ready."""
+    deltas: tuple[Ticket, ...] = ()
+    """What to apply to `model`, one after the other, before the engine says it is ready."""
     options: dict[str, Any] = {}
     """More of vLLM's engine arguments."""

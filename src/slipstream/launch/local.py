@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
-from slipstream.config.checks import engine_workers, publishes_adapter
+from slipstream.config.checks import publishes_adapter
 from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
+from slipstream.launch.bridges import run_bridge, travelled, update_metrics
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.models import build_learner, load_reference, share_weights
 from slipstream.launch.prepare import Prepared
@@ -34,12 +35,11 @@ from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings
 from slipstream.sinks import MetricSinks, run_of
-from slipstream.weights import Announce, Bridge, create_adapter_bridge, create_bridge
-from slipstream.weights.base import NamedWeights
+from slipstream.weights import Announce
 
 if TYPE_CHECKING:
     from slipstream.trainer.loop import TrainingLoop
-    from slipstream.trainer.model import PolicyModel, SharedTensors
+    from slipstream.trainer.model import SharedTensors
 
 _START_GRACE_S = 60.0
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
@@ -302,10 +302,10 @@ class _Run:
         engine = self._create_engine()
         scorer = self._scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
 
-        bridge, published = self._bridge(loop.learner.model, engine)
+        thread = self._event_loop()
+        bridge, published = run_bridge(config, loop.learner.model, engine, self.folder / "weights", thread)
         self._exits.callback(bridge.publisher.close)
         versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s, fence=bridge.fence)
-        thread = self._event_loop()
 
         async def start_engine() -> None:
             health = await self._engine_ready()
@@ -332,7 +332,8 @@ class _Run:
 
         def publish(step: int, announce: Announce) -> Ticket:
             ticket = bridge.publisher.publish(published(), step, self.log.lineage, announce)
-            self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest)
+            self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest, **travelled(ticket))
+            self.log.note(update_metrics(ticket))
             return ticket
 
         turns = Turns(
@@ -364,29 +365,6 @@ class _Run:
         )
         if config.algorithm.kind != "sft":
             loop.reader = self._rollouts(thread, versions, runner, loop.step, turns)
-
-    def _bridge(self, model: PolicyModel, engine: RunEngine) -> tuple[Bridge, Callable[[], NamedWeights]]:
-        """The bridge, and what it publishes: the adapter alone, or the whole model."""
-        name, folder = self.config.weights.bridge, self.folder / "weights"
-        assert name != "auto", "the plan replaces every auto"
-        if not publishes_adapter(self.config):
-            assert name != "lora"
-            timeout_s = self.config.weights.apply_timeout_s
-            bridge = create_bridge(
-                name,
-                folder=folder,
-                source=model.folder,
-                engine=engine,
-                timeout_s=timeout_s,
-                num_workers=engine_workers(self.config),
-                between_gpus=model.device.type == "cuda" and self.config.run.placement == "separate",
-            )
-            return bridge, model.named_weights
-        assert model.adapter is not None
-        bridge = create_adapter_bridge(
-            folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
-        )
-        return bridge, model.adapter.named_weights
 
     def _probe(self, engine: RunEngine) -> Probe:
         """Prompts of the first held-out tasks, or of the first training tasks."""
@@ -451,7 +429,10 @@ class _Run:
             transfer_s=report.transfer_s,
             verify_s=report.verify_s,
             num_bytes=report.num_bytes,
+            stall_s=report.stall_s,
         )
+        if report.stall_s:
+            self.log.note({"update/stall_s": report.stall_s})
 
     def _rollouts(
         self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int, turns: Turns

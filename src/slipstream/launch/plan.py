@@ -30,7 +30,15 @@ from slipstream.launch.memory import (
     round_up,
     weights_bytes,
 )
-from slipstream.launch.totals import Note, batch_notes, check_memory, memory_notes, parameter_notes, training_state
+from slipstream.launch.totals import (
+    Note,
+    batch_notes,
+    check_memory,
+    delta_warnings,
+    memory_notes,
+    parameter_notes,
+    training_state,
+)
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 MAX_SEQUENCES = 256
@@ -90,6 +98,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     planned = draft.config()
     if isinstance(planned.algorithm, RLConfig):
         draft.warnings += _warn_grpo(planned, resolved(planned.algorithm))
+    draft.warnings += delta_warnings(planned)
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
     return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings))

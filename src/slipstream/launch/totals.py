@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.config import RLConfig, RunConfig
-from slipstream.config.checks import shares_weights, uses_engine
+from slipstream.config.checks import keeps_copy, shares_weights, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts
@@ -49,11 +49,16 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     """Bytes of what the trainer keeps between steps, beside what it shares with the engine."""
     algorithm = config.algorithm
     shared = weights_bytes(facts.model, dtype) if shares_weights(config) else 0
-    return -shared + training_state_bytes(
-        facts.model,
-        dtype,
-        with_reference=isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0,
-        num_adapter_parameters=facts.adapter.num_parameters if facts.adapter else None,
+    copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
+    return (
+        copy
+        - shared
+        + training_state_bytes(
+            facts.model,
+            dtype,
+            with_reference=isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0,
+            num_adapter_parameters=facts.adapter.num_parameters if facts.adapter else None,
+        )
     )
 
 
@@ -73,6 +78,9 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         kept += " of the adapter"
     if not shares_weights(config):
         kept = f"frozen weights, and {kept}" if facts.adapter is not None else f"weights, {kept}"
+    if keeps_copy(config):
+        size = gib(weights_bytes(facts.model, config.model.dtype))
+        kept += f" and a copy of the version published last ({size}, for weights.delta to find what changed)"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:
@@ -80,6 +88,15 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         if config.inference.sleep is True:
             how += "; given up while the trainer works"
         yield _memory_note("memory of the engine", engine, how)
+
+
+def delta_warnings(config: RunConfig) -> Iterator[str]:
+    """Where deltas cost memory and save nothing."""
+    if keeps_copy(config) and config.model.dtype == "float32":
+        yield (
+            'weights.delta saves nothing while model.dtype = "float32", in which nearly every element changes in every '
+            'step: use "bfloat16", or turn it off'
+        )
 
 
 @dataclass(frozen=True)

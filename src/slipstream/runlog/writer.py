@@ -47,6 +47,7 @@ class RunLog:
         self._opened = time.monotonic()
         self._secrets: set[str] = set()
         self._phase_seconds: dict[str, float] = {}
+        self._noted: dict[str, float] = {}
         self._step = 0
         self._has_exit = False
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
@@ -104,7 +105,8 @@ class RunLog:
         self._step = step
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Write the row of a step: `values` and the times of the phases since the last row; returns these.
+        """Write the row of a step: `values`, what was noted and the times of the phases since the last row; returns
+        these.
 
         Names are `group/name`. A value that is not finite becomes null, and a warning event names it.
         """
@@ -112,8 +114,9 @@ class RunLog:
             raise ValueError(f"metric {flat[0]!r} has no group: call it group/name")
         with self._guard:
             numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
-            numbers.update({name: float(value) for name, value in values.items()})
+            numbers.update({name: float(value) for name, value in {**self._noted, **values}.items()})
             self._phase_seconds.clear()
+            self._noted.clear()
             bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
             if bad:
                 self.warning(f"not finite in step {step}: {', '.join(bad)}", step=step, metrics=bad)
@@ -123,6 +126,11 @@ class RunLog:
         for listener in self._listeners:
             listener(step, row)
         return row
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Numbers for the next row of metrics, from whoever does not write it."""
+        with self._guard:
+            self._noted.update(values)
 
     def listen(self, listener: Callable[[int, Mapping[str, float | None]], None]) -> None:
         """Have every later row of metrics told to `listener` as well, which must neither wait nor raise."""

@@ -34,6 +34,10 @@ class Engine(Protocol):
         """Compare the live weights with the ticket."""
         ...
 
+    async def held(self) -> Version | None:
+        """The version that it has verified and is serving; None when there is none."""
+        ...
+
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
         """Start anew on a model folder; returns once the loaded weights are verified."""
         ...

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slipstream.records import Version
 from slipstream.weights.adapter import AdapterConfig
 from slipstream.weights.base import Bridge, Engine, Fence, NamedWeights, Publisher, Receiver
 from slipstream.weights.broadcast import BroadcastPublisher, BroadcastReceiver
+from slipstream.weights.delta import DeltaPublisher
 from slipstream.weights.disk import DiskReceiver, FolderPublisher, RestartReceiver
 from slipstream.weights.lora import AdapterPublisher
 from slipstream.weights.single_copy import SharedPublisher
@@ -31,18 +34,21 @@ def create_bridge(
     timeout_s: float = 300.0,
     num_workers: int = 1,
     between_gpus: bool = False,
+    held: Callable[[], Version | None] | None = None,
 ) -> Bridge:
     """The bridge called `name` for whole models. `folder` takes published versions; `source` is the model's own
     folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`, which goes over NCCL
-    `between_gpus`."""
+    `between_gpus`. With `held`, which asks the engine what it has verified, `disk` and `broadcast` send deltas."""
     if name == "broadcast":
         backend = "nccl" if between_gpus else "gloo"
-        publisher = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend)
-        return _Bridge(name, publisher, BroadcastReceiver(engine))
+        carrier = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend)
+        return _Bridge(name, DeltaPublisher(carrier, held) if held else carrier, BroadcastReceiver(engine))
     if name == "single_copy":
         return _Bridge(name, SharedPublisher(), DiskReceiver(engine), engine.fence)
-    receiver = DiskReceiver(engine) if name == "disk" else RestartReceiver(engine)
-    return _Bridge(name, FolderPublisher(name, folder, source), receiver)
+    folders = FolderPublisher(name, folder, source)
+    if name == "restart":
+        return _Bridge(name, folders, RestartReceiver(engine))
+    return _Bridge(name, DeltaPublisher(folders, held) if held else folders, DiskReceiver(engine))
 
 
 def create_adapter_bridge(

@@ -27,6 +27,7 @@ from torch import Tensor
 from slipstream.errors import WeightsError
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, Engine, NamedWeights
+from slipstream.weights.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
 
 BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
@@ -103,9 +104,9 @@ class Group:
                 raise RuntimeError("the other side ended without it" if ended else "the deadline passed")
             time.sleep(_POLL_S)
 
-    def receive(self, parameters: Sequence[ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, where the group works, in the ticket's order."""
-        for bucket in buckets(parameters, self.rendezvous.bucket_bytes):
+    def receive(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that travel for a version, where the group works, in the ticket's order."""
+        for bucket in buckets(travelling(ticket), self.rendezvous.bucket_bytes):
             places, total = layout(bucket)
             buffer = torch.empty(total, dtype=torch.uint8, device=self.device)
             self.broadcast(buffer)
@@ -171,15 +172,23 @@ class BroadcastPublisher:
         self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s, backend)
         self._group: Group | None = None
 
-    def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
+    def publish(
+        self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
+    ) -> Ticket:
         """Describe, announce, send. Raises `WeightsError` when nobody receives within the deadline."""
         weights = list(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
         location = msgspec.json.encode(self._rendezvous).decode()
-        ticket = Ticket(version, "broadcast", location, parameters, sum(map(num_bytes, parameters)))
+        ticket = Ticket(version, "broadcast", location, parameters)
         by_name = dict(weights)
-        batches = list(buckets(parameters, self._rendezvous.bucket_bytes))
+        if changes is not None:
+            ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction)
+            if changes.pays:
+                ticket, by_name = msgspec.structs.replace(ticket, delta=changes.delta), changes.payloads
+        specs = travelling(ticket)
+        ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
+        batches = list(buckets(specs, self._rendezvous.bucket_bytes))
         on_cpu = self._rendezvous.backend == "gloo"
         packed = [pack(bucket, by_name, torch.device("cpu")) for bucket in batches] if on_cpu else None
         is_over = announce(ticket)

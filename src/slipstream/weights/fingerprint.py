@@ -34,6 +34,11 @@ MIX_2 = _signed(0x94D049BB133111EB)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """The elements in a row, as integers of the same bits: a view where `tensor` is contiguous."""
+    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).reshape(-1)
+
+
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift: torch's shift of int64 copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
@@ -89,7 +94,7 @@ def fingerprint(
     """
     if tensor.numel() == 0:
         return 0
-    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).reshape(-1)
+    bits = bits_of(tensor)
     sizes = tuple(tensor.shape) if sizes is None else sizes
     total = 0
     if strides is None or _is_contiguous(sizes, strides):

@@ -24,10 +24,10 @@ _INTEGERS: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 @triton.jit
 def _kernel(
-    table: Any,
-    owners: Any,
-    firsts: Any,
-    out: Any,
+    table,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    owners,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    firsts,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    out,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     integer: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
     block_size: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
     step: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]

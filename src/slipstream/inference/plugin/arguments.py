@@ -1,10 +1,11 @@
-"""From our settings to vLLM's engine arguments."""
+"""From our settings and requests to vLLM's own arguments."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
 from slipstream.inference.settings import EngineSettings
+from slipstream.records import GenerateRequest
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -39,3 +40,24 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **lora,
         **settings.options,
     }
+
+
+def sampling_arguments(request: GenerateRequest) -> Any:
+    """vLLM's sampling parameters for a request of ours."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    s = request.sampling
+    return SamplingParams(
+        max_tokens=s.max_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        seed=request.seed,
+        stop=list(s.stop) or None,
+        stop_token_ids=list(s.stop_token_ids) or None,
+        logprobs=0,
+        detokenize=bool(s.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

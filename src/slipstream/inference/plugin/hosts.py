@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slipstream.inference.plugin.clock import TokenClock
 from slipstream.inference.plugin.labels import Spans, TokenLabels
 
 _TURNS = 64
@@ -52,6 +53,11 @@ class Host(Protocol):
 
     async def rpc(self, method: str, *args: str) -> list[str]:
         """Call a worker method in every worker, between two steps."""
+        ...
+
+    @property
+    def clock(self) -> TokenClock:
+        """When tokens come."""
         ...
 
     @property
@@ -111,6 +117,8 @@ class InProcessHost:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments, distributed_executor_backend="uni"))
+        self.clock = TokenClock()
+        self.clock.follow(self._engine.output_processor)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
         self._death: BaseException | None = None
@@ -250,6 +258,8 @@ class AsyncHost:
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._labels = TokenLabels()
+        self.clock = TokenClock()
+        self.clock.follow(self._engine.output_processor)
 
     @property
     def is_dead(self) -> bool:

@@ -27,7 +27,7 @@ from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
-from slipstream.inference.plugin.arguments import engine_arguments
+from slipstream.inference.plugin.arguments import engine_arguments, sampling_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
@@ -41,6 +41,7 @@ from slipstream.records import (
     VersionSpan,
     encode,
 )
+from slipstream.weights.delta import check_base
 from slipstream.weights.single_copy import SharedWeights
 
 _MAX_BODY_BYTES = 1 << 30
@@ -87,14 +88,14 @@ class EngineServer:
                 )
             self.version = self.settings.version
             await self.host.set_version(self.version.name)
-        if self.settings.adapter is not None:
-            report = await self.apply(self.settings.adapter)
+        self.reason = ""
+        for ticket in (*self.settings.deltas, *filter(None, [self.settings.adapter])):
+            report = await self.apply(ticket)
             if report.mismatched or report.unverified:
                 raise RuntimeError(
-                    f"adapter of version {report.version.name} differs or cannot be verified: "
-                    f"{report.mismatched or report.unverified}"
+                    f"{'delta' if ticket.delta else 'adapter'} of version {report.version.name} differs or cannot be "
+                    f"verified: {report.mismatched or report.unverified}"
                 )
-        self.reason = ""
 
     async def verify(self, ticket: Ticket) -> ApplyReport:
         """Compare the live weights with a ticket: all of them, or the adapter and the base below it."""
@@ -127,6 +128,7 @@ class EngineServer:
             mismatched=tuple(verdicts["differs"] + stale),
             unverified=tuple(verdicts["unverified"]),
             verify_s=time.perf_counter() - started,
+            memory_bytes=sum(answer["memory_bytes"] for answer in answers),
         )
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
@@ -135,8 +137,10 @@ class EngineServer:
         Requests that are running stand still meanwhile and go on with the new version, their context computed anew
         by it; where vLLM cannot say which version made which token, there may be none. Under an adapter they go on
         with the one that they began with; a third one waits for their end. On any failure the engine stays out of
-        service and standing requests never go on: they end at their deadlines or with their client.
+        service and standing requests never go on: they end at their deadlines or with their client. A delta against
+        anything but the version in service is refused before anything is done.
         """
+        check_base(ticket, None if self.reason else self.version, self.reason)
         if ticket.bridge == "lora":
             await self._forget_old_adapter()
         elif self.num_running and not self.host.keeps_requests:
@@ -146,13 +150,21 @@ class EngineServer:
             )
         self.reason = f"applying version {ticket.version.name}"
         self._settled.clear()
+        self._begin_stall()
         try:
-            return await self._apply(ticket)
+            report = await self._apply(ticket)
         except Exception as error:
             self.reason = f"applying version {ticket.version.name} failed: {error}"
             raise
         finally:
             self._settled.set()
+        if self.reason:
+            return report
+        return msgspec.structs.replace(report, stall_s=await self.host.clock.end(lambda: self.num_running > 0))
+
+    def _begin_stall(self) -> None:
+        if self.num_running:
+            self.host.clock.begin()
 
     async def _apply(self, ticket: Ticket) -> ApplyReport:
         if ticket.bridge == "lora":
@@ -223,6 +235,7 @@ class EngineServer:
             raise OutOfService(f"{self.num_running} requests are running, and this vLLM cannot keep them meanwhile")
         self.reason = "the trainer is writing the weights"
         self._settled.clear()
+        self._begin_stall()
         await self.host.pause()
         await self.host.rpc("slipstream_settle")
 
@@ -269,6 +282,8 @@ class EngineServer:
             return await self._generate_in_time(request)
 
     async def _generate_in_time(self, request: GenerateRequest) -> Completion:
+        if not self.num_running:
+            self.host.clock.tick()
         self.num_running += 1
         try:
             return await asyncio.wait_for(self._generate(request), request.timeout_s)
@@ -283,7 +298,7 @@ class EngineServer:
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         before, adapter = self.version.name if self.version else "", self.adapter
-        prompt, params = {"prompt_token_ids": request.prompt_ids}, self._sampling_params(request)
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_arguments(request)
         if adapter is None:
             output, spans = await self.host.generate(prompt, params, request.id)
         else:
@@ -301,25 +316,6 @@ class EngineServer:
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         text = out.text if request.sampling.stop else ""
         return Completion(request.id, token_ids, logprobs, reason, versions, text)
-
-    def _sampling_params(self, request: GenerateRequest) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        s = request.sampling
-        return SamplingParams(
-            max_tokens=s.max_tokens,
-            temperature=s.temperature,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            min_p=s.min_p,
-            seed=request.seed,
-            stop=list(s.stop) or None,
-            stop_token_ids=list(s.stop_token_ids) or None,
-            logprobs=0,
-            detokenize=bool(s.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def health(self) -> EngineHealth:
         """What this engine says of itself."""

@@ -42,6 +42,38 @@ class Piece:
         """Elements in the slice."""
         return self.target.numel()
 
+    def write(self, places: Tensor, values: Tensor, *, is_whole: bool) -> None:
+        """Write those of `values` whose `places` in the flattened parameter are in this slice; all are when it
+        `is_whole`."""
+        inside = None if is_whole else places >= self.offset
+        rest = places - self.offset
+        lies = torch.zeros_like(rest)
+        for step, size, stride in self._dimensions():
+            index = rest.div(step, rounding_mode="floor")
+            rest = rest - index * step
+            lies += index * stride
+            inside = None if inside is None else inside & (index >= 0) & (index < size)
+        if inside is not None:
+            inside &= rest == 0
+            lies, values = lies[inside], values[inside]
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.target.stride(), strict=True))
+        flat = self.target.as_strided((extent,), (1,), self.target.storage_offset())
+        flat[lies] = values.to(flat.dtype)
+
+    def _dimensions(self) -> list[tuple[int, int, int]]:
+        """(step in the flattened parameter, size, stride in memory), the longest steps first; those that go on into
+        one another are one."""
+        found: list[tuple[int, int, int]] = []
+        for step, size, stride in sorted(
+            zip(self.strides, self.sizes, self.target.stride(), strict=True), reverse=True
+        ):
+            if size == 1:
+                continue
+            if found and found[-1][0] == step * size and found[-1][2] == stride * size:
+                size *= found.pop()[1]
+            found.append((step, size, stride))
+        return found
+
 
 @dataclass
 class TensorMap:
@@ -65,6 +97,15 @@ class TensorMap:
         """A digest of which elements of `name` this worker holds."""
         held = sorted((piece.offset, piece.sizes, piece.strides) for piece in self.pieces.get(name, []))
         return hashlib.sha256(repr(held).encode()).hexdigest()[:16]
+
+    def write(self, spec: ParameterSpec, places: Tensor, values: Tensor) -> None:
+        """Write `values` at `places` of the flattened parameter, where this worker keeps them."""
+        if spec.name in self.opaque:
+            raise ValueError(
+                f"vLLM's loader transforms {spec.name}, so a part of it cannot be written: publish it whole"
+            )
+        for piece in self.pieces.get(spec.name, []):
+            piece.write(places, values, is_whole=piece.numel == math.prod(spec.shape))
 
     def whole(self, spec: ParameterSpec) -> Tensor:
         """The engine's memory of `spec` as one tensor of its shape; raises ValueError, with the reason, when it is not

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.inference.plugin import adapter_map, patches, tensor_map
 from slipstream.records import ParameterSpec, Ticket
-from slipstream.weights import broadcast, single_copy
+from slipstream.weights import broadcast, delta, single_copy
 from slipstream.weights.files import read_model_folder
 
 
@@ -60,12 +60,13 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_load(self, ticket_json: str) -> str:
-        """Load a version into the live weights, from files or from the group. JSON: seconds and bytes."""
+        """Load a version, or what is new in it, into the live weights, from files or from the group. JSON: seconds and
+        bytes."""
         ticket = msgspec.json.decode(ticket_json, type=Ticket)
         started = time.perf_counter()
         model, num_bytes = self._slipstream_model(), 0
         # Recorded before the first load: afterwards a layer's parameters are the same objects, but cheaper to know now.
-        self._slipstream_locate(ticket.parameters)
+        located = self._slipstream_locate(ticket.parameters)
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
@@ -73,7 +74,10 @@ class WorkerExtension:
                 num_bytes += tensor.nbytes
                 yield name, tensor
 
-        if ticket.bridge != "single_copy":
+        if ticket.delta is not None:
+            for patch in delta.patched(ticket, counted(), next(model.parameters()).device):
+                located.write(*patch)
+        elif ticket.bridge != "single_copy":
             model.load_weights(counted())
         if ticket.bridge == "broadcast" and self._slipstream_group is not None:
             self._slipstream_group.finish()
@@ -113,17 +117,16 @@ class WorkerExtension:
         rendezvous = broadcast.rendezvous_of(ticket)
         if self._slipstream_group is None or self._slipstream_group.rendezvous != rendezvous:
             self._slipstream_group = broadcast.Group(rendezvous, rank=1 + self.rank)
-        return self._slipstream_group.receive(ticket.parameters)
+        return self._slipstream_group.receive(ticket)
 
     @torch.no_grad()
     def slipstream_fingerprint(self, parameters_json: str) -> str:
         """JSON: for each parameter name this worker's share of its fingerprint, and layers with stale packed copies."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
-        started = time.perf_counter()
         located = self._slipstream_locate(parameters)
         shares = _shares(located, parameters)
         stale = patches.stale_packed_layers(self._slipstream_model())
-        return json.dumps({"shares": shares, "stale": stale, "seconds": time.perf_counter() - started})
+        return json.dumps({"shares": shares, "stale": stale, "memory_bytes": _memory_bytes()})
 
     @torch.no_grad()
     def slipstream_fingerprint_adapter(self, parameters_json: str, ids_json: str) -> str:
@@ -138,7 +141,8 @@ class WorkerExtension:
             seen[layout] = adapter_map.record(manager, slot, parameters)
         located = seen[layout]
         stray = adapter_map.stray_layers(manager, slot, located)
-        return json.dumps({"shares": _shares(located, parameters), "stale": stray})
+        shares = _shares(located, parameters)
+        return json.dumps({"shares": shares, "stale": stray, "memory_bytes": _memory_bytes()})
 
 
 def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]) -> dict[str, tuple[str, int, str]]:
@@ -146,3 +150,8 @@ def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]
     values = zip(names, located.shares(names), strict=True)
     shares = {name: (f"{value:x}", count, located.place(name)) for name, (value, count) in values}
     return {spec.name: shares.get(spec.name, ("0", 0, "")) for spec in parameters}
+
+
+def _memory_bytes() -> int:
+    """What torch has allocated on this worker's GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

@@ -1,0 +1,65 @@
+"""The bridge of a planned run, what it publishes, and what is noted of each version's way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.config import RunConfig
+from slipstream.config.checks import engine_workers, keeps_copy, publishes_adapter
+from slipstream.launch.engines import RunEngine
+from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.records import Ticket, Version
+from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
+from slipstream.weights.base import NamedWeights
+
+if TYPE_CHECKING:
+    from slipstream.trainer.model import PolicyModel
+
+
+def run_bridge(
+    config: RunConfig, model: PolicyModel, engine: RunEngine, folder: Path, thread: EventLoopThread
+) -> tuple[Bridge, Callable[[], NamedWeights]]:
+    """The bridge between `model` and `engine`, which belongs to `thread`, and what to publish over it: the adapter
+    alone, or the whole model. `folder` is for versions that are files."""
+    name, timeout_s = config.weights.bridge, config.weights.apply_timeout_s
+    assert name != "auto", "the plan replaces every auto"
+    if publishes_adapter(config):
+        assert model.adapter is not None
+        bridge = create_adapter_bridge(
+            folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
+        )
+        return bridge, model.adapter.named_weights
+    assert name != "lora"
+
+    def held() -> Version | None:
+        return thread.call(engine.held(), timeout_s, "the engine to say which version it holds")
+
+    bridge = create_bridge(
+        name,
+        folder=folder,
+        source=model.folder,
+        engine=engine,
+        timeout_s=timeout_s,
+        num_workers=engine_workers(config),
+        between_gpus=model.device.type == "cuda" and config.run.placement == "separate",
+        held=held if keeps_copy(config) else None,
+    )
+    return bridge, model.named_weights
+
+
+def update_metrics(ticket: Ticket) -> dict[str, float]:
+    """For the step's row: what was moved, and where versions are compared, which part of them changed."""
+    metrics = {"update/bytes": float(ticket.num_bytes)}
+    if ticket.changed_fraction is not None:
+        metrics["update/changed_fraction"] = ticket.changed_fraction
+    return metrics
+
+
+def travelled(ticket: Ticket) -> dict[str, object]:
+    """For the event of a publication: bytes, and against which version they are a delta, if they are one."""
+    fields: dict[str, object] = {"num_bytes": ticket.num_bytes}
+    if ticket.delta is not None:
+        fields["delta_of"] = ticket.delta.base.name
+    return fields

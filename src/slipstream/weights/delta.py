@@ -1,0 +1,227 @@
+"""Deltas (`weights.delta`): of a new version only the elements that changed travel, over `broadcast` or `disk`.
+
+The trainer keeps a copy of the version that it published last and compares bits, so that a changed sign of zero or a
+NaN is a change. Before it sends a delta it asks the engine what it holds and has verified; when that is not the copy
+(the first version, a new engine process, a failed apply), or a delta would save too little, the version travels whole.
+The engine refuses a delta against anything else. That the delta was right is proved as for every version: by the
+fingerprints of the whole model, of which a ticket has all, whatever travels.
+
+What travels is one run of bytes for each stretch of a parameter that has changes: the steps from one changed element to
+the next, then their values. A step that is too long for its byte, or two, is made over elements that did not change,
+which then travel too: nothing is an exception, so both sides work on all elements at once, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import WeightsError
+from slipstream.records import Delta, ParameterSpec, Patch, Ticket, Version
+from slipstream.weights.base import Announce, NamedWeights
+from slipstream.weights.fingerprint import bits_of
+
+STRETCH = 1 << 26
+"""Longest stretch of a parameter that is compared at once: it bounds the temporaries on both sides."""
+LEAST_SAVING = 2
+"""A stretch, and a version, travels whole unless its delta is so many times smaller."""
+_ALIGNMENT = 16
+_WIDTHS: dict[Literal["gaps8", "gaps16"], int] = {"gaps8": 1, "gaps16": 2}
+
+
+def encode(new: Tensor, old: Tensor) -> tuple[Literal["gaps8", "gaps16", "whole"], int, Tensor, int] | None:
+    """How the bits `new` of a stretch follow from `old`: encoding, number of values, the bytes that travel (for
+    `whole` those of `new` itself), and number of changed elements. None: they are the same."""
+    changed = new != old
+    num_changed = int(changed.count_nonzero())
+    if num_changed == 0:
+        return None
+    size = new.element_size()
+    if LEAST_SAVING * num_changed * (size + 1) > new.numel() * size:
+        return "whole", new.numel(), new.view(torch.uint8), num_changed
+    places = changed.nonzero().reshape(-1)
+    steps = torch.diff(places, prepend=places.new_full((1,), -1))
+    # How many unchanged elements each width needs in between.
+    counts = {name: num_changed + int(((steps - 1) >> 8 * width).sum()) for name, width in _WIDTHS.items()}
+    encoding = min(_WIDTHS, key=lambda name: counts[name] * (size + _WIDTHS[name]))
+    width, count = _WIDTHS[encoding], counts[encoding]
+    if count > num_changed:
+        reach = 1 << 8 * width
+        extra = (steps - 1) >> 8 * width
+        longer = torch.full((count,), reach, dtype=torch.int64, device=new.device)
+        longer[(extra + 1).cumsum(0) - 1] = steps - extra * reach
+        steps = longer
+        places = steps.cumsum(0) - 1
+    # Two bytes are a signed integer here, the only kind that every device computes with.
+    codes = (steps - 1).to(torch.uint8) if width == 1 else (steps - 1 - (1 << 15)).to(torch.int16)
+    payload = torch.zeros(_values_from(count, width) + count * size, dtype=torch.uint8, device=new.device)
+    payload[: count * width] = codes.view(torch.uint8)
+    payload[_values_from(count, width) :] = new[places].view(torch.uint8)
+    return encoding, count, payload, num_changed
+
+
+def decode(patch: Patch, dtype: torch.dtype, payload: Tensor) -> tuple[Tensor, Tensor]:
+    """Places in the flattened parameter, and values, of what `encode` made."""
+    if patch.encoding == "whole":
+        return torch.arange(patch.start, patch.start + patch.length, device=payload.device), payload.view(dtype)
+    width = _WIDTHS[patch.encoding]
+    codes = payload[: patch.num_values * width]
+    steps = codes.to(torch.int64) if width == 1 else codes.view(torch.int16).to(torch.int64) + (1 << 15)
+    places = (steps + 1).cumsum(0) + (patch.start - 1)
+    return places, payload[_values_from(patch.num_values, width) :].view(dtype)
+
+
+def _values_from(count: int, width: int) -> int:
+    """Where the values begin in a payload."""
+    return -(-count * width // _ALIGNMENT) * _ALIGNMENT
+
+
+def travelling(ticket: Ticket) -> Sequence[ParameterSpec]:
+    """The tensors that travel for a ticket: its parameters, or the bytes of each patch, named by its number."""
+    if ticket.delta is None:
+        return ticket.parameters
+    sizes = {spec.name: getattr(torch, spec.dtype).itemsize for spec in ticket.parameters}
+    specs: list[ParameterSpec] = []
+    for number, patch in enumerate(ticket.delta.patches):
+        start = 0 if patch.encoding == "whole" else _values_from(patch.num_values, _WIDTHS[patch.encoding])
+        specs.append(ParameterSpec(str(number), (start + patch.num_values * sizes[patch.name],), "uint8", ""))
+    return specs
+
+
+def check_base(ticket: Ticket, held: Version | None, why_none: str) -> None:
+    """Raise `WeightsError` when the ticket is a delta against another version than the engine holds and has verified
+    (None, and why)."""
+    if ticket.delta is None or ticket.delta.base == held:
+        return
+    base = ticket.delta.base
+    found = f"version {held.name} ({held.digest})" if held else f"no verified version ({why_none or 'none came yet'})"
+    raise WeightsError(
+        f"version {ticket.version.name} came as a delta against {base.name} ({base.digest}), and the engine holds "
+        f"{found}: nothing was changed; publish it whole"
+    )
+
+
+def patched(
+    ticket: Ticket, payloads: Iterable[tuple[str, Tensor]], device: torch.device
+) -> Iterable[tuple[ParameterSpec, Tensor, Tensor]]:
+    """Parameter, places and values of every patch of a delta, as their bytes come."""
+    assert ticket.delta is not None
+    specs = {spec.name: spec for spec in ticket.parameters}
+    for number, payload in payloads:
+        patch = ticket.delta.patches[int(number)]
+        spec = specs[patch.name]
+        yield spec, *decode(patch, getattr(torch, spec.dtype), payload.to(device))
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How one version differs from the one before it."""
+
+    delta: Delta
+    payloads: dict[str, Tensor]
+    """The bytes of each patch by its number; valid until the weights change."""
+    num_changed: int
+    num_elements: int
+    whole_bytes: int
+    """What travels without a delta."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What travels with it."""
+        return sum(payload.numel() for payload in self.payloads.values())
+
+    @property
+    def pays(self) -> bool:
+        """Whether that is so much less that it is worth the work."""
+        return self.num_bytes * LEAST_SAVING <= self.whole_bytes
+
+    @property
+    def fraction(self) -> float:
+        """Part of the elements that changed."""
+        return self.num_changed / max(1, self.num_elements)
+
+
+@torch.no_grad()
+def compare(weights: Sequence[tuple[str, Tensor]], copy: dict[str, Tensor], base: Version) -> Changes:
+    """What is new in `weights` against the bits in `copy`, which are version `base`."""
+    patches: list[Patch] = []
+    payloads: dict[str, Tensor] = {}
+    num_changed = 0
+    for name, tensor in weights:
+        bits = bits_of(tensor)
+        for start in range(0, bits.numel(), STRETCH):
+            new = bits[start : start + STRETCH]
+            found = encode(new, copy[name][start : start + STRETCH])
+            if found is not None:
+                encoding, num_values, payload, count = found
+                payloads[str(len(patches))] = payload
+                patches.append(Patch(name, start, new.numel(), encoding, num_values))
+                num_changed += count
+    num_elements = sum(tensor.numel() for _, tensor in weights)
+    whole_bytes = sum(tensor.nbytes for _, tensor in weights)
+    return Changes(Delta(base, tuple(patches)), payloads, num_changed, num_elements, whole_bytes)
+
+
+class Carrier(Protocol):
+    """A publisher that can make a version available as its changes; whether it does is for it to say."""
+
+    def publish(
+        self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
+    ) -> Ticket:
+        """See `Publisher`."""
+        ...
+
+    def close(self) -> None:
+        """See `Publisher`."""
+        ...
+
+
+class DeltaPublisher:
+    """Publishes over `carrier`, as changes wherever the engine holds what was published last.
+
+    `held` asks the engine which version it has verified and is serving; None when there is none. Between two versions
+    a copy of the weights is kept where the weights are.
+    """
+
+    def __init__(self, carrier: Carrier, held: Callable[[], Version | None]) -> None:
+        self._carrier = carrier
+        self._held = held
+        self._copy: dict[str, Tensor] = {}
+        self._version: Version | None = None
+        """What `_copy` is; None while that is not sure."""
+
+    def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
+        """See `Publisher`."""
+        weights = list(named_weights)
+        base, self._version = self._version, None
+        changes: Changes | None = None
+        # A version that is published again takes the place of the one of its name: it cannot also be its base.
+        is_new = base is not None and base.name != Version(lineage, step).name
+        if base is not None and is_new and self._is_alike(weights) and self._held() == base:
+            changes = compare(weights, self._copy, base)
+        ticket = self._carrier.publish(weights, step, lineage, announce, changes)
+        self._keep(weights)
+        self._version = ticket.version
+        return ticket
+
+    def close(self) -> None:
+        """See `Publisher`."""
+        self._copy = {}
+        self._carrier.close()
+
+    def _is_alike(self, weights: list[tuple[str, Tensor]]) -> bool:
+        return self._copy.keys() == {name for name, _ in weights} and all(
+            self._copy[name].nbytes == tensor.nbytes for name, tensor in weights
+        )
+
+    @torch.no_grad()
+    def _keep(self, weights: list[tuple[str, Tensor]]) -> None:
+        if not self._is_alike(weights):
+            self._copy = {name: bits_of(tensor).clone() for name, tensor in weights}
+            return
+        for name, tensor in weights:
+            self._copy[name].copy_(bits_of(tensor))

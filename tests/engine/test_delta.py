@@ -1,0 +1,233 @@
+"""Deltas into a running vLLM: exact, against what it holds and nothing else, and whole again after a failure."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.errors import EngineError, WeightsError
+from slipstream.records import ApplyReport, Completion, SamplingParams, Ticket
+from slipstream.trainer.new_model import new_model
+from slipstream.weights import check_report, create_bridge
+from slipstream.weights.delta import DeltaPublisher
+from slipstream.weights.files import write_model_folder
+
+from .conftest import LiveEngine, perturbed, sparsely, start, stop
+
+pytestmark = pytest.mark.engine
+SAMPLING = SamplingParams(max_tokens=24)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+CARRIERS = pytest.mark.parametrize("carrier", ["disk", "broadcast"])
+
+
+class Trainer:
+    """Weights that change a little from version to version, and their publisher."""
+
+    def __init__(self, live: LiveEngine, carrier: str, folder: Path, num_workers: int = 1) -> None:
+        self.live = live
+        self.weights = perturbed(load_file(live.model / "model.safetensors"), seed=0)
+        self.step = -1
+        bridge = create_bridge(
+            carrier,
+            folder=folder / "weights",
+            source=live.model,
+            engine=live.engine,
+            timeout_s=60,
+            num_workers=num_workers,
+            held=lambda: live.call(live.engine.held()),
+        )
+        self.publisher, self.receiver = bridge.publisher, bridge.receiver
+        assert isinstance(self.publisher, DeltaPublisher)
+
+    def train(self) -> None:
+        self.weights = sparsely(self.weights, seed=self.step + 1)
+        # One parameter changes everywhere and one nowhere.
+        self.weights["model.norm.weight"] += 0.01
+        self.weights["model.layers.0.input_layernorm.weight"] -= 0.0
+
+    def publish(self, receive: bool = True) -> tuple[Ticket, ApplyReport | None]:
+        """The next version, as the engine reports it; or not announced to it."""
+        self.step += 1
+        under_way = []
+
+        def announce(ticket: Ticket) -> None:
+            if receive:
+                under_way.append(self.live.thread.submit(self.receiver.apply(ticket, 60)))
+
+        ticket = self.publisher.publish(self.weights.items(), self.step, 0, announce)
+        return ticket, under_way[0].result(60) if receive else None
+
+    def update(self) -> Ticket:
+        """Train, publish, and have it proved."""
+        self.train()
+        ticket, report = self.publish()
+        assert report is not None
+        check_report(report, ticket)
+        if ticket.delta is not None:
+            assert report.num_bytes < 0.3 * sum(w.nbytes for w in self.weights.values())
+        return ticket
+
+    def answers(self, tag: str) -> list[Completion]:
+        return [c for i, s in enumerate((SAMPLING, GREEDY)) for c in self.live.sample(f"{tag}-{i}", s)]
+
+
+def same_answers(ours: list[Completion], theirs: list[Completion]) -> None:
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert [c.logprobs for c in ours] == [c.logprobs for c in theirs]
+
+
+def started_on(trainer: Trainer, ticket: Ticket, folder: Path) -> list[Completion]:
+    """What an engine answers that was started on the trainer's weights and proved to hold them."""
+    write_model_folder(folder / "oracle", trainer.weights.items(), trainer.live.model)
+    oracle = start(folder / "oracle", folder / "logs")
+    try:
+        check_report(oracle.call(oracle.engine.verify(ticket, 60)), ticket)
+        return [c for i, s in enumerate((SAMPLING, GREEDY)) for c in oracle.sample(f"oracle-{i}", s)]
+    finally:
+        stop(oracle)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> dict[str, list[Completion]]:
+    """Answers of an engine started on a version, by its digest: both carriers publish the same."""
+    return {}
+
+
+@CARRIERS
+def test_several_in_a_row_leave_the_engine_as_one_started_on_the_last(live, tmp_path, oracle, carrier):
+    trainer = Trainer(live, carrier, tmp_path)
+    tickets = [trainer.update() for _ in range(4)]
+    assert [ticket.delta is None for ticket in tickets] == [True, False, False, False]
+    assert {p.encoding for t in tickets[1:] for p in t.delta.patches} >= {"gaps8", "whole"}
+    last = tickets[-1]
+    ours = trainer.answers("ours")
+    assert {c.versions[0].version for c in ours} == {"0.3"}
+    if last.version.digest not in oracle:
+        oracle[last.version.digest] = started_on(trainer, last, tmp_path)
+    same_answers(ours, oracle[last.version.digest])
+    trainer.publisher.close()
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
+    folder = tmp_path_factory.mktemp("untied")
+    model = new_model(folder / "model", hidden_size=64, num_layers=2, tie_embeddings=False, dtype="bfloat16")
+    live = start(model, folder, "bfloat16", max_restarts=3)
+    yield live
+    stop(live)
+
+
+@CARRIERS
+def test_a_change_that_was_missed_is_found_and_named_and_the_next_version_travels_whole(live, tmp_path, carrier):
+    trainer = Trainer(live, carrier, tmp_path)
+    trainer.update()
+    trainer.train()
+    name = "model.layers.1.self_attn.k_proj.weight"
+    # The copy says that nothing changed there.
+    trainer.publisher._copy[name].copy_(trainer.weights[name].view(torch.int32).view(-1))
+    ticket, report = trainer.publish()
+    assert ticket.delta is not None
+    assert report is not None
+    assert report.mismatched == (name,)
+    with pytest.raises(WeightsError, match=name):
+        check_report(report, ticket)
+    with pytest.raises(EngineError, match="did not verify"):
+        live.sample("refused", SAMPLING)
+    assert live.call(live.engine.held()) is None
+    assert trainer.update().delta is None
+    assert live.sample("again", SAMPLING)
+    assert trainer.update().delta is not None
+    trainer.publisher.close()
+
+
+def test_one_flipped_bit_in_the_patches_is_found_and_named(live, tmp_path):
+    trainer = Trainer(live, "disk", tmp_path)
+    trainer.update()
+    trainer.train()
+    ticket, _ = trainer.publish(receive=False)
+    name = "model.layers.0.mlp.down_proj.weight"
+    number = next(str(i) for i, patch in enumerate(ticket.delta.patches) if patch.name == name)
+    path = Path(ticket.location) / "patches.safetensors"
+    payloads = load_file(path)
+    payloads[number][-3] ^= 1
+    save_file(payloads, path)
+    report = live.call(trainer.receiver.apply(ticket, 60))
+    assert report.mismatched == (name,)
+    assert trainer.update().delta is None
+
+
+@CARRIERS
+def test_a_delta_out_of_order_is_refused_and_nothing_is_changed(live, tmp_path, carrier):
+    trainer = Trainer(live, carrier, tmp_path)
+    tickets = [trainer.update() for _ in range(3)]
+    before = trainer.answers("before")
+    for out_of_order in tickets[1:]:
+        base = out_of_order.delta.base.name
+        with pytest.raises(
+            EngineError, match=rf"delta against {base} .*and the engine holds version 0\.2 .*publish it"
+        ):
+            live.call(trainer.receiver.apply(out_of_order, 60))
+    same_answers(trainer.answers("after"), before)
+    assert not live.call(live.engine.verify(tickets[2], 60)).mismatched
+    assert trainer.update().delta.base == tickets[2].version
+    trainer.publisher.close()
+
+
+def test_what_another_publisher_brought_is_no_base(live, tmp_path):
+    one, other = (Trainer(live, "disk", tmp_path / name) for name in ("one", "other"))
+    one.update()
+    other.train()
+    other.update()
+    assert one.update().delta is None
+    assert one.update().delta is not None
+
+
+def test_patches_that_cannot_be_read_take_the_engine_out_of_service_until_a_whole_version_comes(live, tmp_path):
+    trainer = Trainer(live, "disk", tmp_path)
+    trainer.update()
+    trainer.train()
+    ticket, _ = trainer.publish(receive=False)
+    path = Path(ticket.location) / "patches.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(EngineError, match="500"):
+        live.call(trainer.receiver.apply(ticket, 60))
+    with pytest.raises(EngineError, match="503"):
+        live.sample("refused", SAMPLING)
+    assert trainer.update().delta is None
+    assert live.sample("again", SAMPLING)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_is_started_on_the_whole_version_and_every_delta_since(untied, tmp_path):
+    trainer = Trainer(untied, "disk", tmp_path)
+    whole, *_, last = [trainer.update() for _ in range(4)]
+    before = trainer.answers("before")
+    untied.engine.process.process.kill()
+    untied.engine.process.process.wait()
+    after = trainer.answers("after")
+    same_answers(after, before)
+    assert {c.versions[0].version for c in after} == {last.version.name}
+    assert untied.engine.num_restarts == 1
+    settings = untied.engine.process.settings
+    assert settings.model == whole.location
+    assert settings.deltas[-1].version == last.version
+    next_one = trainer.update()
+    assert next_one.delta.base == last.version
+    # And while it is being asked: it comes back with what it held, and takes the version.
+    trainer.train()
+    ticket, _ = trainer.publish(receive=False)
+    untied.engine.process.process.kill()
+    untied.engine.process.process.wait()
+    check_report(untied.call(trainer.receiver.apply(ticket, 60), 200), ticket)
+    assert untied.engine.num_restarts == 2
+    # Without its files there is no way back but to say so.
+    shutil.rmtree(ticket.location)
+    untied.engine.process.process.kill()
+    untied.engine.process.process.wait()
+    with pytest.raises(EngineError, match=r"patches|No such file|did not start|ended"):
+        trainer.answers("never")

@@ -1,0 +1,64 @@
+"""Whole runs with `weights.delta`, through the real command with real vLLM."""
+
+import pytest
+
+from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.weights.files import read_model_folder
+from slipstream.weights.fingerprint import describe, digest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false", "--model.dtype", "bfloat16")
+SLOWLY = ("--weights.delta", "true", "--training.learning_rate", 1e-5)
+
+
+@pytest.mark.parametrize(("bridge", "staleness"), [("disk", 0), ("broadcast", 1)])
+def test_grpo(command, run_file, tmp_path, bridge, staleness):
+    folder = tmp_path / "run"
+    options = ("--weights.bridge", bridge, "--training.staleness", staleness, "--training.steps", 4)
+    run = command("train", run_file, *COIN, *SLOWLY, *options, "--run.folder", folder)
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert check_run(folder, steps=4) == [0]
+    assert run.left_behind() == []
+    # Resumed, another engine has to be given everything first.
+    more = ("--training.steps", 6, "--resume", "--run.folder", folder)
+    code, _, err = command("train", run_file, *COIN, *SLOWLY, *options[:4], *more).wait()
+    assert code == 0, err
+    published = [event for event in read_events(folder) if event["kind"] == "publish"]
+    assert [(e["version"], e.get("delta_of")) for e in published[5:]] == [
+        ("1.4", None),
+        ("1.5", "1.4"),
+        ("1.6", "1.5"),
+    ]
+
+
+def test_an_engine_that_dies_is_started_again_on_the_whole_version_and_the_deltas(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    options = ("--weights.bridge", "disk", "--training.steps", 25, "--run.folder", folder)
+    run = command("train", run_file, *COIN, *SLOWLY, *options)
+    run.until(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 3)
+    run.engines()[0].kill()
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert [event["kind"] for event in read_events(folder)].count("engine_restart") == 1
+    # Found dead by the publisher's question, it gets the next version whole; else it comes back with what it held.
+    assert len(check_run(folder, steps=25)) <= 2
+
+
+def check_run(folder, steps):
+    """Every version was proved, and the checkpoint is the one proved last. The steps whose versions came whole."""
+    assert read_exit(folder).status == "finished"
+    rows, events = read_metrics(folder), read_events(folder)
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert max(row["probe/abs_logprob_diff"] for row in rows) <= 0.02
+    published, applied = ([e for e in events if e["kind"] == kind] for kind in ("publish", "apply"))
+    assert [(e["version"], e["digest"]) for e in applied] == [(e["version"], e["digest"]) for e in published]
+    assert all(e.get("delta_of") in (None, f"0.{step - 1}") for step, e in enumerate(published))
+    whole = [step for step, event in enumerate(published) if "delta_of" not in event]
+    deltas = [row for row in rows if row["step"] not in whole]
+    assert 0 < max(row["update/bytes"] for row in deltas) < rows[0]["update/bytes"] / 2
+    assert all(0 < row["update/changed_fraction"] < 1 / 3 for row in deltas)
+    weights = folder / "checkpoints" / f"step-{steps:06d}" / "weights"
+    assert digest(describe(read_model_folder(weights))) == applied[-1]["digest"]
+    return whole
