@@ -1,11 +1,12 @@
 """Runs that are killed (SIGKILL) at random moments and resumed, compared with a run that nobody killed.
 
-    python benchmarks/kill_resume.py [--kills 10] [--kind sft|grpo] [--seed 0]
+    python benchmarks/kill_resume.py [--kills 10] [--kind sft|grpo|dapo|ppo] [--seed 0]
 
-`sft`: after all the kills the weights must be the same bits as those of the undisturbed run. `grpo` (real vLLM): the
-held-out accuracies are printed side by side with their intervals; bits may differ, because a batch generated
-again meets another mix of requests in the engine. A third of the kills falls at a random moment while the processes
-start, the others after random steps of the training, a random part of a few steps later.
+`sft`: after all the kills the weights must be the same bits as those of the undisturbed run. `grpo` (real vLLM), `dapo`
+with its dynamic sampling and `ppo` with its critic: the held-out accuracies are printed side by side with their
+intervals; bits may differ, because a batch generated again meets another mix of requests in the engine. A third of the
+kills falls at a random moment while the processes start, the others after random steps of the training, a random part
+of a few steps later.
 Prints a Markdown table; the exit code is 1 when a run does not end, a process outlives a kill, a kill came too late,
 or bits differ.
 """
@@ -67,6 +68,7 @@ num_tasks = 200
 checkpoint_every = {every}
 """,
 }
+RUN_FILES |= {kind: RUN_FILES["grpo"].replace('"grpo"', f'"{kind}"') for kind in ("dapo", "ppo")}
 SFT_BEFORE_GRPO = """
 [model]
 path = "{model}"
@@ -219,7 +221,7 @@ def accuracy(folder: Path) -> str:
 
 
 def make_model(work: Path, kind: str, log: Path) -> Path:
-    """A fresh model; for grpo one that knows part of the task."""
+    """A fresh model; for reinforcement learning one that knows part of the task."""
     model = new_model(work / "model", hidden_size=64 if kind == "sft" else 128, num_layers=2)
     if kind == "sft":
         return model
@@ -234,7 +236,7 @@ def compare(kind: str, kills: int, seed: int, steps: int, every: int, work: Path
     """Print the table; whether all is as it must be."""
     log, run_file = work / "output.log", work / "run.toml"
     text = RUN_FILES[kind].format(model=make_model(work, kind, log), steps=steps, every=every)
-    run_file.write_text(text if kind == "grpo" else f"evaluation = false\n{text}")
+    run_file.write_text(f"evaluation = false\n{text}" if kind == "sft" else text)
     times = run_undisturbed(run_file, work / "undisturbed", log)
     counts = run_killed(run_file, work / "killed", log, kills, times, random.Random(seed))
     print("| run | steps | kills at start-up | kills in training | weights (SHA-256) | held-out accuracy |")
@@ -244,14 +246,14 @@ def compare(kind: str, kills: int, seed: int, steps: int, every: int, work: Path
         report = read_exit(folder)
         assert report is not None
         assert report.status == "finished", report
-        shown = accuracy(folder) if kind == "grpo" else "-"
+        shown = "-" if kind == "sft" else accuracy(folder)
         print(
             f"| {name} | {report.step} | {where.at_start} | {where.in_training} | {weights_digest(folder)} | {shown} |"
         )
     if counts.at_start + counts.in_training < kills:
         print(f"only {counts.at_start + counts.in_training} of {kills} kills came in time", file=sys.stderr)
         return False
-    return kind == "grpo" or weights_digest(work / "undisturbed") == weights_digest(work / "killed")
+    return kind != "sft" or weights_digest(work / "undisturbed") == weights_digest(work / "killed")
 
 
 def main() -> None:
@@ -260,7 +262,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--kind", choices=sorted(RUN_FILES), default="sft")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="by default 400 of sft, 20 of grpo")
+    parser.add_argument("--steps", type=int, help="by default 400 of sft, 20 of the others")
     arguments = parser.parse_args()
     steps = arguments.steps or (400 if arguments.kind == "sft" else 20)
     with tempfile.TemporaryDirectory(prefix="kill-resume-") as work:

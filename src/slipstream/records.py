@@ -135,6 +135,8 @@ class Rollout(msgspec.Struct):
     error: str = ""
     num_turns: int = 1
     seconds: float = 0.0
+    num_thinking: int = 0
+    """Sampled tokens up to the last `</think>`, of the turn that has most; all of a turn that never closes it."""
 
     @property
     def num_sampled(self) -> int:

@@ -195,7 +195,7 @@ def test_rloos_kl_in_the_reward(problem):
     output = scored(MinimalRLOO(problem, beta=0.1), REWARDS)
     batch = problem.batch
     pairs = zip(batch.old_logprobs, batch.reference_logprobs, strict=True)
-    penalties = [0.1 * (old - reference).sum().item() for old, reference in pairs]
+    penalties = [[0.1 * (old - reference)] for old, reference in pairs]
     credit = assign_credit(batch_of(REWARDS, 2), RLConfig(kind="rloo", kl_coef=0.1), MAX_TOKENS, penalties)
     torch.testing.assert_close(torch.tensor(credit.advantages), output["advantages"], rtol=1e-5, atol=1e-5)
 

@@ -21,6 +21,7 @@ def with_line(line, section="[training]", text=MINIMAL):
 
 ENVIRONMENT = '[environment]\nname = "reasoning_gym/spell_backward"'
 SFT = MINIMAL.replace('"grpo"', '"sft"')
+PPO = MINIMAL.replace('"grpo"', '"ppo"')
 SFT_FROM_DATA = SFT.replace('[environment]\nname = "reasoning_gym/spell_backward"', '[data]\npath = "rows.jsonl"')
 
 
@@ -269,6 +270,16 @@ class TestKnobsWithoutEffect:
             ),
             (MINIMAL, ["--algorithm.length_penalty", "0.1"], "set algorithm.reward_threshold"),
             (MINIMAL, ["--algorithm.best_of", "9"], "best_of = 9 is more than algorithm.group_size = 8"),
+            (MINIMAL, ["--critic.gamma", "0.9"], 'critic.gamma has no effect without algorithm.advantage = "gae"'),
+            (SFT, ["--critic.gamma", "0.9"], 'critic.gamma has no effect without algorithm.advantage = "gae"'),
+            (PPO, ["--algorithm.scale_rewards", "std"], 'are not compared with other rewards: use "whiten" or "none"'),
+            (PPO, ["--critic.warmup_steps", "20"], "critic.warmup_steps = 20 is not below training.steps = 20"),
+            (
+                MINIMAL,
+                ["--algorithm.thinking_penalty", "2"],
+                "has no effect while algorithm.thinking_budget is not set",
+            ),
+            (MINIMAL, ["--algorithm.group_size", "1"], "algorithm.group_size = 1 must be at least 2"),
             (MINIMAL, ["--algorithm.overlong_penalty", "2.0"], "has no effect while algorithm.overlong_buffer is 0"),
             (MINIMAL, ["--algorithm.kind", "rloo", "--data.path", "x"], "data.path applies to sft, not to rloo"),
             (SFT, ["--no-evaluation", "--sampling.top_k", "3"], "sampling.top_k has no effect under sft"),

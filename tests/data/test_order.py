@@ -34,3 +34,22 @@ def test_epochs_and_seeds_differ():
 def test_no_items_are_refused():
     with pytest.raises(ConfigError, match="0 items"):
         DataOrder(0, 0)
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 30), st.integers(1, 5), st.integers(0, 3))
+def test_refills_are_new_items_as_long_as_there_are_any(num_items, size, step, number, seed):
+    order = DataOrder(num_items, seed)
+    offered = [*order.at(step * size, size), *(i for n in range(1, number) for i in order.refill(step, size, n))]
+    drawn = order.refill(step, size, number)
+    assert len(drawn) == len(set(drawn)) == min(size, num_items)
+    left = num_items - len(set(offered))
+    assert len(set(drawn) - set(offered)) == min(size, left)
+    # Whoever comes back knows it at once, and the epochs go on as they would have.
+    assert DataOrder(num_items, seed).refill(step, size, number) == drawn
+    assert order.at(step * size + size, size) == DataOrder(num_items, seed).at(step * size + size, size)
+
+
+def test_refills_depend_on_seed_step_and_number():
+    order = DataOrder(10_000, 0)
+    several = [tuple(order.refill(step, 20, number)) for step in range(3) for number in (1, 2)]
+    assert len({*several, tuple(DataOrder(10_000, 1).refill(0, 20, 1))}) == 7

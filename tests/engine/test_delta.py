@@ -169,7 +169,7 @@ def test_a_delta_out_of_order_is_refused_and_nothing_is_changed(live, tmp_path, 
     for out_of_order in tickets[1:]:
         base = out_of_order.delta.base.name
         with pytest.raises(
-            EngineError, match=rf"delta against {base} .*and the engine holds version 0\.2 .*publish it"
+            EngineError, match=rf"409: version .* delta against {base} .*and the engine holds version 0\.2 .*publish it"
         ):
             live.call(trainer.receiver.apply(out_of_order, 60))
     same_answers(trainer.answers("after"), before)

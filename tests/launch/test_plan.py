@@ -34,10 +34,12 @@ from slipstream.launch.measured import AdapterFacts
 from slipstream.launch.memory import (
     GIB,
     activation_bytes_per_token,
+    gib,
     kv_bytes_per_sequence,
     training_state_bytes,
     weights_bytes,
 )
+from slipstream.launch.totals import training_state
 
 TINY = ModelFacts(
     num_parameters=800_000,
@@ -121,6 +123,7 @@ def test_every_auto_gets_its_value_and_reason():
         "algorithm.importance_cap": 2.0,
         "algorithm.importance_floor": 0.0,
         "algorithm.overlong_buffer": 0.0,
+        "algorithm.max_refills": 0,
     }
     assert all(item.reason for item in made.derived)
     assert made.warnings == ()
@@ -151,6 +154,7 @@ def test_what_the_user_set_stays():
         "algorithm.clip_low": 0.1,
         "algorithm.clip_high": 0.1,
         "algorithm.importance_sampling": "masked",
+        "algorithm.max_refills": 2,
         "algorithm.importance_cap": 3.0,
         "algorithm.importance_floor": 0.1,
         "algorithm.overlong_buffer": 0.5,
@@ -473,6 +477,27 @@ def test_lora():
     assert "frozen weights" in notes["memory of the trainer"].how
     chosen = config.model_copy(update={"lora": LoraConfig(target_modules=("q_proj",))})
     assert plan({"weights.bridge": "disk"}, chosen, adapter=adapter).config.lora.target_modules == ("q_proj",)
+
+
+def test_a_thinking_budget_that_never_acts_is_a_warning():
+    assert any("never acts" in text for text in plan({"algorithm.thinking_budget": 19}).warnings)
+    assert not plan({"algorithm.thinking_budget": 18}).warnings
+
+
+def test_a_critic_is_counted_and_gets_the_policys_rate():
+    ppo = with_values(GRPO, {"algorithm.kind": "ppo", "training.learning_rate": 3e-4})
+    made, without = plan(config=ppo), plan()
+    assert made.config.critic.learning_rate == 3e-4
+    assert made.config.algorithm.scale_rewards == "whiten"
+    assert autos(made.config) == []
+    assert "critic.learning_rate" not in {item.name for item in without.derived}
+    how = {note.name: note for note in made.notes}["memory of the trainer"].how
+    assert f"the critic's own {gib(training_state_bytes(TINY, 'float32', with_reference=False))}" in how
+    alone = training_state(with_values(GRPO, {}), "float32", FACTS)
+    assert training_state(ppo, "float32", FACTS) == 2 * alone
+    # One copy of the policy's weights for trainer and engine; the critic's are its own.
+    one_copy = with_values(ppo, {"weights.bridge": "single_copy"})
+    assert training_state(one_copy, "float32", FACTS) == 2 * alone - weights_bytes(TINY, "float32")
 
 
 def test_lora_needs_no_reference_and_no_state_for_the_base():

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 
 from slipstream import records
 from slipstream.config.schema import RLConfig
@@ -45,6 +46,19 @@ def test_shaping_of_rewards_by_length():
     assert assign_credit(batch, short, 10).advantages == pytest.approx([reward - mean for reward in shaped])
 
 
+def test_thinking_beyond_its_budget_costs_reward():
+    batch = batch_of([1.0, 1.0, 1.0, 0.0], 4, [10] * 4)
+    for rollout, num_thinking in zip(batch.rollouts, (2, 6, 10, 0), strict=True):
+        rollout.num_thinking = num_thinking
+    config = RLConfig(scale_rewards="none", thinking_budget=2, thinking_penalty=0.4)
+    credit = assign_credit(batch, config, 10)
+    shaped = [1.0, 0.8, 0.6, 0.0]
+    assert credit.advantages == pytest.approx([reward - 0.6 for reward in shaped])
+    assert credit.metrics["reward/thinking"] == pytest.approx(-0.15)
+    without = assign_credit(batch, config.model_copy(update={"thinking_budget": 10}), 10)
+    assert "reward/thinking" not in without.metrics
+
+
 def test_a_turn_is_judged_by_itself_not_the_conversation():
     batch = batch_of([1.0, 0.0], 2, [3, 3])
     batch.rollouts[0].sequences = [records.Sequence([1] * 21, [False] + ([True] * 8 + [False] * 2) * 2)]
@@ -62,7 +76,7 @@ def test_only_the_best_carry_loss_and_all_make_the_baseline():
 def test_failed_rollouts_have_no_part_in_it():
     batch = batch_of([0.0, 1.0, 9.0, 9.0], 2)
     batch.rollouts[2].outcome = batch.rollouts[3].outcome = "reward_error"
-    credit = assign_credit(batch, RLConfig(kind="reinforce_pp"), 10, [0.0, 0.0, 5.0, 5.0])
+    credit = assign_credit(batch, RLConfig(kind="reinforce_pp"), 10, [[], [], [torch.ones(5)], [torch.ones(5)]])
     assert credit.carries_loss == [True, True, False, False]
     assert credit.advantages[2:] == [0.0, 0.0]
     assert credit.advantages[0] == -credit.advantages[1] != 0.0

@@ -7,13 +7,16 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from slipstream.errors import ConfigError, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.runlog.trace import Trace
 
 bench_app = App(name="bench", help="Measure this machine.")
 
@@ -113,10 +116,6 @@ def _each_apart(bridges: Sequence[Bridge], options: Any) -> tuple[list[dict[str,
 
 
 def _show_sync(figures: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-
-    from slipstream.view import render_table
-
     first = figures[0]
     on_cpu = first["placement"] == "cpu"
     where = "on the CPU" if on_cpu else f"placement {first['placement']}"
@@ -139,9 +138,7 @@ def _show_sync(figures: list[dict[str, Any]]) -> None:
     if not on_cpu:
         rows["in use on each GPU, MiB"] = lambda row: ", ".join(f"{used // _MIB:,}" for used in row["gpus"]) or "?"
     table = [{"": name, **{row["bridge"]: cell(row) for row in figures}} for name, cell in rows.items()]
-    console = Console()
-    wide = console if console.is_terminal else Console(width=_WIDTH)
-    wide.print(render_table(table, list(table[0])))
+    _print_table(table)
     print("times: median, 95th percentile")
 
 
@@ -156,6 +153,122 @@ def _memory(memory: dict[str, int | None]) -> str:
     kinds: Iterable[str] = ("rss", "pss") if memory["torch"] is None else ("torch", "gpu")
     values = (memory[kind] for kind in kinds)
     return ", ".join("?" if value is None else f"{value // _MIB:,}" for value in values)
+
+
+def verify(
+    path: Annotated[Path, Parameter(help="A run's folder, one of its checkpoints, or a version below its weights/.")],
+    /,
+    *,
+    engine: Annotated[
+        Path | None, Parameter(help="Socket of the engine to ask; that of the run, while it goes on, if not given.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Compare weights with what was trained: a run's checkpoints, its published versions, and its live engine.
+
+    When a version is published and when a checkpoint is written, the fingerprint of every parameter is taken from the
+    trainer's memory and kept. This command takes them anew, from the files and, while the run goes on, in the engine's
+    own memory, which holds up generation as long as the table says. A single flipped bit is found, and the parameter
+    that has it is named; then the exit code is 6. Nothing is changed. The optimizer's state is looked at by size only.
+    """
+    from slipstream.launch.verify import raise_unless_right
+    from slipstream.launch.verify import verify as find
+
+    verdicts = find(path, engine)
+    if json:
+        _print_json([dataclasses.asdict(verdict) | {"gb_per_s": verdict.gb_per_s} for verdict in verdicts])
+    else:
+        rows: list[dict[str, object]] = [
+            {
+                "what": verdict.what,
+                "version": verdict.version or None,
+                "digest": verdict.digest or None,
+                "parameters": verdict.num_parameters,
+                "MB": round(verdict.num_bytes / 1e6, 2),
+                "seconds": verdict.seconds,
+                "GB/s": verdict.gb_per_s,
+                "verdict": "differs" if verdict.problems else "not compared" if verdict.note else "the same",
+            }
+            for verdict in verdicts
+        ]
+        _print_table(rows)
+        for verdict in verdicts:
+            if verdict.note:
+                print(f"{verdict.what}: {verdict.note}")
+    raise_unless_right(verdicts)
+    return 0
+
+
+def trace(
+    run: Annotated[Path, Parameter(help="A run's folder.")],
+    sample: Annotated[
+        str, Parameter(help="Id of a kept rollout, STEP:INDEX (the INDEX-th kept of a batch), or eval:STEP:INDEX.")
+    ],
+    /,
+    *,
+    token: Annotated[int | None, Parameter(help="Follow this sampled token of the rollout, counted from 0.")] = None,
+    json: Json = False,
+) -> int:
+    """Follow a rollout back to the weights that made each of its tokens, and on to the batch that it was trained in.
+
+    Kept rollouts are those of samples.jsonl (run.save_samples for each step). For every span of tokens it shows the
+    version that sampled them, that version's digest, whether the engine proved it, and which folder holds it; and of
+    the rollout its reward, its advantage, and the version that training on it made. Only the run's folder is read.
+    """
+    from slipstream.runlog import read_run
+    from slipstream.runlog.trace import trace as follow
+
+    found = follow(read_run(run), sample, token)
+    if json:
+        _print_json(dataclasses.asdict(found))
+    else:
+        _show_trace(found)
+    return 0
+
+
+def _show_trace(found: Trace) -> None:
+    kind = "batch" if found.split == "train" else "evaluation"
+    print(f"rollout {found.id} of task {found.task}, {kind} of step {found.step}, {found.outcome}")
+    told = [f"reward {found.reward:g}" if found.reward is not None else ""]
+    told.append(f"advantage {found.advantage:+.4g}" if found.advantage is not None else "")
+    told.append("left out of the loss" if found.carries_loss is False else "")
+    told.append(f"trained on: made version {found.update}" if found.update else "")
+    told.append(f"loss of the batch {found.loss:.4g}" if found.loss is not None else "")
+    print("; ".join(filter(None, told)))
+    if found.note:
+        print(found.note)
+    if found.spans:
+        rows: list[dict[str, object]] = [
+            {
+                "sampled tokens": f"{span.first} to {span.first + span.end - span.start - 1}",
+                "of sequence": span.sequence,
+                "positions": f"{span.start} to {span.end - 1}",
+                "version": span.version,
+                "mean log-probability": span.mean_logprob,
+            }
+            for span in found.spans
+        ]
+        _print_table(rows)
+    if found.token is not None:
+        one = found.token
+        logprob = "unknown" if one.logprob is None else f"{one.logprob:.6g}"
+        print(
+            f"token {one.number}: id {one.token_id} at position {one.position} of sequence {one.sequence}, "
+            f"log-probability {logprob}, made by version {one.version}"
+        )
+    for version in found.versions:
+        proof = "proved in the engine" if version.verified else "no proof in the engine was written"
+        print(f"version {version.name}: digest {version.digest or 'unknown'}, {proof}")
+        print(f"  held by {version.held_by}" if version.held_by else f"  {version.note}")
+
+
+def _print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    from rich.console import Console
+
+    from slipstream.view import render_table
+
+    console = Console()
+    (console if console.is_terminal else Console(width=_WIDTH)).print(render_table(rows, list(rows[0])))
 
 
 def _print_json(value: Any) -> None:

@@ -10,6 +10,7 @@ from slipstream.config.keys import with_values
 from slipstream.config.load import Loaded, load_config
 from slipstream.config.recipes import needs_engine_logprobs
 from slipstream.config.schema import (
+    CriticConfig,
     DataConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -26,6 +27,7 @@ from slipstream.config.schema import (
 )
 
 __all__ = [
+    "CriticConfig",
     "DataConfig",
     "Derived",
     "EnvironmentConfig",

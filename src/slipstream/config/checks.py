@@ -60,6 +60,11 @@ def shares_weights(config: RunConfig) -> bool:
     return config.weights.bridge == "single_copy" and uses_engine(config)
 
 
+def uses_critic(config: RunConfig) -> bool:
+    """Whether advantages are a critic's."""
+    return isinstance(config.algorithm, RLConfig) and resolved(config.algorithm).advantage == "gae"
+
+
 def engine_workers(config: RunConfig) -> int:
     """How many GPUs, or processes on a CPU, the engine's weights are spread over."""
     size = config.inference.options.get("tensor_parallel_size", 1)
@@ -70,12 +75,19 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) without effect, each with what to say of them."""
     found: dict[str, str] = {}
     algorithm, environment = config.algorithm, config.environment
+    if not uses_critic(config):
+        found["critic"] = 'has no effect without algorithm.advantage = "gae", the recipe ppo'
     if isinstance(algorithm, RLConfig):
         if config.data is not None:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
+        if not config.training.staleness:
+            found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
+        elif config.lora is not None and config.weights.bridge in ("auto", "lora", "single_copy"):
+            found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
         return found | _inapplicable_to(resolved(algorithm))
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
+    found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["training.staleness"] = "applies to grpo, not to sft, whose batches no engine makes"
     if config.data is not None and environment is not None:
         if config.evaluation is None:
@@ -104,6 +116,8 @@ def _inapplicable_to(algorithm: RLConfig) -> dict[str, str]:
             found[f"algorithm.{name}"] = 'has no effect on algorithm.loss = "policy_gradient", which clips nothing'
     if algorithm.loss in BUILT_IN["loss"] and algorithm.loss != "clip":
         found["algorithm.clip_dual"] = f'has no effect on algorithm.loss = "{algorithm.loss}", only on "clip"'
+    if algorithm.thinking_budget is None:
+        found["algorithm.thinking_penalty"] = "has no effect while algorithm.thinking_budget is not set"
     if algorithm.overlong_buffer == 0:
         found["algorithm.overlong_penalty"] = "has no effect while algorithm.overlong_buffer is 0"
     return found
@@ -125,6 +139,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
     yield from _lora(config)
+    yield from _critic(config)
     if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
     yield from _delta(config)
@@ -151,6 +166,18 @@ def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
             f"algorithm.importance_floor = {final.importance_floor:g} is not below algorithm.importance_cap = "
             f"{final.importance_cap:g}: lower the first or raise the second",
         )
+    if algorithm.group_size == 1 and final.advantage in ("group_mean", "leave_one_out"):
+        yield (
+            "algorithm.group_size",
+            f"algorithm.group_size = 1 must be at least 2: algorithm.advantage = {final.advantage!r} compares the "
+            "completions of a prompt with each other",
+        )
+    if algorithm.group_size == 1 and final.max_refills:
+        yield (
+            "algorithm.max_refills",
+            f"algorithm.max_refills = {final.max_refills} draws further tasks until the rewards in each group differ, "
+            "and groups of algorithm.group_size = 1 never do: set it to 0, or use larger groups",
+        )
     if algorithm.length_penalty and algorithm.reward_threshold is None:
         yield (
             "algorithm.length_penalty",
@@ -168,6 +195,25 @@ def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
             "algorithm.clip_dual",
             f"algorithm.clip_dual = {algorithm.clip_dual:g} is not above 1 + clip_high = {1 + float(final.clip_high):g}"
             ": use 3, as is usual",
+        )
+
+
+def _critic(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if not uses_critic(config):
+        return
+    assert isinstance(config.algorithm, RLConfig)
+    scale, warmup, steps = config.algorithm.scale_rewards, config.critic.warmup_steps, config.training.steps
+    if scale in ("std", "batch"):
+        yield (
+            "algorithm.scale_rewards",
+            f'algorithm.scale_rewards = "{scale}" divides by a spread of rewards, and a critic\'s advantages '
+            '(algorithm.advantage = "gae") are not compared with other rewards: use "whiten" or "none"',
+        )
+    if warmup >= steps:
+        yield (
+            "critic.warmup_steps",
+            f"critic.warmup_steps = {warmup} is not below training.steps = {steps}, so the policy would never be "
+            f"trained: use at most {steps - 1}",
         )
 
 

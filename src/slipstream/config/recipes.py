@@ -24,6 +24,7 @@ _GRPO: dict[str, Any] = {
     "kl_in": "loss",
     "importance_sampling": "truncated",
     "overlong_buffer": 0.0,
+    "max_refills": 0,
 }
 
 
@@ -40,8 +41,8 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": Recipe(
         "Dr. GRPO, arXiv 2503.20783", {"scale_rewards": "none", "normalize": "constant", "clip_high": 0.2}
     ),
-    # 4,096 of 20,480 tokens.
-    "dapo": Recipe("DAPO, arXiv 2503.14476", {"overlong_buffer": 0.2}),
+    # 4,096 of 20,480 tokens; ten rounds in all, as in verl's recipe of it.
+    "dapo": Recipe("DAPO, arXiv 2503.14476", {"overlong_buffer": 0.2, "max_refills": 9}),
     "gspo": Recipe(
         "GSPO, arXiv 2507.18071", {"loss": "gspo", "normalize": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
     ),
@@ -60,6 +61,10 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_pp": Recipe(
         "REINFORCE++, arXiv 2501.03262",
         {"advantage": "batch_mean", "scale_rewards": "whiten", "clip_high": 0.2, "kl_in": "reward"},
+    ),
+    "ppo": Recipe(
+        "PPO, arXiv 1707.06347, with GAE, arXiv 1506.02438",
+        {"advantage": "gae", "scale_rewards": "whiten", "clip_high": 0.2, "kl_in": "reward"},
     ),
 }
 
@@ -87,6 +92,8 @@ def choices(algorithm: RLConfig) -> Iterator[Choice]:
     for name, value in (_GRPO | dict(recipe.changes)).items():
         if name == "scale_rewards" and values["advantage"] not in BUILT_IN["advantage"]:
             yield from choose(name, "none", "what your own function returns is not scaled")
+        elif name == "scale_rewards" and values["advantage"] == "gae" and value != "whiten":
+            yield from choose(name, "whiten", "the usual scale of a critic's advantages")
         elif name == "importance_sampling" and algorithm.old_policy == "engine":
             yield from choose(name, "none", 'the ratio is taken against the engine: old_policy = "engine"')
         else:

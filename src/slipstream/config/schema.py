@@ -101,8 +101,8 @@ class SFTConfig(Section):
     """Which assistant turns of a conversation carry loss."""
 
 
-Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
-AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean"]
+Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
+AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean", "gae"]
 LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
 Scale = Literal["std", "batch", "whiten", "none"]
 Normalize = Literal["token", "sequence", "constant"]
@@ -117,9 +117,10 @@ class RLConfig(Section):
 
     kind: Recipe = "grpo"
     """`grpo` (this project's, with DAPO's token mean and clip-higher), `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
-    `reinforce_pp`."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Completions for each prompt; their rewards make the baseline."""
+    `reinforce_pp`, `ppo` (with a critic, [critic])."""
+    group_size: PositiveInt = 8
+    """Completions for each prompt; their rewards make the baseline. 1 where nothing is compared within a group: `gae`,
+    `batch_mean`."""
     reward_threshold: float | None = None
     """Train on right or wrong: a reward of at least this counts as 1, a lower one as 0. Not set: on the reward."""
     overlong_buffer: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = "auto"
@@ -127,6 +128,11 @@ class RLConfig(Section):
     `sampling.max_tokens` the reward falls by up to `overlong_penalty`. `auto`: 0.2 under `dapo`, otherwise 0."""
     overlong_penalty: PositiveFloat = 1.0
     """What a completion of full length loses."""
+    thinking_budget: NonNegativeInt | None = None
+    """Tokens of thinking, up to `</think>`, that cost nothing in a turn. Beyond them the reward falls evenly, by up to
+    `thinking_penalty` at `sampling.max_tokens`. Not set: thinking costs nothing."""
+    thinking_penalty: PositiveFloat = 1.0
+    """What a turn of nothing but thinking loses."""
     length_penalty: NonNegativeFloat = 0.0
     """Weight of Kimi's length reward (arXiv 2501.12599, section 2.3.3): within a group, shorter right answers get more
     and longer ones less; needs `reward_threshold`, which says what is right."""
@@ -135,12 +141,13 @@ class RLConfig(Section):
     only. Not set: all."""
     advantage: Literal["auto"] | AdvantageName | str = "auto"
     """What rewards are compared with: `group_mean` (GRPO), `leave_one_out` (the group's other completions, RLOO),
-    `batch_mean` (REINFORCE++); or your own: `path/to/file.py:function` or an entry point of the group
+    `batch_mean` (REINFORCE++), or what a critic expects before each token (`gae`, PPO: arXiv 1506.02438, with the
+    settings in [critic]); or your own: `path/to/file.py:function` or an entry point of the group
     `slipstream.advantages`, called with rewards and group numbers."""
     scale_rewards: Literal["auto"] | Scale = "auto"
     """Advantages are divided by the standard deviation of their group's rewards (`std`, GRPO), of all the batch's
-    rewards (`batch`), brought to mean 0 and standard deviation 1 over the batch (`whiten`, REINFORCE++), or left
-    (`none`, Dr. GRPO)."""
+    rewards (`batch`), brought to mean 0 and standard deviation 1 over the batch (`whiten`, REINFORCE++; under `gae`
+    over its tokens), or left (`none`, Dr. GRPO)."""
     loss: Literal["auto"] | LossName | str = "auto"
     """`clip` (PPO), `gspo` and `gspo_token` (one ratio for a sequence), `cispo`, `policy_gradient` (the ratio,
     never clipped); or your own: `path/to/file.py:function` or an entry point of the group `slipstream.losses`, called
@@ -161,7 +168,8 @@ class RLConfig(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the initial model; 0 keeps no reference model."""
     kl_in: Literal["auto", "loss", "reward"] = "auto"
-    """Add it to the loss of each token (GRPO), or take its sum over a completion from the reward (RLOO)."""
+    """Add it to the loss of each token (GRPO), or take its sum over a completion from the reward (RLOO); under `gae`
+    each token's own from that token's."""
     kl_estimator: Literal["auto"] | KLEstimator = "auto"
     """Estimator of that divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
     reward."""
@@ -175,8 +183,33 @@ class RLConfig(Section):
     """Largest importance weight. `auto`: 2, and 5 for `masked`."""
     importance_floor: NonNegativeFloat | Literal["auto"] = "auto"
     """Smallest one. `auto`: 0, and 0.5 for `masked`."""
+    max_refills: NonNegativeInt | Literal["auto"] = "auto"
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards all agree are left out, and how
+    often at most further tasks are drawn in their place; 0: never, and they stay. `auto`: 9 under `dapo`, otherwise
+    0."""
     train_on_truncated: bool = True
     """Whether completions cut at `sampling.max_tokens` carry loss; if not they are in the baseline only."""
+
+
+class CriticConfig(Section):
+    """The critic of `algorithm.advantage = "gae"`: a copy of the start model with a head for one number instead of the
+    vocabulary, which predicts before each token the reward that is to come. The head starts at zero. It has an
+    optimizer of its own; checkpoints hold it to resume from, not to deploy. Under [lora] an adapter of the same shape
+    and the head are trained, on a frozen copy of their own."""
+
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"
+    """Constant; betas, weight decay and the bound of the gradient's norm are those of [training]. `auto`:
+    `training.learning_rate`."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the start of the run in which the critic is trained alone, and the policy stays as it is."""
+    value_clip: NonNegativeFloat = 0.2
+    """Of a prediction, only so far a way from what it was before the batch's first update is rewarded (PPO2); 0: no
+    limit."""
+    gamma: Fraction = 1.0
+    """What a reward is worth one token earlier."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    """Between one-step differences of the critic's predictions (0) and the rewards themselves, less the prediction
+    (1)."""
 
 
 class LoraConfig(Section):
@@ -298,6 +331,12 @@ class WeightsConfig(Section):
     travel that changed, each with its place; otherwise, and where that saves less than half, the whole version. In
     bfloat16 most elements stay the same in a step, in float32 nearly none. The trainer keeps one more copy of the
     weights for it."""
+    in_flight: Literal["recompute", "keep", "drain"] = "recompute"
+    """What becomes of completions that run when a new version comes, with `training.staleness = 1`. `recompute`:
+    they stand still and go on with the new weights, which compute their context anew, so that each token's
+    log-probability is that of one version. `keep`: they go on at once, on the context that the old weights computed;
+    the difference between engine and trainer grows by what that changes. `drain`: the version waits until they have
+    ended, and new ones wait for it. Adapters need none of it: completions end with the one that they began with."""
     apply_timeout_s: PositiveFloat = 300.0
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8
@@ -364,6 +403,7 @@ class RunConfig(Section):
     environment: EnvironmentConfig | None = None
     data: DataConfig | None = None
     algorithm: AlgorithmConfig
+    critic: CriticConfig = CriticConfig()
     lora: LoraConfig | None = None
     """Not set: all parameters are trained."""
     sampling: SamplingConfig = SamplingConfig()

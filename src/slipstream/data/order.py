@@ -1,4 +1,5 @@
-"""In which order items are used: endless, shuffled anew in every epoch, known at any position from the seed alone."""
+"""In which order items are used: endless, shuffled anew in every epoch, known at any position from the seed alone; and
+which further ones a batch may draw."""
 
 from __future__ import annotations
 
@@ -26,6 +27,20 @@ class DataOrder:
             epoch, offset = divmod(start + len(taken), self.num_items)
             taken += self._epoch_order(epoch)[offset : offset + num - len(taken)]
         return taken
+
+    def refill(self, step: int, size: int, number: int) -> list[int]:
+        """`size` further items for the batch of `step`, the `number`-th time (from 1): none that the batch or an
+        earlier refill has offered, as long as there are others. A pure function of seed and arguments; the order of
+        the epochs goes on as if they had not been drawn."""
+        offered = set(self.at(step * size, size))
+        drawn: list[int] = []
+        for again in range(1, number + 1):
+            chance = random.Random(f"{self.seed}/refill/{step}/{again}")
+            candidates = chance.sample(range(self.num_items), min(self.num_items, size + len(offered)))
+            # Stable: new ones first, in the order in which they were drawn.
+            drawn = sorted(candidates, key=lambda item: item in offered)[:size]
+            offered.update(drawn)
+        return drawn
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:

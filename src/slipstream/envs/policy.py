@@ -8,10 +8,11 @@ than it was sampled), a new sequence begins. Prefixes are compared as tokens, ne
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from slipstream.envs.answers import THINK_OPEN
+from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
 from slipstream.envs.base import Reply
 from slipstream.errors import EngineError
 from slipstream.records import Completion, Message, VersionSpan
@@ -44,6 +45,8 @@ class RecordingPolicy:
         self.num_turns = 0
         self.truncated = False
         """Whether any turn met its token limit."""
+        self.num_thinking = 0
+        """Tokens of thinking in the turn that has most of them."""
 
     async def chat(self, messages: Sequence[Message]) -> Reply:
         """See `base.Policy`. Raises `EngineError` when the engine ended the request before it was finished."""
@@ -58,7 +61,24 @@ class RecordingPolicy:
         # Some templates open the thinking themselves; grading must see that it was opened.
         if self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN):
             text = THINK_OPEN + text
+        self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
         return Reply(text, completion.finish_reason)
+
+
+def num_thinking(text: str, token_ids: list[int], tokenizer: Tokenizer) -> int:
+    """How many of a turn's sampled tokens come before the end of its last `</think>`; all where it never closes.
+
+    `text`: what they say, with a `<think>` that the template opened.
+    """
+    before, _, after = text.rpartition(THINK_CLOSE)
+    if THINK_OPEN in after:
+        return len(token_ids)
+    if not before and not text.startswith(THINK_CLOSE):
+        return 0
+    num_closed = text.count(THINK_CLOSE)
+    return bisect_left(
+        range(len(token_ids)), num_closed, key=lambda end: tokenizer.decode(token_ids[:end]).count(THINK_CLOSE)
+    )
 
 
 def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completion: Completion) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
 from slipstream.config.checks import publishes_adapter
-from slipstream.data.order import DataOrder
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import run_bridge, travelled, update_metrics
+from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
-from slipstream.launch.models import build_learner, load_reference, share_weights
+from slipstream.launch.models import build_critic, build_learner, load_reference, share_weights
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.resume import changed_settings, refuse_ended
 from slipstream.launch.sleep import Turns
@@ -33,7 +33,7 @@ from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, Rollo
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
-from slipstream.runlog import RunLog, read_settings
+from slipstream.runlog import RunLog, read_settings, sample_of
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Announce
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 _START_GRACE_S = 60.0
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
-_REQUESTS = 4
-"""A batch or an evaluation may take as long as this many requests one after the other."""
 
 
 class Progress(Protocol):
@@ -155,7 +153,7 @@ class _Run:
         self.log = log
         self.should_stop = stop
         self._exits = contextlib.ExitStack()
-        self._order = DataOrder(prepared.num_items, prepared.config.run.seed)
+        self._draws = Draws(prepared)
         self._make_engine = make_engine
         self._engine: RunEngine | None = None
         self._health: EngineHealth | None = None
@@ -202,6 +200,7 @@ class _Run:
             settings = engine_settings(self.config, str(folder), on_cpu=on_cpu)
             self._engine = self._make_engine(self.config, settings, self.folder / "logs", self.log.event)
             self._exits.callback(self._engine.kill)
+            self.log.event("engine_socket", path=self._engine.socket)
         return self._engine
 
     def _launch_engine(self) -> None:
@@ -229,7 +228,7 @@ class _Run:
             reader=GoldReader(
                 self.prepared.conversations,
                 self.prepared.tokenizer,
-                self._items_of_step,
+                self._draws.items,
                 train_on=algorithm.train_on if algorithm.kind == "sft" else "all",
             ),
             engine=None,
@@ -238,6 +237,7 @@ class _Run:
             progress=self.progress,
             sampling=sampling,
             reference=load_reference(config, learner.model),
+            critic=build_critic(config),
             should_stop=self.should_stop,
             num_items=self.prepared.num_items,
         )
@@ -289,11 +289,6 @@ class _Run:
             loop.resume(latest)
         self.log.resumed(loop.step, checkpoint=latest.name if latest else None)
 
-    def _items_of_step(self, step: int) -> list[int]:
-        """Which items of the training set make the batch of `step`; a pure function of seed and step."""
-        size = self.config.training.prompts_per_batch
-        return self._order.at(step * size, size)
-
     def _attach_orchestrator(self, loop: TrainingLoop) -> None:
         """The generating side: engine, bridge, environment, and for RL the rollouts in the background."""
         config, prepared = self.config, self.prepared
@@ -332,7 +327,7 @@ class _Run:
 
         def publish(step: int, announce: Announce) -> Ticket:
             ticket = bridge.publisher.publish(published(), step, self.log.lineage, announce)
-            self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest, **travelled(ticket))
+            self.log.published(ticket, **travelled(ticket))
             self.log.note(update_metrics(ticket))
             return ticket
 
@@ -358,8 +353,8 @@ class _Run:
                 # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
                 apply_s=config.weights.apply_timeout_s
                 + config.inference.start_timeout_s
-                + bool(config.training.staleness) * _REQUESTS * config.inference.request_timeout_s,
-                evaluate_s=_REQUESTS * config.inference.request_timeout_s,
+                + bool(config.training.staleness) * batch_deadline_s(config),
+                evaluate_s=REQUESTS * config.inference.request_timeout_s,
                 start_s=config.inference.start_timeout_s + _START_GRACE_S,
             ),
         )
@@ -407,19 +402,7 @@ class _Run:
         """Keep the answers to the first held-out tasks, which are the same in every evaluation."""
         for rollout in evaluation.rollouts[: self.config.run.save_samples]:
             if rollout.completion:
-                self.log.sample(
-                    {
-                        "step": step,
-                        "split": "eval",
-                        "id": rollout.id,
-                        "task": rollout.task_id,
-                        "prompt": rollout.prompt,
-                        "completion": rollout.completion,
-                        "reward": rollout.reward,
-                        "outcome": rollout.outcome,
-                        "version": f"{self.log.lineage}.{step}",
-                    }
-                )
+                self.log.sample(sample_of(rollout, step, f"{self.log.lineage}.{step}", split="eval"))
 
     def _applied(self, report: ApplyReport) -> None:
         self.log.event(
@@ -440,6 +423,10 @@ class _Run:
         config, algorithm = self.config, self.config.algorithm
         assert algorithm.kind != "sft"
         assert config.environment is not None
+
+        def begin(num_tasks: int) -> None:
+            self.progress.phase("generate", num_tasks * algorithm.group_size)
+
         batcher = Batcher(
             runner,
             group_size=algorithm.group_size,
@@ -448,17 +435,18 @@ class _Run:
             max_reward_failures=config.environment.max_reward_failures,
             needs_logprobs=needs_engine_logprobs(algorithm),
             staleness=config.training.staleness,
+            refills=self._draws.refills(begin),
             on_rollout=self.progress.advance,
         )
         reader = RolloutReader(
             thread,
             versions,
             batcher,
-            lambda step: [self.prepared.train_tasks[item] for item in self._items_of_step(step)],
+            self._draws.tasks,
             should_stop=self.should_stop,
-            timeout_s=_REQUESTS * config.inference.request_timeout_s,
+            timeout_s=batch_deadline_s(config),
             staleness=config.training.staleness,
-            on_begin=lambda num_tasks: self.progress.phase("generate", num_tasks * algorithm.group_size),
+            on_begin=begin,
             on_end=self.progress.end_phase,
             on_taken=turns.sleep,
         )

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import RunConfig
+from slipstream.config.checks import uses_critic
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.facts import adapter_config
 
 if TYPE_CHECKING:
+    from slipstream.trainer.critic import Critic
     from slipstream.trainer.learner import Learner
     from slipstream.trainer.model import PolicyModel, SharedTensors
 
@@ -42,14 +44,30 @@ def load_reference(config: RunConfig, model: PolicyModel) -> PolicyModel | None:
 
 def build_learner(config: RunConfig, shared: SharedTensors | None) -> Learner:
     """Model, adapter if there is one, and optimizer."""
+    return _learner(config, _with_adapter(config, load_model(config, shared)))
+
+
+def build_critic(config: RunConfig) -> Critic | None:
+    """The critic, where advantages are one's: made of a copy of the start model of its own, adapter included."""
+    from slipstream.trainer.critic import Critic, ValueModel
+
+    if not uses_critic(config):
+        return None
+    return Critic(_learner(config, ValueModel(_with_adapter(config, load_model(config)))), config.critic)
+
+
+def _with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
+    if (lora := config.lora) is not None:
+        model.add_adapter(adapter_config(config), Path(lora.path) if lora.path else None)
+    return model
+
+
+def _learner(config: RunConfig, model: PolicyModel) -> Learner:
     from slipstream.trainer.learner import Learner
     from slipstream.trainer.optimizer import MasterAdamW
 
     training = config.training
     assert isinstance(training.micro_batch_tokens, int)
-    model, lora = load_model(config, shared), config.lora
-    if lora is not None:
-        model.add_adapter(adapter_config(config), Path(lora.path) if lora.path else None)
     optimizer = MasterAdamW(
         model.network.named_parameters(),
         betas=(training.adam_beta1, training.adam_beta2),

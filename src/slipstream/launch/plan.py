@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import Derived, RLConfig, RunConfig, with_values
-from slipstream.config.checks import divisor_problem, engine_workers, inapplicable, shares_weights, uses_engine
+from slipstream.config.checks import (
+    divisor_problem,
+    engine_workers,
+    inapplicable,
+    shares_weights,
+    uses_critic,
+    uses_engine,
+)
 from slipstream.config.recipes import choices, resolved
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE, USABLE, Needs, Split, split_card
@@ -87,6 +94,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         for choice in choices(config.algorithm):
             if (path := f"algorithm.{choice.name}") not in without_effect:
                 draft.derive(path, choice.value, choice.reason)
+    if uses_critic(config):
+        draft.derive_auto("critic.learning_rate", config.training.learning_rate, "the same as training.learning_rate")
     _plan_micro_batch(draft)
     if config.environment is not None and (config.data is None or config.algorithm.kind != "sft"):
         made = facts.data.num_requested_tasks or facts.data.num_train_tasks
@@ -452,6 +461,12 @@ def _warn_grpo(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
         yield (
             "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
             "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
+        )
+    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
+    if budget is not None and budget >= longest:
+        yield (
+            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
+            f"{longest}"
         )
     if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.config import RLConfig, RunConfig
-from slipstream.config.checks import keeps_copy, shares_weights, uses_engine
+from slipstream.config.checks import keeps_copy, shares_weights, uses_critic, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts
@@ -50,15 +50,15 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     algorithm = config.algorithm
     shared = weights_bytes(facts.model, dtype) if shares_weights(config) else 0
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
-    return (
-        copy
-        - shared
-        + training_state_bytes(
-            facts.model,
-            dtype,
-            with_reference=isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0,
-            num_adapter_parameters=facts.adapter.num_parameters if facts.adapter else None,
-        )
+    with_reference = isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0
+    policy = copy - shared + _state(dtype, facts, with_reference=with_reference)
+    return policy + (_state(dtype, facts) if uses_critic(config) else 0)
+
+
+def _state(dtype: str, facts: Facts, *, with_reference: bool = False) -> int:
+    num_adapter_parameters = facts.adapter.num_parameters if facts.adapter else None
+    return training_state_bytes(
+        facts.model, dtype, with_reference=with_reference, num_adapter_parameters=num_adapter_parameters
     )
 
 
@@ -82,6 +82,9 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         size = gib(weights_bytes(facts.model, config.model.dtype))
         kept += f" and a copy of the version published last ({size}, for weights.delta to find what changed)"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
+    if uses_critic(config):
+        critic = _state(config.model.dtype, facts)
+        how = f"{kept} {gib(trainer.kept - critic)}, the critic's own {gib(critic)}, activations {gib(trainer.working)}"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:
         how = f"weights {gib(engine.kept)}, KV cache {gib(engine.working)}"

@@ -1,5 +1,8 @@
 """Cutting batches: groups of rollouts, generated at the same time, counted whatever becomes of them.
 
+Under dynamic sampling a batch is made in rounds: groups without signal are left out, and further tasks are drawn until
+there are as many with signal as there should be. Which groups are chosen does not depend on what was ready first.
+
 Guarantees: every rollout that is started ends in the batch or in `dropped`, by reason; a batch for step k holds no
 token of a version older than k - staleness, or of another lineage; too many failed rewards end the run with the first
 failure's text; a rollout that lost its engine is run again once the engine is back.
@@ -12,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from slipstream.errors import TrainingError
+from slipstream.orchestrator.refills import Refills, choose
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of
@@ -31,6 +35,7 @@ class Batcher:
         max_reward_failures: float,
         needs_logprobs: bool,
         staleness: int = 0,
+        refills: Refills | None = None,
         on_rollout: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner = runner
@@ -40,32 +45,50 @@ class Batcher:
         self._max_reward_failures = max_reward_failures
         self._needs_logprobs = needs_logprobs
         self._staleness = staleness
+        self._refills = refills
         self._on_rollout = on_rollout
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
-        """Run `group_size` attempts at every task, all at once."""
+        """Run `group_size` attempts at every task, all at once; with refills, more rounds of it."""
         started = time.monotonic()
-        rollouts = await all_of(
-            self._attempt(step, place, number, task)
-            for place, task in enumerate(tasks)
-            for number in range(self._group_size)
-        )
-        self._check(step, version, rollouts)
-        kept = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
+        size, groups = len(tasks), await self._round(step, version, 0, tasks)
+        chosen, left_out, metrics = groups, dict[str, int](), dict[str, float]()
+        if self._refills is not None:
+            number = 0
+            while number < self._refills.max_refills and (wanted := self._refills.num_wanted(groups, size)):
+                number += 1
+                further = self._refills.tasks(step, number)[:wanted]
+                self._refills.on_begin(len(further))
+                groups += await self._round(step, version, number * size, further)
+            choice = choose(self._refills, groups, size, number)
+            chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
+        rollouts = [rollout for group in groups for rollout in group]
+        kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
         seconds = time.monotonic() - started
-        sampled = sum(rollout.num_sampled for rollout in kept)
+        sampled = sum(rollout.num_sampled for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES)
         return Batch(
             step=step,
             version=version,
             rollouts=kept,
-            dropped=dict(Counter(r.outcome for r in rollouts if r.outcome not in TRAINABLE_OUTCOMES)),
+            dropped=dict(Counter(r.outcome for r in rollouts if r.outcome not in TRAINABLE_OUTCOMES)) | left_out,
             metrics={
                 "time/generate_s": seconds,
                 "throughput/generated_tokens_per_s": sampled / seconds,
                 "throughput/rollouts_per_s": len(rollouts) / seconds,
                 **staleness_metrics(step, kept),
+                **metrics,
             },
         )
+
+    async def _round(self, step: int, version: Version, first: int, tasks: Sequence[Task]) -> list[list[Rollout]]:
+        """A group for each task; `first` is the place of the first one among all of this step."""
+        rollouts = await all_of(
+            self._attempt(step, place, number, task)
+            for place, task in enumerate(tasks, first)
+            for number in range(self._group_size)
+        )
+        self._check(step, version, rollouts)
+        return [rollouts[start : start + self._group_size] for start in range(0, len(rollouts), self._group_size)]
 
     async def _attempt(self, step: int, place: int, number: int, task: Task) -> Rollout:
         group_id = f"{step}.{place}"

@@ -130,6 +130,7 @@ class RolloutRunner:
                 episode = await self._environment.run(task, policy)
             rollout.completion = episode.completion
             rollout.num_turns = episode.num_turns
+            rollout.num_thinking = policy.num_thinking
             rollout.metrics = dict(episode.metrics)
             rollout.outcome = "truncated" if policy.truncated else episode.outcome
             score = await self._scorer.score(task, episode.completion)

@@ -85,15 +85,21 @@ PANELS = (
     Panel("Signal fraction", "Groups whose rewards differ: only these teach anything.",
           (Line("reward/signal_fraction", "groups"),), "%", from_zero=True),
     Panel("Loss", "As it was minimised.", (Line("train/loss", "loss"),)),
+    Panel("Critic", "Part of the returns' variance that its predictions explain, before they are trained on them.",
+          (Line("value/explained_variance", "explained variance"),)),
+    Panel("Critic's loss", "Half the squared error of its predictions.", (Line("value/loss", "loss"),), from_zero=True),
     Panel("Token accuracy", "Part of the trained tokens that greedy decoding would choose.",
           (Line("train/token_accuracy", "accuracy"),), "%"),
     Panel("Gradient norm", "Before clipping.", (Line("train/grad_norm", "norm"),), from_zero=True),
     Panel("Learning rate", "Mean over a step's updates.", (Line("train/learning_rate", "rate"),), from_zero=True),
+    Panel("Changed weights", "Part of the elements that differ from the version before, under weights.delta.",
+          (Line("update/changed_fraction", "elements"),), "%", from_zero=True),
     Panel("Clipped tokens", "Part of the tokens whose ratio left the clip range.",
           (Line("train/clip_fraction_high", "above"), Line("train/clip_fraction_low", "below"),
            Line("train/clip_fraction_dual", "above clip_dual")), "%", from_zero=True),
     Panel("Shaped rewards", "What length adds to the mean reward, or takes from it.",
-          (Line("reward/overlong", "over-long"), Line("reward/length", "length in the group"))),
+          (Line("reward/overlong", "over-long"), Line("reward/length", "length in the group"),
+           Line("reward/thinking", "thinking"))),
 )  # fmt: skip
 DROPPED = Panel("Outcomes dropped", "Rollouts that could not be trained on, by reason.", (), from_zero=True)
 _TIMES = "time/"

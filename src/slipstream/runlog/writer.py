@@ -19,9 +19,11 @@ from typing import Any, Self, cast
 import msgspec
 
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError
+from slipstream.records import Ticket
 from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, read_lines, write_whole
 from slipstream.runlog.reader import ExitReport, ExitStatus, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
+from slipstream.runlog.samples import keep_ticket
 
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
 _PACKAGES = {
@@ -94,6 +96,12 @@ class RunLog:
         if clash := fields.keys() & {"time", "lineage"}:
             raise ValueError(f"event {kind!r} has a field {min(clash)!r}, which every event has: rename it")
         self._write(_EVENTS, {"kind": kind, **cast(dict[str, Any], redact(fields))})
+
+    def published(self, ticket: Ticket, **fields: Any) -> None:
+        """Write that a version was published, with `fields` of how, and keep its ticket."""
+        with self._guard:
+            keep_ticket(self.folder, ticket)
+            self.event("publish", version=ticket.version.name, digest=ticket.version.digest, **fields)
 
     def warning(self, message: str, **fields: Any) -> None:
         """Write an event of kind `warning`."""

@@ -24,6 +24,15 @@ _LONGEST_SHARING = 256
 parameters, a long continuation's attention then costs more than its share of the prompt saves."""
 
 
+@dataclass(frozen=True)
+class ValueTargets:
+    """What a critic learns from a sequence: for each trainable token its prediction before the batch's first update,
+    and what it should have predicted. Float32."""
+
+    old_values: Tensor
+    returns: Tensor
+
+
 @dataclass
 class StepBatch:
     """The sequences of one optimizer step and what the objective needs to know of each."""
@@ -36,6 +45,8 @@ class StepBatch:
     weights are the current ones, and the ratio is 1 by construction."""
     reference_logprobs: list[Tensor] | None = None
     """Of each sequence's trainable tokens, by the frozen reference model."""
+    value_targets: list[ValueTargets] | None = None
+    """Of each sequence, where there is a critic."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +86,8 @@ class MicroBatch:
     advantages_N: Tensor | None = None
     old_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
+    old_values_N: Tensor | None = None
+    returns_N: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -183,6 +196,9 @@ def _micro_batch(
     targets = [all_targets[index] for index in indices]
     counts = [len(target.positions) for target in targets]
     owners = [place for place, count in enumerate(counts) for _ in range(count)]
+    learned = batch.value_targets
+    old_values = None if learned is None else [each.old_values for each in learned]
+    returns = None if learned is None else [each.returns for each in learned]
     return MicroBatch(
         token_ids_T=torch.tensor(token_ids).to(device),
         position_ids_T=torch.tensor(position_ids).to(device),
@@ -196,6 +212,8 @@ def _micro_batch(
         advantages_N=_advantages(batch, indices, targets, device),
         old_logprobs_N=_joined(batch.old_logprobs, indices, device),
         reference_logprobs_N=_joined(batch.reference_logprobs, indices, device),
+        old_values_N=_joined(old_values, indices, device),
+        returns_N=_joined(returns, indices, device),
     )
 
 
@@ -239,14 +257,15 @@ def make_step_batches(
     epochs: int = 1,
     train_on_truncated: bool = True,
     carries_loss: Sequence[bool] | None = None,
+    value_targets: Sequence[list[ValueTargets]] | None = None,
 ) -> list[StepBatch]:
     """The optimizer steps that one batch makes: whole groups are dealt to `updates_per_batch` steps, `epochs`
     times.
 
     `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are left out,
-    with `train_on_truncated=False` truncated ones too, and those whose `carries_loss` is false. A repeated epoch
-    repeats the same objects, so that old log-probabilities filled in once hold for all. Fewer groups than updates
-    make fewer steps; without any, TrainingError.
+    with `train_on_truncated=False` truncated ones too, and those whose `carries_loss` is false. `value_targets`: of
+    each rollout's sequences. A repeated epoch repeats the same objects, so that old log-probabilities filled in once
+    hold for all. Fewer groups than updates make fewer steps; without any, TrainingError.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
@@ -263,11 +282,13 @@ def make_step_batches(
     members = list(groups.values())
     steps: list[StepBatch] = []
     for part in split(len(members), min(updates_per_batch, len(members))):
-        step = StepBatch([], None if advantages is None else [])
+        step = StepBatch([], None if advantages is None else [], value_targets=None if value_targets is None else [])
         for index in (index for group in part for index in members[group]):
             sequences = batch.rollouts[index].sequences
             step.sequences += sequences
             if advantages is not None and step.advantages is not None:
                 step.advantages += [advantages[index]] * len(sequences)
+            if value_targets is not None and step.value_targets is not None:
+                step.value_targets += value_targets[index]
         steps.append(step)
     return steps * epochs

@@ -1,14 +1,15 @@
-"""Who gets credit: from a batch's rewards to one advantage for each rollout, and which rollouts carry loss.
+"""Who gets credit: from a batch's rewards to one advantage for each rollout, or with a critic for each token, and which
+rollouts carry loss.
 
 Guarantees: the rollouts' own rewards are not changed; rollouts that may not be trained on have no part in any baseline.
-A critic would come in here: advantages for each token go into `records.Sequence.advantages`, which the loss prefers.
+A critic's advantages go into `records.Sequence.advantages`, which the loss prefers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +24,12 @@ from slipstream.algo.advantages import (
     signal_fraction,
 )
 from slipstream.algo.custom import user_function
+from slipstream.algo.values import explained_variance, generalized_advantages, whitened
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig, Scale
 from slipstream.errors import TrainingError
+from slipstream.trainer.batching import ValueTargets
+from slipstream.trainer.critic import Critic
 
 
 @dataclass(frozen=True)
@@ -33,21 +37,29 @@ class Credit:
     """For each rollout of the batch, in its order."""
 
     advantages: list[float]
-    """0 for rollouts that cannot be trained on."""
+    """0 for rollouts that cannot be trained on, and where each token has its own."""
     carries_loss: list[bool]
     metrics: dict[str, float]
+    has_signal: bool
+    """Whether the policy has anything to learn."""
+    value_targets: list[list[ValueTargets]] | None = None
+    """Of each rollout's sequences, for the critic."""
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether there is anything to learn."""
-        return any(self.advantages)
+    def of(self, place: int) -> dict[str, Any]:
+        """What the rollout at `place` is trained with; without its advantage where each token has its own."""
+        whole = {"advantage": self.advantages[place]} if self.value_targets is None else {}
+        return {**whole, "carries_loss": self.carries_loss[place]}
 
 
 def assign_credit(
-    batch: records.Batch, config: RLConfig, max_tokens: int, kl_penalties: list[float] | None = None
+    batch: records.Batch,
+    config: RLConfig,
+    max_tokens: int,
+    kl_penalties: list[list[Tensor]] | None = None,
+    critic: Critic | None = None,
 ) -> Credit:
-    """Shape the rewards as `config` says and turn them into advantages. `kl_penalties`: of each rollout, to be taken
-    from its reward."""
+    """Shape the rewards as `config` says and turn them into advantages. `kl_penalties`: of each trainable token of each
+    rollout's sequences, to be taken from the rewards. `critic`: whose predictions are the baseline of `gae`."""
     config = resolved(config)
     usable = [i for i, rollout in enumerate(batch.rollouts) if rollout.outcome in records.TRAINABLE_OUTCOMES]
     if not usable:
@@ -56,24 +68,93 @@ def assign_credit(
     numbers = {group: n for n, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
     group_ids_S = torch.tensor([numbers[rollout.group_id] for rollout in rollouts])
     rewards_S, metrics = _shaped(rollouts, group_ids_S, config, max_tokens)
+    if critic is not None:
+        best_S = _best(rewards_S, group_ids_S, config)
+        metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
+        rewards = dict(zip(usable, rewards_S.tolist(), strict=True))
+        chosen = {i for i, is_best in zip(usable, best_S.tolist(), strict=True) if is_best}
+        return _by_critic(batch, config, critic, rewards, kl_penalties, chosen, metrics)
     if kl_penalties is not None:
-        rewards_S = rewards_S - torch.tensor([kl_penalties[i] for i in usable], dtype=torch.float64)
+        sums = [sum(penalty.sum().item() for penalty in kl_penalties[i]) for i in usable]
+        rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
     baseline = BASELINES.get(config.advantage) or user_function("advantage", config.advantage)
     advantages_S = group_advantages(rewards_S, group_ids_S, cast("Scale", config.scale_rewards), baseline)
-    if not torch.isfinite(advantages_S).all():
-        raise TrainingError(
-            f"the advantages of step {batch.step} are not finite ({advantages_S.tolist()[:4]} ...): look at the rewards"
-            f" and at algorithm.advantage = {config.advantage!r}"
-        )
-    best_S = torch.ones(len(usable), dtype=torch.bool)
-    if config.best_of is not None:
-        best_S = best_of_group(rewards_S, group_ids_S, config.best_of)
+    _check_finite(advantages_S, batch, config)
+    best_S = _best(rewards_S, group_ids_S, config)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
-    return Credit(
-        advantages, carries_loss, metrics | {"reward/signal_fraction": signal_fraction(rewards_S, group_ids_S)}
-    )
+    metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
+    return Credit(advantages, carries_loss, metrics, has_signal=any(advantages))
+
+
+def _best(rewards_S: Tensor, group_ids_S: Tensor, config: RLConfig) -> Tensor:
+    if config.best_of is None:
+        return torch.ones(len(rewards_S), dtype=torch.bool)
+    return best_of_group(rewards_S, group_ids_S, config.best_of)
+
+
+def _check_finite(advantages: Tensor, batch: records.Batch, config: RLConfig) -> None:
+    if not torch.isfinite(advantages).all():
+        raise TrainingError(
+            f"the advantages of step {batch.step} are not finite ({advantages.tolist()[:4]} ...): look at the rewards"
+            f" and at algorithm.advantage = {config.advantage!r}"
+        )
+
+
+def _by_critic(
+    batch: records.Batch,
+    config: RLConfig,
+    critic: Critic,
+    rewards: dict[int, float],
+    kl_penalties: list[list[Tensor]] | None,
+    chosen: set[int],
+    metrics: dict[str, float],
+) -> Credit:
+    """Write an advantage for each trainable token into the batch. A rollout's sampled tokens are one trajectory, over
+    all its sequences; its reward is at the last of them. `rewards` and `chosen`: by index into the batch."""
+    all_values, gae = critic.values(batch), critic.config
+    values_of: dict[int, Tensor] = {}
+    advantages_of: dict[int, Tensor] = {}
+    for i, reward in rewards.items():
+        values_T = torch.cat([torch.zeros(0), *all_values[i]]).double()
+        rewards_T = torch.zeros_like(values_T)
+        if kl_penalties is not None and len(rewards_T):
+            rewards_T -= torch.cat(kl_penalties[i])
+        rewards_T[-1:] += reward
+        values_of[i] = values_T
+        advantages_of[i] = generalized_advantages(rewards_T, values_T, gae.gamma, gae.gae_lambda)
+    trained = [
+        i for i in rewards if i in chosen and (config.train_on_truncated or batch.rollouts[i].outcome != "truncated")
+    ]
+    empty = torch.zeros(0, dtype=torch.float64)
+    values_N = torch.cat([empty, *(values_of[i] for i in trained)])
+    advantages_N = torch.cat([empty, *(advantages_of[i] for i in trained)])
+    returns_N = advantages_N + values_N
+    scaled_N = whitened(advantages_N) if config.scale_rewards == "whiten" else advantages_N
+    _check_finite(scaled_N, batch, config)
+    targets: list[list[ValueTargets]] = [[] for _ in batch.rollouts]
+    start = 0
+    for i in trained:
+        for sequence, old_values in zip(batch.rollouts[i].sequences, all_values[i], strict=True):
+            end = start + sequence.num_trainable
+            own = iter(scaled_N[start:end].tolist())
+            sequence.advantages = [next(own) if is_trained else 0.0 for is_trained in sequence.mask]
+            targets[i].append(ValueTargets(old_values, returns_N[start:end].float()))
+            start = end
+    metrics |= _value_metrics(values_N, returns_N)
+    has_signal = bool(scaled_N.any())
+    nothing = [0.0] * len(batch.rollouts)
+    return Credit(nothing, [i in set(trained) for i in range(len(nothing))], metrics, has_signal, targets)
+
+
+def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
+    """What the critic said and should have said, before it is trained on this batch."""
+    if not len(values_N):
+        return {}
+    metrics = {"value/mean": values_N.mean().item(), "value/return": returns_N.mean().item()}
+    explained = explained_variance(values_N, returns_N)
+    return metrics if explained is None else metrics | {"value/explained_variance": explained}
 
 
 def _shaped(
@@ -91,6 +172,11 @@ def _shaped(
         punishment_S = overlong_punishment(longest_S, max_tokens, float(config.overlong_buffer) * max_tokens)
         rewards_S = rewards_S + config.overlong_penalty * punishment_S
         metrics["reward/overlong"] = config.overlong_penalty * punishment_S.mean().item()
+    if config.thinking_budget is not None and config.thinking_budget < max_tokens:
+        thinking_S = torch.tensor([rollout.num_thinking for rollout in rollouts])
+        punishment_S = overlong_punishment(thinking_S, max_tokens, float(max_tokens - config.thinking_budget))
+        rewards_S = rewards_S + config.thinking_penalty * punishment_S
+        metrics["reward/thinking"] = config.thinking_penalty * punishment_S.mean().item()
     if config.length_penalty > 0 and right_S is not None:
         lengths_S = torch.tensor([rollout.num_sampled for rollout in rollouts])
         shortness_S = length_reward(lengths_S, right_S, group_ids_S)

@@ -28,9 +28,11 @@ from slipstream.algo.losses import kl_estimate
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
+from slipstream.runlog import sample_of
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.credit import Credit, assign_credit
+from slipstream.trainer.critic import Critic
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, score
 from slipstream.trainer.model import PolicyModel
@@ -125,6 +127,7 @@ class TrainingLoop:
     progress: Progress
     sampling: records.SamplingParams
     reference: PolicyModel | None = None
+    critic: Critic | None = None
     should_stop: Callable[[], bool] = lambda: False
     num_items: int = 0
     """Size of the training set, which a resumed run must not have changed: the order of the data follows from it."""
@@ -144,7 +147,7 @@ class TrainingLoop:
 
     def resume(self, checkpoint: Path) -> None:
         """Continue after `checkpoint`."""
-        extra = self.store.load(checkpoint, self.learner)
+        extra = self.store.load(checkpoint, self.learner, self.critic)
         if int(extra["num_items"]) != self.num_items:
             raise ConfigError(
                 f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
@@ -243,9 +246,10 @@ class TrainingLoop:
         credit: Credit | None = None
         if isinstance(algorithm, RLConfig):
             metrics = rollout_metrics(batch)
-            credit = assign_credit(batch, algorithm, self.sampling.max_tokens, self._kl_penalties(batch, metrics))
+            penalties = self._kl_penalties(batch, metrics)
+            credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
             metrics |= credit.metrics
-            if not credit.has_signal:
+            if not credit.has_signal and self.critic is None:
                 return metrics | self._skip(batch.step)
         planned = make_step_batches(
             batch,
@@ -254,7 +258,14 @@ class TrainingLoop:
             epochs=training.epochs_per_batch,
             train_on_truncated=not isinstance(algorithm, RLConfig) or algorithm.train_on_truncated,
             carries_loss=credit.carries_loss if credit else None,
+            value_targets=credit.value_targets if credit else None,
         )
+        if self.critic is not None and credit is not None:
+            metrics |= self.critic.train(planned)
+            if batch.step < self.critic.config.warmup_steps:
+                self._trained_steps += 1
+                self._keep_samples(batch, credit)
+                return metrics | {"value/warmup": 1.0}
         is_sft = not isinstance(algorithm, RLConfig)
         steps = [(place, step) for place, step in enumerate(planned) if is_sft or step.has_signal]
         if isinstance(algorithm, RLConfig):
@@ -279,7 +290,8 @@ class TrainingLoop:
                 self.learner.optimizer.discard_gradients()
                 metrics["train/skipped_updates"] += 1.0
         self._trained_steps += 1
-        self._keep_samples(batch)
+        if credit is not None:
+            self._keep_samples(batch, credit)
         return metrics | {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
 
     def _update(self, step: StepBatch, number: int) -> dict[str, float]:
@@ -316,8 +328,9 @@ class TrainingLoop:
         algorithm = self.config.algorithm
         return isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0 and resolved(algorithm).kl_in == "reward"
 
-    def _kl_penalties(self, batch: records.Batch, metrics: dict[str, float]) -> list[float] | None:
-        """What each rollout's divergence from the reference takes from its reward, when it is taken from there."""
+    def _kl_penalties(self, batch: records.Batch, metrics: dict[str, float]) -> list[list[Tensor]] | None:
+        """What the divergence of each trainable token from the reference takes from the reward, when it is taken from
+        there: of each rollout, its sequences'."""
         algorithm = self.config.algorithm
         if not self._kl_in_reward or self.reference is None or not isinstance(algorithm, RLConfig):
             return None
@@ -326,11 +339,11 @@ class TrainingLoop:
         size = self.learner.micro_batch_tokens
         theirs = score(self.reference, sequences, self.sampling, micro_batch_tokens=size).logprobs
         kind = cast("KLEstimator", resolved(algorithm).kl_estimator)
-        sums = iter(kl_estimate(a, b, kind).double().sum().item() for a, b in zip(ours, theirs, strict=True))
-        divergences = [sum(itertools.islice(sums, len(rollout.sequences))) for rollout in batch.rollouts]
-        tokens = sum(len(logprobs) for logprobs in ours)
-        metrics["train/kl_reference"] = sum(divergences) / max(1, tokens)
-        return [algorithm.kl_coef * divergence for divergence in divergences]
+        divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
+        tokens = sum(map(len, divergences))
+        metrics["train/kl_reference"] = sum(each.sum().item() for each in divergences) / max(1, tokens)
+        each = iter(algorithm.kl_coef * divergence for divergence in divergences)
+        return [list(itertools.islice(each, len(rollout.sequences))) for rollout in batch.rollouts]
 
     def _check_version(self, batch: records.Batch) -> None:
         staleness = self.config.training.staleness
@@ -397,21 +410,10 @@ class TrainingLoop:
             self.progress.message(text, "warning")
         return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(differences)}
 
-    def _keep_samples(self, batch: records.Batch) -> None:
-        for rollout in batch.rollouts[: self.config.run.save_samples]:
+    def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:
+        for place, rollout in enumerate(batch.rollouts[: self.config.run.save_samples]):
             if rollout.completion:
-                self.log.sample(
-                    {
-                        "step": batch.step,
-                        "id": rollout.id,
-                        "task": rollout.task_id,
-                        "prompt": rollout.prompt,
-                        "completion": rollout.completion,
-                        "reward": rollout.reward,
-                        "outcome": rollout.outcome,
-                        "version": batch.version.name,
-                    }
-                )
+                self.log.sample(sample_of(rollout, batch.step, batch.version.name, **credit.of(place)))
 
     def _report(self, metrics: dict[str, float]) -> None:
         row = self.log.metrics(self.step, metrics)
@@ -442,9 +444,11 @@ class TrainingLoop:
                 "num_items": self.num_items,
                 "early_stop": self.early_stop.state(),
             }
-            path = self.store.save(self.step, self.learner, self.learner.model.folder, extra)
+            path = self.store.save(self.step, self.learner, self.learner.model.folder, extra, self.critic)
         self._saved_step = self.step
-        self.log.event("checkpoint", step=self.step, path=str(path.relative_to(self.log.folder)))
+        proof = self.store.read_fingerprints(path)
+        digest = proof.digest if proof else ""
+        self.log.event("checkpoint", step=self.step, path=str(path.relative_to(self.log.folder)), digest=digest)
 
 
 def differences_of(sequence: records.Sequence, logprobs: Tensor) -> list[float]:
@@ -476,4 +480,6 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         "rollout/truncated_fraction": statistics.fmean(r.outcome == "truncated" for r in rollouts),
         "rollout/num": float(len(rollouts)),
     }
+    if any(thinking := [rollout.num_thinking for rollout in rollouts]):
+        metrics["rollout/thinking_length"] = statistics.fmean(thinking)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -49,7 +49,7 @@ class Piece:
         rest = places - self.offset
         lies = torch.zeros_like(rest)
         for step, size, stride in self._dimensions():
-            index = rest.div(step, rounding_mode="floor")
+            index = rest if step == 1 else rest.div(step, rounding_mode="floor")
             rest = rest - index * step
             lies += index * stride
             inside = None if inside is None else inside & (index >= 0) & (index < size)

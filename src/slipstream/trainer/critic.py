@@ -1,0 +1,137 @@
+"""The critic: the start model with a head for one number, which predicts before each token the reward to come.
+
+Guarantees: it computes on the very micro-batches of the policy, packed rows and shared prompts included, so that how a
+step is cut changes nothing but rounding; the policy's weights, shared with an engine or not, are never its own;
+training continues bit for bit after `save` and `load`. What the predictions are for is `trainer/credit.py`'s business.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream import records
+from slipstream.algo.values import value_loss
+from slipstream.config.schema import CriticConfig
+from slipstream.errors import ConfigError, TrainingError, ZeroGradientError
+from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.model import PolicyModel
+
+
+class ValueModel(PolicyModel):
+    """A policy's trunk, its adapter included, below a linear head of one output: `logits` has that one column.
+
+    The head is in float32 and starts at zero, so that before its first update every value is 0 and advantages are
+    the discounted rewards themselves.
+    """
+
+    def __init__(self, policy: PolicyModel) -> None:
+        """`policy` is used up: its network loses its own head."""
+        network: Any = policy.network
+        super().__init__(network, policy.folder, packing=policy.packing)
+        self.adapter = policy.adapter
+        old_head = network.get_output_embeddings()
+        if network.base_model is network or old_head is None:
+            raise ConfigError(
+                f"{type(network).__name__} cannot be told from its output head, so that a critic cannot be made of it: "
+                "use another algorithm.advantage than gae"
+            )
+        self._trunk: nn.Module = network.base_model
+        self._head = nn.Linear(old_head.weight.shape[1], 1, device=policy.device, dtype=torch.float32)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        network.set_output_embeddings(nn.Identity())
+        network.add_module("value_head", self._head)
+
+    def _logits(self, row: MicroBatch) -> Tensor:
+        segments = {"segments": row.layout} if self.packing else {}
+        output = self._trunk(
+            input_ids=row.token_ids_T[None], position_ids=row.position_ids_T[None], use_cache=False, **segments
+        )
+        return self._head(output.last_hidden_state[0, row.predict_index_N].float())
+
+
+class ValueObjective:
+    """The mean of `algo.values.value_loss` over all trainable tokens of the step."""
+
+    def __init__(self, clip: float) -> None:
+        self._clip = clip
+
+    def counts(self, batch: StepBatch) -> dict[str, float]:
+        """Trainable tokens."""
+        return {"tokens": float(batch.num_tokens)}
+
+    def terms(
+        self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See the class; raises TrainingError when a sequence has no targets."""
+        if micro.old_values_N is None or micro.returns_N is None:
+            raise TrainingError("a sequence has nothing for the critic to learn: give value targets for each sequence")
+        values_N = model.logits(micro)[:, 0]
+        loss_N, clipped_N = value_loss(values_N, micro.old_values_N, micro.returns_N, self._clip)
+        loss = loss_N.sum() / divisors["tokens"]
+        return loss, {"loss": loss.detach(), "clip_fraction": clipped_N.sum()}
+
+    def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
+        """`loss`, and `clip_fraction` of the tokens."""
+        return {"loss": sums["loss"].item(), "clip_fraction": sums["clip_fraction"].item() / divisors["tokens"]}
+
+
+class Critic:
+    """Predicts, and is trained on what came; `learner` trains a `ValueModel`."""
+
+    def __init__(self, learner: Learner, config: CriticConfig) -> None:
+        self.learner = learner
+        self.config = config
+        self._objective = ValueObjective(config.value_clip)
+
+    @torch.no_grad()
+    def values(self, batch: records.Batch) -> list[list[Tensor]]:
+        """Of each rollout and each of its sequences, the value before each trainable token; float32 on the CPU."""
+        model = self.learner.model
+        sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
+        found = [torch.zeros(0)] * len(sequences)
+        rows = micro_batches(
+            StepBatch(sequences), self.learner.micro_batch_tokens, packing=model.packing, device=model.device
+        )
+        for micro in rows:
+            for index, values in zip(micro.sequences, model.logits(micro)[:, 0].cpu().split(micro.counts), strict=True):
+                found[index] = values.clone()
+        values_of = iter(found)
+        return [[next(values_of) for _ in rollout.sequences] for rollout in batch.rollouts]
+
+    def train(self, steps: Sequence[StepBatch]) -> dict[str, float]:
+        """The batch's optimizer steps; their mean metrics. One without a gradient is left out and counted."""
+        assert self.config.learning_rate != "auto", "the plan replaces every auto"
+        rows: list[dict[str, float]] = []
+        for step in steps:
+            metrics = self.learner.forward_backward(step, self._objective)
+            try:
+                stats = self.learner.optim_prepare(self.config.learning_rate)
+            except ZeroGradientError:
+                self.learner.optimizer.discard_gradients()
+                continue
+            self.learner.optim_commit()
+            kept = {f"value/{name}": metrics[name] for name in ("loss", "clip_fraction")}
+            rows.append(kept | {"value/grad_norm": stats.grad_norm, "value/learning_rate": stats.learning_rate})
+        means = {name: statistics.fmean(row[name] for row in rows) for name in rows[0]} if rows else {}
+        return means | {"value/skipped_updates": float(len(steps) - len(rows))}
+
+    def save(self, folder: Path) -> None:
+        """Write the resume state into `folder`."""
+        self.learner.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote. Raises TrainingError when nothing is there."""
+        if not folder.is_dir():
+            raise TrainingError(
+                f"checkpoint {folder.parent.parent} has no critic, and this run's advantages need one: resume with the "
+                "algorithm that it was made with, or start a new run from the checkpoint's weights"
+            )
+        self.learner.load(folder)

@@ -1,0 +1,213 @@
+"""Advantages of tokens and the critic's loss: against float64 references written from the formulas, by property, and
+against TRL's own code."""
+
+import ast
+import importlib.util
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.algo.values import explained_variance, generalized_advantages, value_loss, whitened
+
+NUMBER = st.floats(-10, 10, width=32)
+PART = st.floats(0, 1)
+TRAJECTORY = st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=12)
+
+
+def tensors(trajectory):
+    rewards, values = zip(*trajectory, strict=True)
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
+
+
+def by_definition(rewards, values, gamma, gae_lambda):
+    """Equation 16: the exponentially weighted mean of the k-step advantages, k up to the end."""
+    end = len(rewards)
+    found = []
+    for t in range(end):
+        total, weight = 0.0, 1.0 - gae_lambda
+        for k in range(1, end - t + 1):
+            bootstrap = values[t + k].item() if t + k < end else 0.0
+            discounted = sum(gamma**i * rewards[t + i].item() for i in range(k))
+            advantage = discounted + gamma**k * bootstrap - values[t].item()
+            # All terms beyond the end are the last one again, and their weights sum to lambda ** (k - 1).
+            total += advantage * (weight if k < end - t else gae_lambda ** (k - 1))
+            weight *= gae_lambda
+        found.append(total)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@given(TRAJECTORY, PART, PART)
+def test_advantages_are_the_mean_of_all_k_step_ones(trajectory, gamma, gae_lambda):
+    rewards, values = tensors(trajectory)
+    torch.testing.assert_close(
+        generalized_advantages(rewards, values, gamma, gae_lambda),
+        by_definition(rewards, values, gamma, gae_lambda),
+        atol=1e-9,
+        rtol=1e-9,
+    )
+
+
+@given(TRAJECTORY, PART)
+def test_lambda_1_is_the_return_less_the_value(trajectory, gamma):
+    rewards, values = tensors(trajectory)
+    returns = torch.tensor(
+        [sum(gamma**i * r for i, r in enumerate(rewards[t:].tolist())) for t in range(len(rewards))]
+    ).double()
+    torch.testing.assert_close(
+        generalized_advantages(rewards, values, gamma, 1.0), returns - values, atol=1e-4, rtol=1e-5
+    )
+
+
+@given(TRAJECTORY, PART)
+def test_lambda_0_is_the_one_step_difference(trajectory, gamma):
+    rewards, values = tensors(trajectory)
+    following = torch.cat([values[1:], torch.zeros(1, dtype=torch.float64)])
+    torch.testing.assert_close(
+        generalized_advantages(rewards, values, gamma, 0.0), rewards + gamma * following - values
+    )
+
+
+@given(st.integers(1, 12), NUMBER)
+def test_without_a_value_every_token_gets_the_whole_reward(length, reward):
+    """REINFORCE."""
+    rewards = torch.zeros(length, dtype=torch.float64)
+    rewards[-1] = reward
+    advantages = generalized_advantages(rewards, torch.zeros(length), 1.0, 1.0)
+    assert torch.equal(advantages, torch.full((length,), reward, dtype=torch.float64))
+
+
+@given(st.lists(NUMBER, min_size=2, max_size=20), st.floats(0.5, 4), NUMBER)
+def test_whitening_forgets_shift_and_scale(values, scale, shift):
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if numbers.std() < 1e-2:
+        return
+    result = whitened(numbers)
+    assert abs(result.mean()) < 1e-9
+    assert result.std().item() == pytest.approx(1.0, abs=1e-3)
+    torch.testing.assert_close(whitened(scale * numbers + shift), result, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.1, -3.0, 1e6])
+def test_equal_values_are_whitened_to_exactly_nothing(value):
+    assert not whitened(torch.full((7,), value)).any()
+    assert not whitened(torch.full((1,), value)).any()
+    assert whitened(torch.zeros(0)).shape == (0,)
+
+
+def made_up(num=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values, old_values, returns = torch.randn(3, num, generator=generator)
+    return (values * 0.3).requires_grad_(), old_values * 0.3, returns
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_the_loss_and_its_gradient_are_the_formulas(clip):
+    values, old_values, returns = made_up()
+    loss, clipped = value_loss(values, old_values, returns, clip)
+    loss.mean().backward()
+    expected_loss, expected_gradient = 0.0, []
+    for value, old, target in zip(values.tolist(), old_values.tolist(), returns.tolist(), strict=True):
+        bounded = min(max(value, old - clip), old + clip)
+        error, bounded_error = (value - target) ** 2, (bounded - target) ** 2
+        if clip and bounded_error > error:
+            expected_loss += 0.5 * bounded_error
+            expected_gradient.append(0.0)
+        else:
+            expected_loss += 0.5 * error
+            expected_gradient.append((value - target) / len(values))
+    assert loss.mean().item() == pytest.approx(expected_loss / len(values), abs=1e-6)
+    assert values.grad.tolist() == pytest.approx(expected_gradient, abs=1e-6)
+    assert 0 < clipped.sum() < len(values) if clip else not clipped.any()
+
+
+def test_explained_variance():
+    returns = torch.tensor([0.0, 1.0, 2.0])
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(torch.full((3,), 5.0), returns) == 0.0
+    assert explained_variance(-returns, returns) == pytest.approx(-3.0)
+    assert explained_variance(returns, torch.ones(3)) is None
+
+
+def trl_source():
+    """`trl/experimental/ppo/ppo_trainer.py`, which TRL 1.0 has and 1.16 has not: the installed one, or the file that
+    SLIPSTREAM_TRL_PPO names."""
+    if path := os.environ.get("SLIPSTREAM_TRL_PPO"):
+        return Path(path).read_text(encoding="utf-8")
+    try:
+        spec = importlib.util.find_spec("trl.experimental.ppo.ppo_trainer")
+    except ImportError:
+        spec = None
+    if spec is not None and spec.origin:
+        return Path(spec.origin).read_text(encoding="utf-8")
+    pytest.skip("this TRL has no PPO: name the file of one that has in SLIPSTREAM_TRL_PPO")
+    raise AssertionError
+
+
+def statements_of_trl(source, names, first, last):
+    """The functions `names`, and of the method `train` the statements from the one that begins with `first` to the one
+    that begins with `last`, as code."""
+    tree = ast.parse(source)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    train = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "train")
+    for node in ast.walk(train):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        texts = [ast.unparse(each) for each in body]
+        begins = [place for place, text in enumerate(texts) if text.startswith(first)]
+        if begins:
+            end = next(place for place, text in enumerate(texts) if place >= begins[0] and text.startswith(last))
+            lines = [ast.unparse(each) for each in functions] + texts[begins[0] : end + 1]
+            return compile(textwrap.dedent("\n".join(lines)), "ppo_trainer.py", "exec")
+    raise AssertionError(f"TRL's train has no statement {first!r}")
+
+
+WHITEN = ("masked_mean", "masked_var", "masked_whiten")
+
+
+class Settings:
+    gamma, lam, cliprange_value, vf_coef = 0.97, 0.9, 0.2, 1.0
+
+
+def test_advantages_and_whitening_equal_trls():
+    code = statements_of_trl(
+        trl_source(), WHITEN, "lastgaelam = 0", "advantages = torch.masked_fill(advantages, padding_mask, 0)"
+    )
+    lengths, longest = [5, 9, 1, 7], 9
+    generator = torch.Generator().manual_seed(1)
+    padding = torch.arange(longest)[None] >= torch.tensor(lengths)[:, None]
+    rewards, values = torch.randn(2, len(lengths), longest, generator=generator).double().masked_fill(padding, 0.0)
+    scope = {
+        "torch": torch, "args": Settings, "rewards": rewards, "values": values, "gen_length": longest,
+        "padding_mask": padding, "responses": torch.zeros(len(lengths), longest),
+    }  # fmt: skip
+    exec(code, scope)
+    rows = [
+        generalized_advantages(r[:length], v[:length], Settings.gamma, Settings.lam)
+        for r, v, length in zip(rewards, values, lengths, strict=True)
+    ]
+    returns = torch.cat(rows) + values[~padding]
+    torch.testing.assert_close(returns, scope["returns"][~padding], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(whitened(torch.cat(rows)), scope["advantages"][~padding], atol=1e-5, rtol=1e-5)
+
+
+def test_the_loss_and_its_gradient_equal_trls():
+    code = statements_of_trl(trl_source(), WHITEN, "vpredclipped =", "vf_clipfrac =")
+    values, old_values, returns = made_up()
+    theirs = values.detach().clone().requires_grad_()
+    scope = {
+        "torch": torch, "args": Settings, "vpred": theirs, "mb_values": old_values, "mb_return": returns,
+        "micro_batch_inds": slice(None), "padding_mask_p1": torch.zeros(len(values), dtype=torch.bool),
+    }  # fmt: skip
+    exec(code, scope)
+    scope["vf_loss"].backward()
+    loss, clipped = value_loss(values, old_values, returns, Settings.cliprange_value)
+    loss.mean().backward()
+    assert loss.mean().item() == pytest.approx(scope["vf_loss"].item(), abs=1e-5)
+    assert clipped.double().mean().item() == pytest.approx(scope["vf_clipfrac"].item(), abs=1e-5)
+    torch.testing.assert_close(values.grad, theirs.grad, atol=1e-5, rtol=1e-5)

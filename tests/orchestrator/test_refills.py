@@ -1,0 +1,124 @@
+"""Dynamic sampling against a scripted engine."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.envs import Task
+from slipstream.errors import EnvironmentFault
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator.batches import Batcher
+from slipstream.orchestrator.refills import Refills, choose
+from slipstream.records import Message, Rollout, Version
+from tests.orchestrator.test_orchestrator import END, SAMPLING, Odd, make_runner
+
+
+def task(letter):
+    return Task(letter, (Message("user", letter),), "b")
+
+
+class Worth(Odd):
+    """A text is worth its letter: b is 1, c is 0.9, x raises, all others are 0."""
+
+    def reward(self, task, completion):
+        return {"b": 1.0, "c": 0.9}[completion] if completion in "bc" else super().reward(task, completion)
+
+
+def answer(prompt, seed):
+    """u: right or wrong, as chance has it. d: right, or nearly. Others say their own letter."""
+    letter = chr(prompt[-1])
+    said = {"u": "ab"[seed % 2], "d": "bc"[seed % 2]}.get(letter, letter)
+    return [ord(said), END]
+
+
+async def make(first, refills, max_refills=9, threshold=None, group_size=8, max_failures=0.5):
+    """The batch whose tasks are the letters `first`, and the tasks that each round began."""
+    begun = []
+    offered = [[task(letter) for letter in letters] for letters in refills]
+    batcher = Batcher(
+        make_runner(ScriptedEngine(answer), Worth()),
+        group_size=group_size,
+        sampling=SAMPLING,
+        seed=0,
+        max_reward_failures=max_failures,
+        needs_logprobs=True,
+        refills=Refills(lambda step, number: offered[number - 1], max_refills, threshold, begun.append),
+    )
+    return await batcher.make(3, Version(0, 3), [task(letter) for letter in first]), begun
+
+
+async def test_groups_without_signal_are_drawn_again():
+    batch, begun = await make("buab", ["bubu", "uuuu"])
+    # One of four has signal: three more want twelve, and a round has four; then one more of three in eight.
+    assert begun == [4, 3]
+    assert [r.group_id for r in batch.rollouts[::8]] == ["3.1", "3.5", "3.7", "3.8"]
+    assert all(r.task_id == "u" for r in batch.rollouts)
+    assert len({r.id for r in batch.rollouts}) == len(batch.rollouts) == 32
+    assert batch.dropped == {"no_signal": 5 * 8, "surplus": 2 * 8}
+    assert {name: batch.metrics[name] for name in batch.metrics if name.startswith("rollout/")} == {
+        "rollout/refills": 2.0,
+        "rollout/drawn_groups": 11.0,
+        "rollout/refilled_groups": 3.0,
+        "rollout/groups": 4.0,
+    }
+    assert 0.4 < batch.metrics["reward/drawn_mean"] < 0.8
+
+
+async def test_it_is_the_same_again_and_seeds_differ_between_rounds():
+    batches = [(await make("buab", ["bubu", "uuuu"]))[0] for _ in range(2)]
+    first, second = ([(r.id, r.task_id, r.sequences, r.reward) for r in batch.rollouts] for batch in batches)
+    assert first == second
+    said = ["".join(r.completion for r in batches[0].rollouts[i : i + 8]) for i in range(0, 32, 8)]
+    assert len(set(said)) > 1
+
+
+async def test_a_batch_that_has_enough_draws_nothing_and_one_round_may_be_all():
+    batch, begun = await make("uuuu", [])
+    assert (begun, batch.dropped) == ([], {})
+    assert batch.metrics["rollout/refills"] == 0.0
+    batch, begun = await make("ubbb", ["bbbb", "uuuu"], max_refills=1)
+    assert begun == [4]
+    assert [r.group_id for r in batch.rollouts[::8]] == ["3.0"]
+    assert batch.metrics["rollout/groups"] == 1.0
+
+
+async def test_without_any_signal_the_batchs_own_groups_stay_for_the_trainer_to_see():
+    batch, begun = await make("bbaa", ["bbbb", "aaaa"], max_refills=2)
+    assert begun == [4, 4]
+    assert [r.task_id for r in batch.rollouts[::8]] == list("bbaa")
+    assert batch.dropped == {"no_signal": 64}
+
+
+async def test_right_or_wrong_decides_where_there_is_a_threshold():
+    with_parts, _ = await make("dddd", [])
+    assert len(with_parts.rollouts) == 32
+    batch, begun = await make("dddd", ["uuuu"], threshold=0.5)
+    assert begun == [4]
+    assert {r.task_id for r in batch.rollouts} == {"u"}
+
+
+async def test_failures_are_counted_and_too_many_end_it_in_any_round():
+    batch, _ = await make("uuux", ["uuuu"])
+    assert batch.dropped["reward_error"] == 8
+    with pytest.raises(EnvironmentFault, match="of step 3 failed"):
+        await make("uubb", ["xxxx"], max_failures=0.3)
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=4), min_size=1, max_size=12),
+       st.integers(1, 8))  # fmt: skip
+def test_every_rollout_is_in_the_batch_or_counted(rewards, size):
+    groups = [
+        [Rollout(f"{i}.{j}", "t", f"{i}", [], reward=reward, outcome="done") for j, reward in enumerate(group)]
+        for i, group in enumerate(rewards)
+    ]
+    refills = Refills(lambda step, number: [], 9)
+    choice = choose(refills, groups, size, 1)
+    assert 1 <= len(choice.groups) <= size
+    assert sum(map(len, choice.groups)) + sum(choice.left_out.values()) == sum(map(len, groups))
+    numbers = [int(group[0].group_id) for group in choice.groups]
+    assert numbers == sorted(numbers)
+    some = any(map(refills.has_signal, groups))
+    assert all(map(refills.has_signal, choice.groups)) or not some
+    wanted = refills.num_wanted(groups, size)
+    assert 0 <= wanted <= size
+    assert (wanted == 0) == (sum(map(refills.has_signal, groups)) >= size)
