@@ -5,8 +5,9 @@
 
 uv does the installing, because it can leave out packages that vLLM asks for and a CPU machine cannot have
 (constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
-it, and otherwise from PyTorch's CPU index, which uv knows by name. The tests of `slipstream report` need a Chromium:
-where there is none it comes from Debian's or Ubuntu's packages, if this user may install them.
+it, and otherwise from PyTorch's CPU index, which uv knows by name. torchvision gets a folder of its own, for tests with
+image models only. The tests of `slipstream report` need a Chromium: where there is none it comes from Debian's or
+Ubuntu's packages, if this user may install them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ VENV = ROOT / ".venv"
 OLDEST, NEWEST = (3, 11), (3, 13)
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER_PACKAGE = "chromium-headless-shell"
+BESIDE = VENV / "torchvision"
+"""Where tests with image models find it; on no process's path otherwise, as not every torch can load its operators."""
 
 
 def run(*command: str | Path) -> None:
@@ -95,13 +98,14 @@ def main() -> None:
         run(sys.executable, "-m", "venv", VENV)
     run(VENV / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "uv>=0.9")
     kind = "gpu" if options.gpu else "cpu"
-    arguments = ["--constraint", f"constraints/{kind}.txt"]
-    if kind == "cpu":
-        arguments += ["--override", "constraints/cpu-overrides.txt", *torch_source()]
+    install = [VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python", "--constraint"]
+    install += [f"constraints/{kind}.txt", *(torch_source() if kind == "cpu" else [])]
     extras = ",".join([kind, *filter(None, options.extras.split(","))])
+    leave_out = ["--override", "constraints/cpu-overrides.txt"] if kind == "cpu" else []
     # Compiled once here, and not by the first import of every process that may not write there.
-    arguments.append("--compile-bytecode")
-    run(VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python", *arguments, "--editable", f".[{extras}]")
+    run(*install, *leave_out, "--compile-bytecode", "--editable", f".[{extras}]")
+    if kind == "cpu":
+        run(*install, "--no-deps", "--target", BESIDE, "torchvision")
 
 
 if __name__ == "__main__":

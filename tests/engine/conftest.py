@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,9 @@ import torch
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.runtime import EventLoopThread
-from slipstream.records import Completion, GenerateRequest, SamplingParams
+from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence
+from slipstream.trainer.learner import score
+from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 
 T = TypeVar("T")
@@ -62,7 +65,16 @@ def settings_for(model: Path, dtype: str = "float32", **changes: Any) -> EngineS
     )
 
 
-def start(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: int = 1, **changes: Any) -> LiveEngine:
+def create(
+    model: Path,
+    folder: Path,
+    dtype: str = "float32",
+    *,
+    max_restarts: int = 1,
+    start_timeout_s: float = 180,
+    **changes: Any,
+) -> LiveEngine:
+    """An engine that does not run yet."""
     thread = EventLoopThread(lambda: False)
     events: list[tuple[str, dict[str, Any]]] = []
 
@@ -70,15 +82,18 @@ def start(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: in
         return SupervisedEngine(
             settings_for(model, dtype, **changes),
             folder / "engine.log",
-            start_timeout_s=180,
+            start_timeout_s=start_timeout_s,
             max_restarts=max_restarts,
             on_event=lambda kind, **fields: events.append((kind, fields)),
         )
 
-    engine = thread.call(create(), 10, "the engine object")
-    live = LiveEngine(engine, thread, model, events)
-    engine.launch()
-    live.call(engine.wait_ready(), 200)
+    return LiveEngine(thread.call(create(), 10, "the engine object"), thread, model, events)
+
+
+def start(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: int = 1, **changes: Any) -> LiveEngine:
+    live = create(model, folder, dtype, max_restarts=max_restarts, **changes)
+    live.engine.launch()
+    live.call(live.engine.wait_ready(), 200)
     return live
 
 
@@ -104,6 +119,18 @@ def perturbed(weights: dict[str, torch.Tensor], seed: int, scale: float = 0.02) 
     return {
         name: (w.float() + scale * torch.randn(w.shape, generator=generator)).to(w.dtype) for name, w in weights.items()
     }
+
+
+def mean_difference(live: LiveEngine, policy: PolicyModel, sampling: SamplingParams) -> float:
+    """Between the engine's log-probabilities of what it samples and the trainer's of the same."""
+    completions = live.sample(f"probe-{os.urandom(4).hex()}", sampling)
+    sequences = [
+        Sequence(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
+        for prompt, c in zip(PROMPTS, completions, strict=True)
+    ]
+    ours = torch.cat(score(policy, sequences, sampling, micro_batch_tokens=1024).logprobs)
+    theirs = torch.tensor([value for c in completions for value in c.logprobs])
+    return (ours - theirs).abs().mean().item()
 
 
 def sparsely(

@@ -26,9 +26,8 @@ from slipstream.trainer.model import PolicyModel
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
 from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
 
-from .conftest import PROMPTS, LiveEngine, start, stop
-from .flipping import FLIP_VARIABLE
-from .test_bridges import mean_difference
+from .conftest import PROMPTS, LiveEngine, mean_difference, start, stop
+from .workers import FLIP_VARIABLE
 
 pytestmark = pytest.mark.engine
 SAMPLING = SamplingParams(max_tokens=24)
@@ -72,7 +71,7 @@ def start_lora(model: Path, folder: Path, dtype: str, rank: int, alpha: float, t
         dtype,
         lora_rank=rank,
         lora_target_modules=adapter.config.target_modules,
-        options={"worker_extension_cls": "tests.engine.flipping.FlippingWorker"},
+        options={"worker_extension_cls": "tests.engine.workers.FlippingWorker"},
     )
     bridge = create_adapter_bridge(
         folder=folder / "weights", engine=live.engine, adapter=adapter.config, base_weights=policy.base_weights()
@@ -220,19 +219,6 @@ def test_adapter_and_merged_export_give_the_same_greedy_tokens_everywhere(lora, 
     ticket = restart.publisher.publish(merged.named_weights(), 1, 0, lambda ticket: None)
     check_report(live.call(restart.receiver.apply(ticket, 60)), ticket)
     assert [completion.token_ids for completion in live.sample("merged", GREEDY)] == beside
-
-
-@pytest.mark.slow
-def test_bfloat16_and_a_few_targets(tiny_model, tmp_path):
-    started = start_lora(tiny_model, tmp_path, "bfloat16", 16, 32.0, ("q_proj", "v_proj", "down_proj"))
-    try:
-        for seed in (1, 2):
-            started.update(seed)
-            assert mean_difference(started.live, started.policy, SAMPLING) < 0.02
-        report = started.live.call(started.live.engine.verify(started.publish(3), 60))
-        assert len(report.mismatched) == 2 * len(started.policy.adapter.layers)
-    finally:
-        stop(started.live)
 
 
 def test_running_requests_end_with_the_adapter_that_they_began_with(lora):

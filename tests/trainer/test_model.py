@@ -117,8 +117,40 @@ def test_variable_length_kernel_equals_the_padded_route(model_folder):
     assert (half - full).abs().max() < 0.05 * full.std() + 0.02
 
 
-def test_experts_that_transformers_joins_cannot_be_shared(save_model, tmp_path):
+def test_experts_that_are_kept_apart_cannot_be_shared(save_model, tmp_path):
     kind, changes = MODELS["qwen3-moe"]
     weights = load_file(save_model(tmp_path, kind, **changes) / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"one copy of .*experts.* \(transformers changes it\): use another"):
+    with pytest.raises(ConfigError, match=r"one copy of .*experts.* \(transformers changes it, and the engine has it"):
         PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
+
+
+@pytest.mark.parametrize("order", ["gate, up", "up, gate"])
+def test_experts_are_shared_where_they_lie_in_transformers_own_order(save_model, tmp_path, order):
+    """The engine's memory as vLLM has it: gate and up in one tensor of all experts, down in another."""
+    kind, changes = MODELS["qwen3-moe"]
+    weights = load_file(save_model(tmp_path, kind, **changes) / "model.safetensors")
+    fused = {}
+    for name in [name for name in weights if ".experts.0." in name]:
+        parts = [weights[name.replace(".experts.0.", f".experts.{e}.")] for e in range(changes["num_experts"])]
+        fused[name] = torch.stack(parts)
+    for layer in {name.split(".experts.")[0] for name in fused}:
+        names = [f"{layer}.experts.0.{half}_proj.weight" for half in order.split(", ")]
+        size = fused[names[0]].shape[1]
+        both = torch.cat([fused[name] for name in names], dim=1)
+        fused[names[0]], fused[names[1]] = both[:, :size], both[:, size:]
+    for name, whole in fused.items():
+        weights |= {name.replace(".experts.0.", f".experts.{e}."): part for e, part in enumerate(whole)}
+    if order == "up, gate":
+        with pytest.raises(ConfigError, match="the engine has it otherwise"):
+            PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
+        return
+    model = PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
+    alone = PolicyModel.load(tmp_path)
+    for (name, ours), (_, theirs) in zip(model.named_weights(), alone.named_weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    weights[name][3, 5] += 1
+    assert torch.equal(dict(model.named_weights())[name], weights[name])
+    assert {p.untyped_storage().data_ptr() for p in model.network.parameters()} == {
+        w.untyped_storage().data_ptr() for w in weights.values()
+    }

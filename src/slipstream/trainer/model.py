@@ -61,34 +61,11 @@ class PolicyModel:
         sequence. With `checkpointing` a layer keeps its input only and is computed again in the backward pass.
         With `shared` its parameters are these tensors, and the folder gives their names and the configuration.
         """
-        from transformers import AutoModelForCausalLM
-
         hide_progress_bars()
         folder = resolve_folder(path)
         check_architecture(folder, trust_remote_code, packing=packing)
         implementation = attention.register() if packing else "sdpa"
-        try:
-            options: dict[str, Any] = {
-                "dtype": DTYPES[dtype],
-                "attn_implementation": implementation,
-                "output_loading_info": True,
-            }
-            network, loading = cast(
-                "tuple[Any, dict[str, Any]]",
-                AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-                if shared is None
-                else _place(folder, shared, trust_remote_code, options),
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"model.path {str(path)!r} cannot be loaded ({_one_line(error)}): save it again"
-            ) from error
-        if missing := sorted(loading.get("missing_keys") or ()):
-            # Transformers would draw them at random and go on.
-            raise ConfigError(
-                f"model.path {str(path)!r} lacks {len(missing)} of the model's parameters, first {missing[0]}: save or "
-                "download it again"
-            )
+        network = load_network(folder, dtype, trust_remote_code, implementation=implementation, shared=shared)
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
         if checkpointing:
@@ -154,15 +131,19 @@ class PolicyModel:
         return self._model_weights(merged=False)
 
     def _model_weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
-        from transformers.core_model_loading import revert_weight_conversion
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-        network: Any = self.network
-        state: dict[str, Tensor] = dict(network.state_dict())
+        state: dict[str, Tensor] = dict(self.network.state_dict())
         if self.adapter is not None:
             state = self.adapter.model_state(state, merged=merged)
-        weights = remove_tied_weights_from_state_dict(state, network)
-        yield from revert_weight_conversion(network, weights).items()
+        return stored_weights(self.network, state)
+
+
+def stored_weights(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What `save_pretrained` writes of a network whose state this is, under the names that it writes."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    own: Any = network
+    yield from revert_weight_conversion(own, remove_tied_weights_from_state_dict(dict(state), own)).items()
 
 
 @dataclass(frozen=True)
@@ -174,14 +155,49 @@ class SharedTensors:
     refused: Mapping[str, str]
 
 
-def _place(folder: Path, shared: SharedTensors, trust_remote_code: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The network whose parameters are `shared`. Transformers gets placeholders of the stored names and shapes, which
-    take no memory, and does with them what it does with files; each is then replaced by the tensor of its name."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def load_network(
+    folder: Path,
+    dtype: Literal["float32", "bfloat16"],
+    trust_remote_code: bool = False,
+    *,
+    implementation: str = "sdpa",
+    shared: SharedTensors | None = None,
+) -> nn.Module:
+    """The network in `folder`, with an image tower where it has one; see `PolicyModel.load`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    kind: Any = AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "attn_implementation": implementation,
+        "output_loading_info": True,
+    }
+    try:
+        network, loading = cast(
+            "tuple[Any, dict[str, Any]]",
+            kind.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+            if shared is None
+            else _place(kind, config, folder, shared, trust_remote_code, options),
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model.path {str(folder)!r} cannot be loaded ({_one_line(error)}): save it again") from error
+    if missing := sorted(loading.get("missing_keys") or ()):
+        # Transformers would draw them at random and go on.
+        raise ConfigError(
+            f"model.path {str(folder)!r} lacks {len(missing)} of the model's parameters, first {missing[0]}: save or "
+            "download it again"
+        )
+    return network
+
+
+def _place(
+    auto: Any, config: Any, folder: Path, shared: SharedTensors, trust_remote_code: bool, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The network whose parameters are `shared`. Transformers gets placeholders of the stored names and shapes, which
+    take no memory, and does with them what it does with files; each is then replaced by the tensor of its name."""
     with torch.device("meta"):
-        kind: Any = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+        kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
     dtype = options["dtype"]
     specs = stored_parameters(folder, str(dtype).removeprefix("torch."))
     placeholders = {spec.name: torch.zeros(1, dtype=dtype).expand(spec.shape) for spec in specs}
@@ -189,15 +205,34 @@ def _place(folder: Path, shared: SharedTensors, trust_remote_code: bool, options
     network, loading = kind.from_pretrained(None, config=config, state_dict=placeholders, **options)
     for own_name, parameter in network.named_parameters():
         name = names.get(parameter.untyped_storage().data_ptr())
-        tensor = shared.tensors.get(name) if name else None
+        tensor = shared.tensors.get(name) if name else _fused(network, own_name, parameter.shape, shared)
         if tensor is None or tensor.shape != parameter.shape:
-            reason = "transformers changes it" if name is None else shared.refused.get(name, "the engine has another")
+            changed = "transformers changes it, and the engine has it otherwise"
+            reason = changed if name is None else shared.refused.get(name, "the engine has another")
             raise ConfigError(
                 f"trainer and engine cannot have one copy of {name or own_name} ({reason}): use another weights.bridge "
                 "than single_copy"
             )
         parameter.data = tensor
     return network, loading
+
+
+def _fused(network: nn.Module, name: str, shape: torch.Size, shared: SharedTensors) -> Tensor | None:
+    """One tensor over the shared memory of everything that transformers fuses into the parameter `name` (the experts of
+    a layer); None where the engine does not keep it as one, in the same order."""
+    parts = [shared.tensors.get(part) for part, _ in stored_weights(network, {name: torch.empty(shape, device="meta")})]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts) or sum(part.numel() for part in known) != shape.numel():
+        return None
+    if len({(part.untyped_storage().data_ptr(), part.dtype) for part in known}) > 1:
+        return None
+    first = min(known, key=lambda part: part.storage_offset())
+    end = max(part.storage_offset() + part.numel() for part in known)
+    if end - first.storage_offset() != shape.numel() or not all(part.is_contiguous() for part in known):
+        return None
+    whole = first.as_strided(shape, torch.empty(shape, device="meta").stride(), first.storage_offset())
+    in_order = all(torch.equal(part, shared.tensors[own]) for own, part in stored_weights(network, {name: whole}))
+    return whole if in_order else None
 
 
 def checkpoint_layers(network: nn.Module) -> None:

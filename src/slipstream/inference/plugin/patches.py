@@ -7,6 +7,7 @@ says so when it is not there, instead of guessing by version number.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 
 _applied: list[str] = []
 _packed_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_packed_experts: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Layers of experts, and vLLM's kernel of each."""
+_EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 _pack: Callable[..., None] | None = None
 
 
@@ -29,6 +33,8 @@ def apply_all() -> tuple[str, ...]:
 
     if current_platform.is_cpu():
         _live_cpu_weights()
+        _live_cpu_experts()
+        _cpu_experts_under_lora()
         _seeded_cpu_prefill()
         _one_cpu_adapter()
     return applied()
@@ -151,25 +157,90 @@ def _live_cpu_weights() -> None:
     _applied.append(name)
 
 
+def _live_cpu_experts() -> None:
+    """On a CPU, keep the weights of a layer of experts beside the packed copies that its kernel reads.
+
+    For vLLM 0.32: `CPUUnquantizedExperts` puts the packed copies in the place of the layer's weights, which have the
+    same shape, so that an update would be written over them and read as if it were packed.
+    """
+    name = "live_cpu_experts"
+    if name in _applied:
+        return
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return
+    experts: Any = CPUUnquantizedExperts
+    process, compute = experts.process_weights_after_loading, experts.apply
+
+    def pack_beside(self: Any, layer: Any) -> None:
+        own = [getattr(layer, weight) for weight in _EXPERT_WEIGHTS]
+        process(self, layer)
+        if self._use_zentorch:  # packs nothing
+            return
+        packed = [getattr(layer, weight).data for weight in _EXPERT_WEIGHTS]
+        for weight, parameter in zip(_EXPERT_WEIGHTS, own, strict=True):
+            setattr(layer, weight, parameter)
+        self._slipstream_packed = packed
+        _packed_experts[layer] = self
+
+    def compute_packed(self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, *args: Any, **kwargs: Any) -> None:
+        w1, w2 = getattr(self, "_slipstream_packed", (w1, w2))
+        compute(self, output, hidden_states, w1, w2, *args, **kwargs)
+
+    experts.process_weights_after_loading = pack_beside
+    experts.apply = compute_packed
+    _applied.append(name)
+
+
+def _cpu_experts_under_lora() -> None:
+    """On a CPU, compute experts with the CPU's kernel also in an engine that has room for LoRA adapters.
+
+    For vLLM 0.32: it then chooses Triton's kernel, which adapters of experts need, and which does not end on a CPU.
+    Adapters of other layers need nothing of it.
+    """
+    name = "cpu_experts_under_lora"
+    if name in _applied:
+        return
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    select: Callable[..., Any] | None = getattr(method, "select_unquantized_moe_backend", None)
+    if select is None:
+        return
+
+    def select_as_without(moe_config: Any) -> Any:
+        return select(moe_config=dataclasses.replace(moe_config, is_lora_enabled=False))
+
+    setattr(method, "select_unquantized_moe_backend", select_as_without)  # noqa: B010
+    _applied.append(name)
+
+
 def _packed(model: torch.nn.Module) -> list[tuple[str, Any]]:
     return [(name, layer) for name, layer in model.named_modules() if layer in _packed_layers]
 
 
+def _experts(model: torch.nn.Module) -> list[tuple[str, Any, Any]]:
+    layers = [(name, layer, _packed_experts.get(layer)) for name, layer in model.named_modules()]
+    return [(name, layer, experts) for name, layer, experts in layers if experts is not None]
+
+
 def repack(model: torch.nn.Module) -> int:
     """Make every packed copy anew from its layer's weight; returns how many there are."""
-    layers = _packed(model)
+    layers, experts = _packed(model), _experts(model)
     for _, layer in layers:
         assert _pack is not None
         _pack(layer, remove_weight=False)
-    return len(layers)
+    for _, layer, kernel in experts:
+        kernel.process_weights_after_loading(layer)
+    return len(layers) + len(experts)
 
 
 def stale_packed_layers(model: torch.nn.Module, max_products: int = 1 << 32) -> list[str]:
     """Names of layers whose kernel does not compute with the weight that the layer shows.
 
-    The kernel is asked for its product with the identity matrix, which is the weight itself, exactly: one
+    A linear layer's kernel is asked for its product with the identity matrix, which is the weight itself, exactly: one
     times a value plus zeros has nothing to round. Layers that need more than `max_products` multiplications are
-    left to the probe.
+    left to the probe. What a layer of experts has packed is compared with its weights packed once more.
     """
     stale: list[str] = []
     for name, layer in _packed(model):
@@ -178,5 +249,11 @@ def stale_packed_layers(model: torch.nn.Module, max_products: int = 1 << 32) -> 
             continue
         identity = torch.eye(weight.shape[1], dtype=weight.dtype)
         if not torch.equal(layer.cpu_linear(identity, weight, None), weight.t()):
+            stale.append(name)
+    for name, layer, kernel in _experts(model):
+        packed = kernel._slipstream_packed
+        kernel.process_weights_after_loading(layer)
+        if not all(map(torch.equal, packed, kernel._slipstream_packed)):
+            kernel._slipstream_packed = packed
             stale.append(name)
     return stale

@@ -118,7 +118,8 @@ class EngineServer:
         note = "packed copy" if method == "slipstream_fingerprint" else "beside the adapter"
         verdicts: dict[str, list[str]] = {"match": [], "differs": [], "unverified": []}
         for spec in parameters:
-            shares = [tensor_map.Share(int(a["shares"][spec.name][0], 16), a["shares"][spec.name][1]) for a in answers]
+            parts = [answer["shares"][spec.name] for answer in answers]
+            shares = [tensor_map.Share(int(value, 16), count, place) for value, count, place in parts]
             verdicts[tensor_map.compare(spec, shares)].append(spec.name)
         stale = [f"{name} ({note})" for answer in answers for name in answer["stale"]]
         return ApplyReport(

@@ -9,6 +9,7 @@ then listed as unverified, never passed as right.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from slipstream.records import ParameterSpec
 from slipstream.weights.fingerprint import Slice, as_hex, fingerprints
 
 _WRITES = {"copy_", "fill_", "zero_", "index_copy_", "index_put_", "masked_fill_", "scatter_", "set_"}
+_IN_LOADERS_ORDER = {"TRITON", "BATCHED_TRITON", "CPU"}
+"""vLLM's kernels for experts that read the weights as its loader places them; on a CPU thanks to our patch."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,11 @@ class TensorMap:
             totals[number] += value
             counts[number] += piece.numel
         return [(total & ((1 << 64) - 1), count) for total, count in zip(totals, counts, strict=True)]
+
+    def place(self, name: str) -> str:
+        """A digest of which elements of `name` this worker holds."""
+        held = sorted((piece.offset, piece.sizes, piece.strides) for piece in self.pieces.get(name, []))
+        return hashlib.sha256(repr(held).encode()).hexdigest()[:16]
 
     def write(self, spec: ParameterSpec, places: Tensor, values: Tensor) -> None:
         """Write `values` at `places` of the flattened parameter, where this worker keeps them."""
@@ -182,7 +190,22 @@ def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
     recorder = Recorder([*model.parameters(), *model.buffers()])
     with torch.no_grad(), recorder:
         model.load_weights(recorder.feed(parameters))
+    rearranged = _rearranged(model)
+    for name, pieces in recorder.map.pieces.items():
+        if any(piece.target.untyped_storage().data_ptr() in rearranged for piece in pieces):
+            recorder.map.opaque.add(name)
     return recorder.map
+
+
+def _rearranged(model: Any) -> set[int]:
+    """Storages of experts' weights that vLLM puts into a kernel's own order after its loader: what the loader writes
+    there later would be read in the wrong order."""
+    found: set[int] = set()
+    for module in model.modules():
+        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        if backend is not None and backend.name not in _IN_LOADERS_ORDER:
+            found |= {parameter.untyped_storage().data_ptr() for parameter in module.parameters(recurse=False)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -191,16 +214,19 @@ class Share:
 
     fingerprint: int
     count: int
+    place: str = ""
+    """Which elements of the parameter these are; workers that hold the same say the same."""
 
 
 def compare(spec: ParameterSpec, shares: list[Share]) -> str:
     """`match`, `differs` or `unverified` for one parameter, from the shares of all workers.
 
-    Shards add up to the whole; a replicated parameter is whole in every worker and must match in each.
+    Shards add up to the whole; what several workers hold (all of it, or heads that are fewer than they) must be the
+    same in each.
     """
-    numel = math.prod(spec.shape)
-    if all(share.count == numel for share in shares):
-        return "match" if all(as_hex(share.fingerprint) == spec.fingerprint for share in shares) else "differs"
-    if sum(share.count for share in shares) != numel:
+    by_place = {share.place: share for share in shares}
+    if sum(share.count for share in by_place.values()) != math.prod(spec.shape):
         return "unverified"
-    return "match" if as_hex(sum(share.fingerprint for share in shares)) == spec.fingerprint else "differs"
+    if any(share != by_place[share.place] for share in shares):
+        return "differs"
+    return "match" if as_hex(sum(share.fingerprint for share in by_place.values())) == spec.fingerprint else "differs"

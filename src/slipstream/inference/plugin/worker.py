@@ -145,10 +145,11 @@ class WorkerExtension:
         return json.dumps({"shares": shares, "stale": stray, "memory_bytes": _memory_bytes()})
 
 
-def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]) -> dict[str, tuple[str, int]]:
+def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]) -> dict[str, tuple[str, int, str]]:
     names = [spec.name for spec in parameters if spec.name not in located.opaque]
-    shares = {name: (f"{value:x}", count) for name, (value, count) in zip(names, located.shares(names), strict=True)}
-    return {spec.name: shares.get(spec.name, ("0", 0)) for spec in parameters}
+    values = zip(names, located.shares(names), strict=True)
+    shares = {name: (f"{value:x}", count, located.place(name)) for name, (value, count) in values}
+    return {spec.name: shares.get(spec.name, ("0", 0, "")) for spec in parameters}
 
 
 def _memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""A worker that damages its own memory when told to, by a file that this variable names."""
+"""Workers that do more than a run asks of them, when told to by files that these variables name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from slipstream.inference.plugin.worker import WorkerExtension
 
+from .architectures import GRID, pixels
+
 FLIP_VARIABLE = "SLIPSTREAM_TEST_FLIP"
+TOWER_VARIABLE = "SLIPSTREAM_TEST_TOWER"
 
 
 class FlippingWorker(WorkerExtension):
@@ -25,3 +29,15 @@ class FlippingWorker(WorkerExtension):
             buffer.view(torch.int32)[row, column] ^= 1
             file.unlink()
         return super().slipstream_fingerprint_adapter(parameters_json, lora_id)
+
+
+class TowerWorker(WorkerExtension):
+    """When it is fingerprinted, it writes what the live image tower makes of an image."""
+
+    @torch.no_grad()
+    def slipstream_fingerprint(self, parameters_json: str) -> str:
+        if file := os.environ.get(TOWER_VARIABLE):
+            model = self._slipstream_model()
+            (features,) = model.embed_multimodal(pixel_values=pixels(), image_grid_thw=torch.tensor([GRID]))
+            save_file({"features": features.contiguous()}, file)
+        return super().slipstream_fingerprint(parameters_json)

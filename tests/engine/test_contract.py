@@ -1,0 +1,337 @@
+"""What every bridge owes on every architecture: after a version is applied, the engine answers bit for bit as one that
+was started on it.
+
+A row of `BRIDGES` or `ADAPTER_BRIDGES` is a bridge, one of `ARCHITECTURES` a model. For each model there is one engine
+that all bridges update in turn, and one that was started on the last version; the same again for adapters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.errors import EngineError, WeightsError
+from slipstream.records import ApplyReport, SamplingParams, Ticket
+from slipstream.trainer.model import PolicyModel, SharedTensors, load_network
+from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
+from slipstream.weights.adapter import AdapterConfig
+from slipstream.weights.files import stored_parameters
+from slipstream.weights.single_copy import check_loaded, open_weights
+
+from .architectures import ARCHITECTURES, DIVIDED, GRID, Architecture, pixels
+from .conftest import LiveEngine, create, mean_difference, perturbed, sparsely, stop
+from .workers import TOWER_VARIABLE
+
+pytestmark = pytest.mark.engine
+BRIDGES = {
+    "disk": ("disk", False),
+    "broadcast": ("broadcast", False),
+    "deltas over disk": ("disk", True),
+    "deltas over broadcast": ("broadcast", True),
+    "single_copy": ("single_copy", False),
+}
+"""Bridge, and whether it sends deltas. `single_copy` is last: from then on the engine's memory is shared."""
+ADAPTER_BRIDGES = ("lora", "lora beside single_copy")
+SAMPLING = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+FIRST, LAST = 1, 2
+RANK, ALPHA = 4, 6.8
+START_S = 400
+TOLERANCE = {"float32": 0.001, "bfloat16": 0.02}
+
+
+class Case:
+    """One architecture: a trainer's network, a running engine, and its oracle, which was started on `LAST`."""
+
+    def __init__(self, architecture: Architecture, folder: Path) -> None:
+        self.architecture, self.folder, self.dtype = architecture, folder, architecture.dtype
+        self.model = architecture.build(folder / "model", self.dtype)
+        self.policy = self.load(self.model)
+        state = dict(self.policy.network.named_parameters())
+        self.states = {FIRST: perturbed(state, seed=1)}
+        # Few elements change, as in training, so that a delta is worth sending.
+        self.states[LAST] = sparsely(self.states[FIRST], seed=2)
+        self.bridges: dict[str, tuple[PolicyModel, Bridge]] = {}
+        self.engines: list[LiveEngine] = []
+        self.shared: dict[str, torch.Tensor] = {}
+
+    live: LiveEngine
+    oracle: LiveEngine
+    ticket: Ticket
+
+    def start(self) -> None:
+        """Launch both engines, so that they start side by side."""
+        raise NotImplementedError
+
+    def load(self, model: Path, shared: SharedTensors | None = None) -> PolicyModel:
+        return PolicyModel(load_network(model, self.dtype, shared=shared), model, packing=False)
+
+    def share(self, live: LiveEngine, held: Path) -> PolicyModel:
+        """A policy in the memory of `live`, which has the weights in `held` now."""
+        shared = live.call(live.engine.share(stored_parameters(self.model, self.dtype), 60))
+        self.shared = open_weights(shared)
+        check_loaded(self.shared, held)
+        policy = self.load(self.model, SharedTensors(self.shared, shared.refused))
+        assert _storages(policy.network.parameters()) <= _storages(self.shared.values())
+        return policy
+
+    def launch(self, name: str, model: Path | None = None, **changes) -> LiveEngine:
+        folder = self.folder / name
+        live = create(
+            model or self.model,
+            folder,
+            self.dtype,
+            max_restarts=0,
+            start_timeout_s=START_S,
+            options={
+                "worker_extension_cls": self.architecture.worker,
+                "tensor_parallel_size": self.architecture.num_workers,
+            },
+            **changes,
+        )
+        self.engines.append(live)
+        path = [*self.architecture.path(), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(path))
+            if self.architecture.num_workers > 1:
+                # With one NUMA node vLLM finds no cores for a second worker.
+                patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            patch.setenv(TOWER_VARIABLE, str(self.tower(live)))
+            live.engine.launch()
+        return live
+
+    def tower(self, live: LiveEngine) -> Path:
+        return live.engine.process.log_path.parent / "tower.safetensors"
+
+    def wait(self) -> None:
+        for live in self.engines:
+            live.call(live.engine.wait_ready(), START_S + 10)
+
+    def publish(self, policy: PolicyModel, bridge: Bridge, step: int) -> tuple[Ticket, ApplyReport]:
+        """Write the version into the trainer's weights as an optimizer would, and bring it to the engine."""
+        if bridge.fence is not None:
+            self.live.call(bridge.fence(60))
+        self.write(policy, step)
+        under_way = []
+
+        def announce(ticket: Ticket) -> None:
+            under_way.append(self.live.thread.submit(bridge.receiver.apply(ticket, 60)))
+
+        ticket = bridge.publisher.publish(self.weights(policy), step, 0, announce)
+        return ticket, under_way[0].result(60)
+
+    def answers(self, live: LiveEngine, tag: str):
+        """Tokens and their log-probabilities, sampled and greedy."""
+        completions = [c for s in (SAMPLING, GREEDY) for c in live.sample(f"{tag} {s.temperature}", s)]
+        assert {span.version for c in completions for span in c.versions} == {f"0.{LAST}"}
+        return [(c.token_ids, c.logprobs) for c in completions]
+
+    @torch.no_grad()
+    def check(self, name: str, policy: PolicyModel, bridge: Bridge) -> None:
+        """Bring two versions, and compare with the oracle."""
+        for step in (FIRST, LAST):
+            ticket, report = self.publish(policy, bridge, step)
+            check_report(report, ticket)
+        assert (ticket.delta is not None) == name.startswith("deltas")
+        assert (ticket.version.digest, ticket.parameters) == (self.ticket.version.digest, self.ticket.parameters)
+        assert self.answers(self.live, name) == self.oracle_answers
+        if self.architecture.has_images:
+            ours, theirs = (load_file(self.tower(live))["features"] for live in (self.live, self.oracle))
+            assert torch.equal(ours, theirs)
+            seen = policy.network.get_image_features(pixels(), torch.tensor([GRID]))
+            parts = [seen.pooler_output[0], *(features[0] for features in seen.deepstack_features)]
+            assert (ours - torch.cat(parts, dim=-1)).abs().max() < 1e-4 * ours.std()
+        assert mean_difference(self.live, policy, SAMPLING) < TOLERANCE[self.dtype]
+
+    def stop(self) -> None:
+        for live in self.engines:
+            live.engine.kill()
+            stop(live)
+
+
+class WholeCase(Case):
+    """All of the weights change."""
+
+    def start(self) -> None:
+        self.live = self.launch("live")
+        restart = create_bridge("restart", folder=self.folder / "oracle", source=self.model, engine=self.live.engine)
+        self.write(self.policy, LAST)
+        self.ticket = restart.publisher.publish(self.weights(self.policy), LAST, 0, lambda ticket: None)
+        self.oracle = self.launch(
+            "started", Path(self.ticket.location), version=self.ticket.version, parameters=self.ticket.parameters
+        )
+        self.held = self.model
+        self.wait()
+        self.oracle_answers = self.answers(self.oracle, "oracle")
+
+    def weights(self, policy: PolicyModel):
+        return policy.named_weights()
+
+    @torch.no_grad()
+    def write(self, policy: PolicyModel, step: int) -> None:
+        for name, parameter in policy.network.named_parameters():
+            parameter.copy_(self.states[step][name])
+
+    def attach(self, name: str) -> tuple[PolicyModel, Bridge]:
+        if name not in self.bridges:
+            kind, deltas = BRIDGES[name]
+            policy = self.share(self.live, self.held) if kind == "single_copy" else self.policy
+            bridge = create_bridge(
+                kind,
+                folder=self.folder / name,
+                source=self.model,
+                engine=self.live.engine,
+                timeout_s=60,
+                num_workers=self.architecture.num_workers,
+                held=(lambda: self.live.call(self.live.engine.held())) if deltas else None,
+            )
+            self.bridges[name] = policy, bridge
+        return self.bridges[name]
+
+
+class AdapterCase(Case):
+    """Only an adapter changes."""
+
+    def start(self) -> None:
+        self.adapter = self.with_adapter(self.policy)
+        room = {"lora_rank": RANK, "lora_target_modules": self.adapter.target_modules}
+        self.live = self.launch("live", **room)
+        self.write(self.policy, LAST)
+        bridge = self.bridge("oracle", self.policy)
+        self.ticket = bridge.publisher.publish(self.weights(self.policy), LAST, 0, lambda ticket: None)
+        self.oracle = self.launch("started", adapter=self.ticket, **room)
+        self.wait()
+        self.oracle_answers = self.answers(self.oracle, "oracle")
+
+    def with_adapter(self, policy: PolicyModel) -> AdapterConfig:
+        config = AdapterConfig(RANK, ALPHA, self.architecture.lora_targets, str(self.model))
+        return policy.add_adapter(config).config
+
+    def weights(self, policy: PolicyModel):
+        return policy.adapter.named_weights()
+
+    @torch.no_grad()
+    def write(self, policy: PolicyModel, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for _, tensor in policy.adapter.named_weights():
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+    def bridge(self, name: str, policy: PolicyModel) -> Bridge:
+        return create_adapter_bridge(
+            folder=self.folder / name,
+            engine=self.live.engine,
+            adapter=self.adapter,
+            base_weights=policy.base_weights(),
+        )
+
+    def attach(self, name: str) -> tuple[PolicyModel, Bridge]:
+        if name not in self.bridges:
+            policy = self.policy
+            if name == "lora beside single_copy":
+                policy = self.share(self.live, self.model)
+                self.with_adapter(policy)
+            self.bridges[name] = policy, self.bridge(name, policy)
+        return self.bridges[name]
+
+
+def _storages(tensors) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _started(kind: type[Case], architecture: Architecture, folder: Path) -> Iterator[Case]:
+    if missing := architecture.missing():
+        pytest.skip(missing)
+    case = kind(architecture, folder)
+    try:
+        case.start()
+        yield case
+    finally:
+        case.stop()
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
+    yield from _started(WholeCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterCase]:
+    yield from _started(AdapterCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("adapted"))
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
+    yield from _started(WholeCase, DIVIDED, tmp_path_factory.mktemp("divided"))
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_the_engine_answers_as_one_started_on_the_version(whole: WholeCase, name: str):
+    whole.check(name, *whole.attach(name))
+    whole.held = Path(whole.ticket.location)
+
+
+@pytest.mark.parametrize("name", ADAPTER_BRIDGES)
+def test_the_engine_answers_as_one_started_with_the_adapter(adapted: AdapterCase, name: str):
+    adapted.check(name, *adapted.attach(name))
+
+
+def test_one_flipped_bit_is_found_and_named_and_takes_the_engine_out_of_service(whole: WholeCase):
+    check_flipped_bits(whole)
+
+
+def check_flipped_bits(whole: WholeCase) -> None:
+    policy, bridge = whole.attach("disk")
+    whole.write(policy, FIRST)
+    ticket = bridge.publisher.publish(whole.weights(policy), FIRST, 0, lambda ticket: None)
+    path = Path(ticket.location) / "model.safetensors"
+    for name in whole.architecture.flipped:
+        weights = load_file(path)
+        bits = weights[name].view(_bits(weights[name])).view(-1)
+        bits[17] ^= 1
+        save_file(weights, path)
+        report = whole.live.call(bridge.receiver.apply(ticket, 60))
+        assert report.mismatched == (name,)
+        with pytest.raises(WeightsError, match=name):
+            check_report(report, ticket)
+        with pytest.raises(EngineError, match="did not verify"):
+            whole.live.sample("refused", SAMPLING)
+        health = whole.live.call(whole.live.engine.process.client.health())
+        assert health.status == "out_of_service"
+        assert name in health.reason
+        bits[17] ^= 1
+        save_file(weights, path)
+    check_report(whole.live.call(bridge.receiver.apply(ticket, 60)), ticket)
+    assert whole.live.sample("again", SAMPLING)
+
+
+def test_one_flipped_bit_in_shared_memory_is_found_and_named(whole: WholeCase):
+    policy, bridge = whole.attach("single_copy")
+    ticket, report = whole.publish(policy, bridge, FIRST)
+    check_report(report, ticket)
+    for name in whole.architecture.flipped:
+        bits = whole.shared[name].view(_bits(whole.shared[name]))
+        bits[(0,) * bits.ndim] ^= 1
+        found = whole.live.call(whole.live.engine.verify(ticket, 60)).mismatched
+        assert [other for other in found if "packed" not in other] == [name]
+        # vLLM's kernels still have what they packed before.
+        assert any("packed" in other for other in found) == (whole.shared[name].ndim > 1)
+        bits[(0,) * bits.ndim] ^= 1
+    check_report(whole.live.call(whole.live.engine.verify(ticket, 60)), ticket)
+
+
+@pytest.mark.slow
+def test_the_same_with_the_weights_divided_over_two_workers(divided: WholeCase):
+    for name in [name for name in BRIDGES if name != "single_copy"]:
+        divided.check(name, *divided.attach(name))
+    check_flipped_bits(divided)
+    with pytest.raises(EngineError, match="divided among 2 workers"):
+        divided.attach("single_copy")
+
+
+def _bits(tensor: torch.Tensor) -> torch.dtype:
+    return {2: torch.int16, 4: torch.int32}[tensor.element_size()]
