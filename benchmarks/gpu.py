@@ -22,14 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 151_936
-SHAPES = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
-    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
-    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
-    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18_944},
-}
-KV_HEADS = {"tiny": 2, "0.5b": 2, "1.5b": 2, "7b": 4}
 WARM_UP = 2
 ENVIRONMENT = '''\
 """Prompts of a fixed length; the reward is the part of the completion's words that end with a 7."""
@@ -47,47 +39,6 @@ def reward(task, completion):
     return sum(word.endswith("7") for word in words) / max(1, len(words))
 '''
 PHASES = ("batch", "train", "wake", "update", "probe", "sleep", "checkpoint")
-
-
-def make_model(folder: Path, shape: str, spread: float | None = None) -> Path:
-    """A Qwen2 with random weights and a tokenizer that has a word for every number of its vocabulary."""
-    import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    from slipstream.trainer.new_model import CHAT_TEMPLATE, DEFAULT_ALPHABET, END, PAD, START
-
-    symbols = list(dict.fromkeys(["<unk>", *DEFAULT_ALPHABET]))
-    symbols += [f" w{number}" for number in range(VOCABULARY - 3 - len(symbols))]
-    words = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    words.decoder = decoders.Fuse()
-    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, chat_template=CHAT_TEMPLATE, pad_token=PAD, eos_token=END, unk_token="<unk>"
-    )
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        num_key_value_heads=KV_HEADS[shape],
-        max_position_embeddings=32_768,
-        tie_word_embeddings=shape != "7b",
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **SHAPES[shape],
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        network = Qwen2ForCausalLM(config)
-    if spread is not None:
-        torch.nn.init.normal_(network.lm_head.weight, std=spread / config.hidden_size**0.5)
-    network.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True)
-    network.to("cpu").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    torch.set_default_dtype(torch.float32)
-    return folder
 
 
 def run_file(model: Path, environment: Path, *, lora: bool, placement: str, steps: int, tokens: int) -> str:
@@ -146,11 +97,12 @@ class PeakMemory:
 def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one case and read its run folder."""
     from slipstream.runlog import read_metrics
+    from slipstream.trainer.shapes import shaped_model
 
     shape, _, kind = case.partition("-")
     model = folder / f"model-{shape}"
     if not model.exists():
-        make_model(model, shape, options.spread)
+        shaped_model(model, shape, options.spread)
     (folder / "environment.py").write_text(ENVIRONMENT)
     name = f"{case}{options.label}"
     file, run = folder / f"{case}.toml", folder / f"run-{name}"

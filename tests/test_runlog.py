@@ -286,6 +286,14 @@ def test_metrics_without_a_group_are_refused(tmp_path):
         log.event("x", lineage=3)
 
 
+def test_noted_numbers_are_in_the_next_row_and_in_no_other(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        log.note({"update/stall_s": 0.25})
+        log.note({"update/stall_s": 0.5})
+        assert log.metrics(1, {"reward/mean": 1.0}) == {"update/stall_s": 0.5, "reward/mean": 1.0}
+        assert log.metrics(2, {"reward/mean": 1.0}) == {"reward/mean": 1.0}
+
+
 def test_phases_are_timed_into_the_next_row(tmp_path):
     with RunLog.create(tmp_path / "run") as log:
         for _ in range(2):

@@ -209,6 +209,11 @@ class ApplyReport(msgspec.Struct, frozen=True):
     transfer_s: float = 0.0
     verify_s: float = 0.0
     num_bytes: int = 0
+    stall_s: float = 0.0
+    """How long requests that were running got no token: from the last one before the update to the first after it; 0
+    when none was running."""
+    memory_bytes: int = 0
+    """What the engine's workers have allocated on their GPUs, as torch counts it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from slipstream.trainer.new_model import new_model
 
 COMMANDS = [
     *("train", "sft", "eval", "plan", "runs", "report", "env", "env test", "model", "model new"),
-    *("chat", "serve-model", "export"),
+    *("chat", "serve-model", "export", "bench", "bench sync", "verify", "trace"),
 ]
 RUN_FILE = """
 [model]

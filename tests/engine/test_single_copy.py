@@ -161,7 +161,9 @@ def test_no_token_is_made_by_a_half_written_version(pair: Pair):
         pair.publish(step)
         if running.done():
             break
-    test_in_flight.check(pair.live, "torn", params, running.result(60), versions)
+    completions = running.result(60)
+    test_in_flight.check(pair.live, "torn", params, completions, versions)
+    assert test_in_flight.num_spans(completions) > 2 * len(completions)
 
 
 @pytest.mark.slow

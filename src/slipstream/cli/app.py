@@ -10,7 +10,7 @@ from cyclopts import App, CycloptsError, Group
 from rich.console import Console
 
 import slipstream
-from slipstream.cli import commands, talk
+from slipstream.cli import commands, proof, talk
 from slipstream.errors import SlipstreamError
 
 USAGE_EXIT_CODE = 2
@@ -34,7 +34,7 @@ _BEFORE, _TRAIN, _LOOK, _USE = (
     Group(title, sort_key=place)
     for place, title in enumerate(("Before a run", "Train", "Look at runs", "Use what came of it"))
 )
-for part in (commands.env_app, commands.model_app):
+for part in (commands.env_app, commands.model_app, proof.bench_app):
     part.group = (_BEFORE,)
     app.command(part)
 app.command(commands.plan, group=_BEFORE)
@@ -43,6 +43,8 @@ app.command(commands.train, group=_TRAIN)
 app.command(commands.evaluate, name="eval", group=_LOOK)
 app.command(commands.report, group=_LOOK)
 app.command(commands.runs, group=_LOOK)
+app.command(proof.trace, group=_LOOK)
+app.command(proof.verify, group=_LOOK)
 app.command(talk.chat, group=_USE)
 app.command(commands.export, group=_USE)
 app.command(talk.serve_model, group=_USE)

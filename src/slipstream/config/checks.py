@@ -73,9 +73,14 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     if isinstance(algorithm, RLConfig):
         if config.data is not None:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
+        if not config.training.staleness:
+            found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
+        elif config.lora is not None and config.weights.bridge in ("auto", "lora", "single_copy"):
+            found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
         return found | _inapplicable_to(resolved(algorithm))
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
+    found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["training.staleness"] = "applies to grpo, not to sft, whose batches no engine makes"
     if config.data is not None and environment is not None:
         if config.evaluation is None:

@@ -298,6 +298,12 @@ class WeightsConfig(Section):
     travel that changed, each with its place; otherwise, and where that saves less than half, the whole version. In
     bfloat16 most elements stay the same in a step, in float32 nearly none. The trainer keeps one more copy of the
     weights for it."""
+    in_flight: Literal["recompute", "keep", "drain"] = "recompute"
+    """What becomes of completions that run when a new version comes, with `training.staleness = 1`. `recompute`:
+    they stand still and go on with the new weights, which compute their context anew, so that each token's
+    log-probability is that of one version. `keep`: they go on at once, on the context that the old weights computed;
+    the difference between engine and trainer grows by what that changes. `drain`: the version waits until they have
+    ended, and new ones wait for it. Adapters need none of it: completions end with the one that they began with."""
     apply_timeout_s: PositiveFloat = 300.0
     """How long the engine may take to load a version and to verify it."""
     probe_tasks: PositiveInt = 8

@@ -50,6 +50,11 @@ class SupervisedEngine:
         """The process behind it, for its log and its pid."""
         return self._process
 
+    @property
+    def socket(self) -> str:
+        """Where it answers, from one restart to the next."""
+        return self._process.client.socket
+
     def launch(self) -> None:
         """Begin to start; `wait_ready` ends it. Other work can go on in between."""
         self._process.launch()

@@ -55,6 +55,7 @@ class ScriptedEngine:
         self.version: Version | None = None
         self.location = ""
         """Folder of the weights in service; empty before the first version."""
+        self.socket = ""
         self.num_restarts = 0
         self.num_requests = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,6 +27,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """The GPUs that it may see, as CUDA_VISIBLE_DEVICES names them; empty: all of this process."""
     own_process: bool = False
     """vLLM's engine core has a process to itself, as it has on GPUs, also on a CPU."""
+    in_flight: Literal["recompute", "keep", "drain"] = "recompute"
+    """What becomes of requests that run while a whole model is updated."""
     can_sleep: bool = False
     """Start so that `sleep` can free its memory."""
     trust_remote_code: bool = False

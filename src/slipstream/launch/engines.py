@@ -20,6 +20,11 @@ from slipstream.weights.single_copy import SharedWeights
 class RunEngine(rollouts.Engine, weights.Engine, Protocol):
     """An engine as a run owns it: started beside other work, stopped in any case."""
 
+    @property
+    def socket(self) -> str:
+        """The Unix socket that it answers on, for as long as the run lives; empty where there is none."""
+        ...
+
     def launch(self) -> None:
         """Begin to start."""
         ...
@@ -82,6 +87,7 @@ def engine_settings(
         kv_cache_bytes=int(inference.kv_cache_gib * 2**30),
         gpu_memory_utilization=inference.gpu_memory_utilization,
         gpus=() if on_cpu else engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        in_flight=config.weights.in_flight,
         can_sleep=inference.sleep is True,
         trust_remote_code=config.model.trust_remote_code,
         threads=config.run.threads if on_cpu else None,

@@ -33,7 +33,7 @@ from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, Rollo
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
-from slipstream.runlog import RunLog, read_settings
+from slipstream.runlog import RunLog, read_settings, sample_of
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Announce
 
@@ -202,6 +202,7 @@ class _Run:
             settings = engine_settings(self.config, str(folder), on_cpu=on_cpu)
             self._engine = self._make_engine(self.config, settings, self.folder / "logs", self.log.event)
             self._exits.callback(self._engine.kill)
+            self.log.event("engine_socket", path=self._engine.socket)
         return self._engine
 
     def _launch_engine(self) -> None:
@@ -332,7 +333,7 @@ class _Run:
 
         def publish(step: int, announce: Announce) -> Ticket:
             ticket = bridge.publisher.publish(published(), step, self.log.lineage, announce)
-            self.log.event("publish", version=ticket.version.name, digest=ticket.version.digest, **travelled(ticket))
+            self.log.published(ticket, **travelled(ticket))
             self.log.note(update_metrics(ticket))
             return ticket
 
@@ -407,19 +408,7 @@ class _Run:
         """Keep the answers to the first held-out tasks, which are the same in every evaluation."""
         for rollout in evaluation.rollouts[: self.config.run.save_samples]:
             if rollout.completion:
-                self.log.sample(
-                    {
-                        "step": step,
-                        "split": "eval",
-                        "id": rollout.id,
-                        "task": rollout.task_id,
-                        "prompt": rollout.prompt,
-                        "completion": rollout.completion,
-                        "reward": rollout.reward,
-                        "outcome": rollout.outcome,
-                        "version": f"{self.log.lineage}.{step}",
-                    }
-                )
+                self.log.sample(sample_of(rollout, step, f"{self.log.lineage}.{step}", split="eval"))
 
     def _applied(self, report: ApplyReport) -> None:
         self.log.event(
@@ -429,7 +418,10 @@ class _Run:
             transfer_s=report.transfer_s,
             verify_s=report.verify_s,
             num_bytes=report.num_bytes,
+            stall_s=report.stall_s,
         )
+        if report.stall_s:
+            self.log.note({"update/stall_s": report.stall_s})
 
     def _rollouts(
         self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int, turns: Turns

@@ -80,6 +80,8 @@ PANELS = (
           (Line("rollout/length", "mean"), Line("rollout/length_max", "longest")), from_zero=True),
     Panel("Throughput", "Tokens a second, while generating.",
           (Line("throughput/generated_tokens_per_s", "generated"),), from_zero=True),
+    Panel("Stall of generation", "How long an update held up the requests that were running, its proof included.",
+          (Line("update/stall_s", "last token before to first after"),), "s", from_zero=True),
     Panel("Signal fraction", "Groups whose rewards differ: only these teach anything.",
           (Line("reward/signal_fraction", "groups"),), "%", from_zero=True),
     Panel("Loss", "As it was minimised.", (Line("train/loss", "loss"),)),

@@ -7,6 +7,7 @@
 | `samples.jsonl` | rollouts kept for reading, of training and (`split` is `eval`) of held-out tasks |
 | `resolved.toml` | every setting of the run, without secrets |
 | `exit.json` | how the run ended; absent while it runs and after `kill -9` |
+| `tickets/` | the parameters' fingerprints of the newest published versions |
 | `run.lock` | held by the writer for as long as it lives; contains its pid and host |
 
 Guarantees: one writer at a time; folder and files are private to the user; a line is handed to the system
@@ -35,6 +36,7 @@ from slipstream.runlog.reader import (
 )
 from slipstream.runlog.record import RunRecord, Setting, read_run
 from slipstream.runlog.redaction import REDACTED
+from slipstream.runlog.samples import read_tickets, sample_of
 from slipstream.runlog.writer import RunLog, versions
 
 __all__ = [
@@ -56,6 +58,8 @@ __all__ = [
     "read_run",
     "read_samples",
     "read_settings",
+    "read_tickets",
+    "sample_of",
     "summarize",
     "versions",
 ]

@@ -19,9 +19,11 @@ from typing import Any, Self, cast
 import msgspec
 
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError
+from slipstream.records import Ticket
 from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, read_lines, write_whole
 from slipstream.runlog.reader import ExitReport, ExitStatus, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
+from slipstream.runlog.samples import keep_ticket
 
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
 _PACKAGES = {
@@ -95,6 +97,12 @@ class RunLog:
             raise ValueError(f"event {kind!r} has a field {min(clash)!r}, which every event has: rename it")
         self._write(_EVENTS, {"kind": kind, **cast(dict[str, Any], redact(fields))})
 
+    def published(self, ticket: Ticket, **fields: Any) -> None:
+        """Write that a version was published, with `fields` of how, and keep its ticket."""
+        with self._guard:
+            keep_ticket(self.folder, ticket)
+            self.event("publish", version=ticket.version.name, digest=ticket.version.digest, **fields)
+
     def warning(self, message: str, **fields: Any) -> None:
         """Write an event of kind `warning`."""
         self.event("warning", message=message, **fields)
@@ -114,7 +122,7 @@ class RunLog:
             raise ValueError(f"metric {flat[0]!r} has no group: call it group/name")
         with self._guard:
             numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
-            numbers.update({name: float(value) for name, value in (*self._noted.items(), *values.items())})
+            numbers.update({name: float(value) for name, value in {**self._noted, **values}.items()})
             self._phase_seconds.clear()
             self._noted.clear()
             bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
@@ -128,7 +136,7 @@ class RunLog:
         return row
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Metrics for the next row, from whoever does not write it."""
+        """Numbers for the next row of metrics, from whoever does not write it."""
         with self._guard:
             self._noted.update(values)
 

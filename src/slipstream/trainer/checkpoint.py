@@ -1,10 +1,10 @@
 """Checkpoints that are whole or absent.
 
 `step-000012/weights/` is a Hugging Face folder (under LoRA an adapter in PEFT's format), `step-000012/state/` what
-resuming needs (safetensors and JSON; no pickle), `step-000012/manifest.json` says what must be there. Guarantees: a
-kill at any moment leaves every finished checkpoint as it was; `latest` passes over unfinished and damaged ones; an
-older checkpoint is removed only when a newer one is whole. What is in `extra` (data position, lineage) is the loop's
-business.
+resuming needs (safetensors and JSON; no pickle), `step-000012/fingerprints.json` what the live weights were, and
+`step-000012/manifest.json` says what must be there. Guarantees: a kill at any moment leaves every finished checkpoint
+as it was; `latest` passes over unfinished and damaged ones; an older checkpoint is removed only when a newer one is
+whole. What is in `extra` (data position, lineage) is the loop's business.
 """
 
 from __future__ import annotations
@@ -17,17 +17,29 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import ConfigError, TrainingError
+import msgspec
+
+from slipstream.errors import ConfigError, DataError, TrainingError
+from slipstream.records import ParameterSpec
 from slipstream.weights.files import sync
+from slipstream.weights.fingerprint import digest
 
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
 
 _MANIFEST = "manifest.json"
 _EXTRA = "state.json"
+_FINGERPRINTS = "fingerprints.json"
 _STEP = re.compile(r"step-\d+(\.old)?")
 _HASHED_BYTES = 1 << 20
 """Files up to this size are proved by SHA-256; larger ones by their size, so that looking stays cheap."""
+
+
+class Fingerprints(msgspec.Struct, frozen=True):
+    """What the live weights were when a checkpoint was written; under LoRA the adapter's."""
+
+    digest: str
+    parameters: tuple[ParameterSpec, ...]
 
 
 class CheckpointStore:
@@ -48,7 +60,9 @@ class CheckpointStore:
         for leftover in self.folder.glob(".unfinished-*"):
             leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
         temporary = self.folder / f".unfinished-{step:06d}-{os.getpid()}"
-        learner.write_weights(temporary / "weights", source)
+        parameters = learner.write_weights(temporary / "weights", source)
+        proof = Fingerprints(digest(parameters), parameters)
+        (temporary / _FINGERPRINTS).write_bytes(msgspec.json.encode(proof))
         learner.save(temporary / "state")
         (temporary / "state" / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
         _write_manifest(temporary, step)
@@ -96,6 +110,18 @@ class CheckpointStore:
     def read_extra(path: Path) -> dict[str, Any]:
         """What was saved as `extra` with the whole checkpoint in `path`."""
         return json.loads((path / "state" / _EXTRA).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def read_fingerprints(path: Path) -> Fingerprints | None:
+        """What the weights of the checkpoint in `path` must be; None for one of a version that did not write it. Raises
+        `DataError` when that is damaged."""
+        file = path / _FINGERPRINTS
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Fingerprints)
+        except FileNotFoundError:
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{file} is damaged ({error}): use another checkpoint") from error
 
     def _step_aside(self, final: Path) -> None:
         """Free the name of a checkpoint that is made again. A folder cannot be replaced in one move, so a whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class Credit:
     """0 for rollouts that cannot be trained on."""
     carries_loss: list[bool]
     metrics: dict[str, float]
+
+    def of(self, place: int) -> dict[str, Any]:
+        """What the rollout at `place` is trained with."""
+        return {"advantage": self.advantages[place], "carries_loss": self.carries_loss[place]}
 
     @property
     def has_signal(self) -> bool:

@@ -25,6 +25,7 @@ from slipstream.trainer.objectives import Objective, sampled_logprobs
 from slipstream.trainer.optimizer import MasterAdamW, OptimStats
 from slipstream.weights.adapter import write_adapter_folder
 from slipstream.weights.files import write_model_folder
+from slipstream.weights.fingerprint import describe
 
 TENSORS_FILE = "learner.safetensors"
 FACTS_FILE = "learner.json"
@@ -127,13 +128,16 @@ class Learner:
         """Live tensors of the whole model under their Hugging Face names; an adapter is merged into them."""
         return self.model.named_weights()
 
-    def write_weights(self, folder: Path, source: Path) -> None:
-        """Make `folder` what can be deployed: a model with the other files of `source`, or the adapter alone."""
+    def write_weights(self, folder: Path, source: Path) -> tuple[records.ParameterSpec, ...]:
+        """Make `folder` what can be deployed: a model with the other files of `source`, or the adapter alone. Returns
+        what must be in it, with the fingerprints of the live weights."""
         adapter = self.model.adapter
+        weights = list(self.named_weights() if adapter is None else adapter.named_weights())
         if adapter is None:
-            write_model_folder(folder, self.named_weights(), source, durable=True)
+            write_model_folder(folder, weights, source, durable=True)
         else:
-            write_adapter_folder(folder, adapter.named_weights(), adapter.config, durable=True)
+            write_adapter_folder(folder, weights, adapter.config, durable=True)
+        return describe(weights)
 
     def save(self, folder: Path) -> None:
         """Write the resume state into `folder`: masters, moments, step and random generators; no pickle."""

@@ -28,6 +28,7 @@ from slipstream.algo.losses import kl_estimate
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
+from slipstream.runlog import sample_of
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.credit import Credit, assign_credit
@@ -279,7 +280,8 @@ class TrainingLoop:
                 self.learner.optimizer.discard_gradients()
                 metrics["train/skipped_updates"] += 1.0
         self._trained_steps += 1
-        self._keep_samples(batch)
+        if credit is not None:
+            self._keep_samples(batch, credit)
         return metrics | {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
 
     def _update(self, step: StepBatch, number: int) -> dict[str, float]:
@@ -397,21 +399,10 @@ class TrainingLoop:
             self.progress.message(text, "warning")
         return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(differences)}
 
-    def _keep_samples(self, batch: records.Batch) -> None:
-        for rollout in batch.rollouts[: self.config.run.save_samples]:
+    def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:
+        for place, rollout in enumerate(batch.rollouts[: self.config.run.save_samples]):
             if rollout.completion:
-                self.log.sample(
-                    {
-                        "step": batch.step,
-                        "id": rollout.id,
-                        "task": rollout.task_id,
-                        "prompt": rollout.prompt,
-                        "completion": rollout.completion,
-                        "reward": rollout.reward,
-                        "outcome": rollout.outcome,
-                        "version": batch.version.name,
-                    }
-                )
+                self.log.sample(sample_of(rollout, batch.step, batch.version.name, **credit.of(place)))
 
     def _report(self, metrics: dict[str, float]) -> None:
         row = self.log.metrics(self.step, metrics)
@@ -444,7 +435,9 @@ class TrainingLoop:
             }
             path = self.store.save(self.step, self.learner, self.learner.model.folder, extra)
         self._saved_step = self.step
-        self.log.event("checkpoint", step=self.step, path=str(path.relative_to(self.log.folder)))
+        proof = self.store.read_fingerprints(path)
+        digest = proof.digest if proof else ""
+        self.log.event("checkpoint", step=self.step, path=str(path.relative_to(self.log.folder)), digest=digest)
 
 
 def differences_of(sequence: records.Sequence, logprobs: Tensor) -> list[float]:

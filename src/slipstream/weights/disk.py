@@ -12,9 +12,11 @@ A whole version is published again once the deltas since the last one are as lar
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -127,5 +129,8 @@ class RestartReceiver:
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """The engine verifies what it loaded before it says that it is ready; asked again for the report."""
+        began = time.perf_counter()
         await self.engine.restart(ticket.location, ticket.version, ticket.parameters)
-        return await self.engine.verify(ticket, timeout_s)
+        seconds = time.perf_counter() - began
+        report = await self.engine.verify(ticket, timeout_s)
+        return msgspec.structs.replace(report, transfer_s=seconds, num_bytes=ticket.num_bytes)

@@ -10,7 +10,8 @@ with the bits first: moving a value, or changing one bit of it, changes the term
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,11 +45,43 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(index: Tensor, bits: Tensor) -> Tensor:
-    x = (index + 1) * _GOLDEN
-    x = x ^ bits * _MIX_2
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = (index + 1) * GOLDEN
+    x = x ^ bits * MIX_2
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    x = (x ^ _shift_right(x, 27)) * MIX_2
     return x ^ _shift_right(x, 31)
+
+
+class Slice(NamedTuple):
+    """Some elements of a parameter, where they lie."""
+
+    tensor: Tensor
+    offset: int = 0
+    strides: tuple[int, ...] | None = None
+    """Where the elements of `tensor`, seen with shape `sizes`, belong in the flattened parameter: at `offset` and by
+    `strides`, in elements. Left out, `tensor` is the whole parameter."""
+    sizes: tuple[int, ...] | None = None
+
+
+def fingerprints(slices: Sequence[Slice]) -> list[int]:
+    """Share of each slice in the fingerprint of its parameter, an integer in [0, 2^64).
+
+    On a GPU one kernel reads all of them and the CPU waits once.
+    """
+    results = [0] * len(slices)
+    on_gpu: list[int] = []
+    for number, part in enumerate(slices):
+        if part.tensor.device.type == "cuda":
+            on_gpu.append(number)
+        else:
+            results[number] = fingerprint(*part)
+    if on_gpu:
+        from slipstream.weights import fingerprint_gpu
+
+        values = fingerprint_gpu.fingerprints([slices[number] for number in on_gpu])
+        for number, value in zip(on_gpu, values, strict=True):
+            results[number] = value & _MASK
+    return results
 
 
 def fingerprint(
@@ -57,7 +90,7 @@ def fingerprint(
     """Share of `tensor` in the fingerprint of the whole tensor it belongs to, an integer in [0, 2^64).
 
     `offset` and `strides` place the elements of `tensor` (seen with shape `sizes`) in the flattened whole;
-    left out, `tensor` is the whole.
+    left out, `tensor` is the whole. Works on any device, in torch's own operations.
     """
     if tensor.numel() == 0:
         return 0
@@ -95,9 +128,11 @@ def as_hex(value: int) -> str:
 
 def describe(named_weights: Iterable[tuple[str, Tensor]]) -> tuple[ParameterSpec, ...]:
     """Name, shape, dtype and fingerprint of every tensor, in the order given."""
+    weights = list(named_weights)
+    values = fingerprints([Slice(weight.detach()) for _, weight in weights])
     return tuple(
-        ParameterSpec(name, tuple(w.shape), str(w.dtype).removeprefix("torch."), as_hex(fingerprint(w)))
-        for name, w in named_weights
+        ParameterSpec(name, tuple(w.shape), str(w.dtype).removeprefix("torch."), as_hex(value))
+        for (name, w), value in zip(weights, values, strict=True)
     )
 
 

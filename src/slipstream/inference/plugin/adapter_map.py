@@ -66,16 +66,20 @@ def _renames(model: Any) -> Any:
 @torch.no_grad()
 def stray_layers(manager: Any, slot: int, located: TensorMap) -> list[str]:
     """Names of layers whose buffers hold something beside the adapter's own numbers."""
+    pieces = [piece for pieces in located.pieces.values() for piece in pieces]
+    buffers = [(name, buffer) for name, module in manager.modules.items() for buffer in _stacked(module)]
+    # One tensor of all counts: on a GPU each number by itself would be waited for.
+    counts = [torch.count_nonzero(piece.target) for piece in pieces]
+    counts += [torch.count_nonzero(buffer[slot]) for _, buffer in buffers]
+    numbers: list[int] = torch.stack(counts).tolist()
     own: dict[int, int] = {}
-    for pieces in located.pieces.values():
-        for piece in pieces:
-            storage = piece.target.untyped_storage().data_ptr()
-            own[storage] = own.get(storage, 0) + int(torch.count_nonzero(piece.target))
+    for piece, number in zip(pieces, numbers, strict=False):
+        storage = piece.target.untyped_storage().data_ptr()
+        own[storage] = own.get(storage, 0) + number
     return [
         name
-        for name, module in manager.modules.items()
-        for buffer in _stacked(module)
-        if int(torch.count_nonzero(buffer[slot])) != own.get(buffer.untyped_storage().data_ptr(), 0)
+        for (name, buffer), number in zip(buffers, numbers[len(pieces) :], strict=True)
+        if number != own.get(buffer.untyped_storage().data_ptr(), 0)
     ]
 
 

@@ -1,4 +1,4 @@
-"""From our settings and requests to vLLM's arguments."""
+"""From our settings and requests to vLLM's own arguments."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def sampling_params(request: GenerateRequest) -> Any:
-    """vLLM's parameters of one request."""
+def sampling_arguments(request: GenerateRequest) -> Any:
+    """vLLM's sampling parameters for a request of ours."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

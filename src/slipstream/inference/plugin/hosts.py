@@ -14,11 +14,12 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slipstream.inference.plugin.clock import TokenClock
 from slipstream.inference.plugin.labels import Spans, TokenLabels
 
 _TURNS = 64
@@ -55,6 +56,11 @@ class Host(Protocol):
         ...
 
     @property
+    def clock(self) -> TokenClock:
+        """When tokens come."""
+        ...
+
+    @property
     def keeps_requests(self) -> bool:
         """Whether `pause` keeps running requests, and completions say which version made which token."""
         ...
@@ -65,6 +71,10 @@ class Host(Protocol):
 
     async def resume(self) -> None:
         """Go on."""
+        ...
+
+    async def num_tokens(self) -> dict[str, int]:
+        """How many tokens each running request has; the engine stands still."""
         ...
 
     async def reset_prefix_cache(self) -> bool:
@@ -111,6 +121,8 @@ class InProcessHost:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments, distributed_executor_backend="uni"))
+        self.clock = TokenClock()
+        self.clock.follow(self._engine.output_processor)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
         self._death: BaseException | None = None
@@ -210,6 +222,12 @@ class InProcessHost:
         """See `Host`."""
         await asyncio.wrap_future(self._submit(lambda: setattr(self, "_paused", False)))
 
+    async def num_tokens(self) -> dict[str, int]:
+        """See `Host`."""
+        return await asyncio.wrap_future(
+            self._submit(lambda: _num_tokens(self._engine.output_processor, list(self._waiting)))
+        )
+
     async def reset_prefix_cache(self) -> bool:
         """See `Host`."""
         return bool(await asyncio.wrap_future(self._submit(lambda: self._engine.reset_prefix_cache(True))))
@@ -250,6 +268,8 @@ class AsyncHost:
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._labels = TokenLabels()
+        self.clock = TokenClock()
+        self.clock.follow(self._engine.output_processor)
 
     @property
     def is_dead(self) -> bool:
@@ -293,21 +313,19 @@ class AsyncHost:
         """See `Host`; versions before 0.27 answer nothing."""
         return (await self._engine.reset_prefix_cache(True)) is not False
 
-    async def set_version(self, name: str) -> None:
-        """See `Host`; the engine stands still, but tokens may be on their way from its process to this one."""
-        processor: Any = self._engine.output_processor
+    async def num_tokens(self) -> dict[str, int]:
+        """See `Host`; tokens may be on their way from the engine's process to this one, and are waited for."""
         queue: Any = self._engine.engine_core.outputs_queue  # type: ignore[attr-defined]
         for _ in range(_TURNS):
             while not queue.empty():
                 await asyncio.sleep(0)
             # What was taken out of the queue is worked off in parts, one in each turn of the event loop.
             await asyncio.sleep(0)
-        counts: dict[str, int] = {}
-        for request_id in self._labels.running:
-            for internal in processor.external_req_ids.get(request_id, [request_id]):
-                if (state := processor.request_states.get(internal)) is not None:
-                    counts[request_id] = state.detokenizer.num_output_tokens()
-        self._labels.change(name, counts)
+        return _num_tokens(self._engine.output_processor, self._labels.running)
+
+    async def set_version(self, name: str) -> None:
+        """See `Host`."""
+        self._labels.change(name, await self.num_tokens())
 
     async def sleep(self) -> None:
         """See `Host`."""
@@ -328,6 +346,17 @@ class AsyncHost:
     def shutdown(self) -> None:
         """Stop the engine core's process."""
         self._engine.shutdown()
+
+
+def _num_tokens(processor: Any, request_ids: Sequence[str]) -> dict[str, int]:
+    """From vLLM's output processor, which has names of its own for our requests; 0 for those that it does not know
+    yet."""
+    counts: dict[str, int] = {}
+    for request_id in request_ids:
+        names = processor.external_req_ids.get(request_id, [request_id])
+        states = [processor.request_states[name] for name in names if name in processor.request_states]
+        counts[request_id] = sum(state.detokenizer.num_output_tokens() for state in states)
+    return counts
 
 
 def create_host(arguments: dict[str, Any], *, own_process: bool = False) -> Host:

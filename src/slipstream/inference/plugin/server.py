@@ -26,10 +26,11 @@ import msgspec
 from aiohttp import web
 
 import slipstream
-from slipstream.errors import WeightsError
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
-from slipstream.inference.plugin.arguments import engine_arguments, sampling_params
+from slipstream.inference.plugin.arguments import engine_arguments, sampling_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
+from slipstream.inference.plugin.labels import Spans
+from slipstream.inference.plugin.routes import OutOfService, errors_as_text, routes
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
     ApplyReport,
@@ -40,16 +41,11 @@ from slipstream.records import (
     Ticket,
     Version,
     VersionSpan,
-    encode,
 )
 from slipstream.weights.delta import check_base
 from slipstream.weights.single_copy import SharedWeights
 
 _MAX_BODY_BYTES = 1 << 30
-
-
-class OutOfService(Exception):
-    """The engine may not answer now; the text says why."""
 
 
 class EngineServer:
@@ -71,7 +67,9 @@ class EngineServer:
         self._old_adapter: LoadedAdapter | None = None
         """The one before it, which requests that were running then still use."""
         self._adapter_users: collections.Counter[int] = collections.Counter()
-        self._user_gone = asyncio.Event()
+        self._request_ended = asyncio.Event()
+        self._kept: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
+        """Under `keep`, what computes each request."""
         self._num_adapters = 0
         self._base_verified = False
 
@@ -128,52 +126,93 @@ class EngineServer:
             mismatched=tuple(verdicts["differs"] + stale),
             unverified=tuple(verdicts["unverified"]),
             verify_s=time.perf_counter() - started,
+            memory_bytes=sum(answer["memory_bytes"] for answer in answers),
         )
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
         """Load a version in place, verify it, drop the prefix cache.
 
         Requests that are running stand still meanwhile and go on with the new version, their context computed anew
-        by it; where vLLM cannot say which version made which token, there may be none. Under an adapter they go on
-        with the one that they began with; a third one waits for their end. On any failure the engine stays out of
+        by it or kept, or they are waited for (`EngineSettings.in_flight`); where vLLM cannot say which version made
+        which token, there may be none. Under an adapter they go on with the one that they began with; a third one
+        waits for their end. On any failure the engine stays out of
         service and standing requests never go on: they end at their deadlines or with their client. A delta against
         anything but the version in service is refused before anything is done.
         """
         check_base(ticket, None if self.reason else self.version, self.reason)
         if ticket.bridge == "lora":
             await self._forget_old_adapter()
-        elif self.num_running and not self.host.keeps_requests:
-            raise OutOfService(
-                f"{self.num_running} requests are running, and this vLLM cannot tell what a version made of them from "
-                "what the next did: let them end first"
-            )
+        else:
+            self._check_running()
         self.reason = f"applying version {ticket.version.name}"
         self._settled.clear()
+        self._begin_stall()
         try:
-            return await self._apply(ticket)
+            report = await self._apply(ticket)
         except Exception as error:
             self.reason = f"applying version {ticket.version.name} failed: {error}"
             raise
         finally:
             self._settled.set()
+        if self.reason:
+            return report
+        return msgspec.structs.replace(report, stall_s=await self.host.clock.end(lambda: self.num_running > 0))
+
+    def _begin_stall(self) -> None:
+        if self.num_running:
+            self.host.clock.begin()
 
     async def _apply(self, ticket: Ticket) -> ApplyReport:
         if ticket.bridge == "lora":
             # vLLM's prefix cache tells adapters apart by their names, of which each is used once.
             seconds, num_bytes = await self._load_adapter(ticket)
         else:
-            await self.host.pause()
+            await self._stand()
             seconds, num_bytes = await self._load(ticket)
-            if not await self.host.reset_prefix_cache():
+            if not self._keeps_context and not await self.host.reset_prefix_cache():
                 raise RuntimeError("vLLM refused to reset the prefix cache")
         report = msgspec.structs.replace(await self._verify_applied(ticket), transfer_s=seconds, num_bytes=num_bytes)
         if unproved := report.mismatched + report.unverified:
             self.reason = f"version {ticket.version.name} did not verify: {', '.join(unproved[:3])}"
             return report
         await self.host.set_version(ticket.version.name)
+        self.version = ticket.version
+        if self._keeps_context:
+            await self._begin_anew()
         await self.host.resume()
-        self.version, self.reason = ticket.version, ""
+        self.reason = ""
         return report
+
+    def _check_running(self) -> None:
+        if self.num_running and self.settings.in_flight != "drain" and not self.host.keeps_requests:
+            raise OutOfService(
+                f"{self.num_running} requests are running, and this vLLM cannot tell what a version made of them from "
+                'what the next did: use weights.in_flight = "drain"'
+            )
+
+    async def _stand(self) -> None:
+        """Make no step from now on; under `drain` when the last request has ended, and none begins meanwhile."""
+        while self.settings.in_flight == "drain" and self.num_running:
+            await self._until_a_request_ends()
+        await self.host.pause()
+
+    async def _until_a_request_ends(self) -> None:
+        """Every request has its deadline, and the call that waits for it ends with its client."""
+        self._request_ended.clear()
+        await self._request_ended.wait()
+
+    @property
+    def _keeps_context(self) -> bool:
+        return self.settings.in_flight == "keep"
+
+    async def _begin_anew(self) -> None:
+        """Take back requests that have no token yet: what is computed of their prompts is the old version's."""
+        counts = await self.host.num_tokens()
+        tasks = [task for id_, task in self._kept.items() if not counts.get(id_)]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def _load(self, ticket: Ticket) -> tuple[float, int]:
         """A whole model, in place; seconds and bytes."""
@@ -195,14 +234,12 @@ class EngineServer:
         return time.perf_counter() - started, ticket.num_bytes
 
     async def _forget_old_adapter(self) -> None:
-        """Make room for the next: wait for the last request of the adapter before this one. Every request has its
-        deadline, and the call ends with its client."""
+        """Make room for the next: wait for the last request of the adapter before this one."""
         old = self._old_adapter
         if old is None:
             return
         while self._adapter_users[old.id]:
-            self._user_gone.clear()
-            await self._user_gone.wait()
+            await self._until_a_request_ends()
         await self.host.remove_adapter(old)
         self._old_adapter = None
         del self._adapter_users[old.id]
@@ -222,11 +259,11 @@ class EngineServer:
     async def fence(self) -> None:
         """Compute nothing from now to the next `apply`: the weights are about to be written in place. Requests stand
         still as during an apply."""
-        if self.num_running and not self.host.keeps_requests:
-            raise OutOfService(f"{self.num_running} requests are running, and this vLLM cannot keep them meanwhile")
+        self._check_running()
         self.reason = "the trainer is writing the weights"
         self._settled.clear()
-        await self.host.pause()
+        self._begin_stall()
+        await self._stand()
         await self.host.rpc("slipstream_settle")
 
     async def share(self, parameters: tuple[ParameterSpec, ...]) -> SharedWeights:
@@ -269,9 +306,15 @@ class EngineServer:
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion; finish reason `abort`, and why, when its deadline passed or vLLM refused it."""
         async with self._places:
+            try:
+                await self.until_in_service(request.timeout_s)
+            except OutOfService as error:
+                return Completion(request.id, [], None, "abort", error=f"was not begun: {error}")
             return await self._generate_in_time(request)
 
     async def _generate_in_time(self, request: GenerateRequest) -> Completion:
+        if not self.num_running:
+            self.host.clock.tick()
         self.num_running += 1
         try:
             return await asyncio.wait_for(self._generate(request), request.timeout_s)
@@ -283,20 +326,22 @@ class EngineServer:
             return Completion(request.id, [], None, "abort", error=f"was refused by vLLM: {error}")
         finally:
             self.num_running -= 1
+            self._request_ended.set()
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         before, adapter = self.version.name if self.version else "", self.adapter
-        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_params(request)
-        if adapter is None:
-            output, spans = await self.host.generate(prompt, params, request.id)
-        else:
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_arguments(request)
+        if adapter is not None:
             self._adapter_users[adapter.id] += 1
             try:
                 output, _ = await self.host.generate(prompt, params, request.id, adapter)
                 spans = []
             finally:
                 self._adapter_users[adapter.id] -= 1
-                self._user_gone.set()
+        elif self._keeps_context:
+            output, spans = await self._generate_on_kept_context(request, params)
+        else:
+            output, spans = await self.host.generate(prompt, params, request.id)
         out = output.outputs[0]
         versions = [VersionSpan(start, version) for start, version in spans or [(0, before)]]
         token_ids = list(out.token_ids)
@@ -304,6 +349,21 @@ class EngineServer:
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         text = out.text if request.sampling.stop else ""
         return Completion(request.id, token_ids, logprobs, reason, versions, text)
+
+    async def _generate_on_kept_context(self, request: GenerateRequest, params: Any) -> tuple[Any, Spans]:
+        """Blocks of the prefix cache are told apart by the version that they are begun with; see `_begin_anew`."""
+        ours = asyncio.current_task()
+        while True:
+            salt = f"{self.version.name}-{self.version.digest}" if self.version else "none"
+            prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": salt}
+            self._kept[request.id] = task = asyncio.create_task(self.host.generate(prompt, params, request.id))
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if ours is None or ours.cancelling():
+                    raise
+            finally:
+                del self._kept[request.id]
 
     def health(self) -> EngineHealth:
         """What this engine says of itself."""
@@ -322,97 +382,6 @@ class EngineServer:
         )
 
 
-def routes(server: EngineServer) -> list[web.RouteDef]:
-    """The HTTP face of the engine."""
-    running: dict[str, asyncio.Task[Completion]] = {}
-
-    async def health(_: web.Request) -> web.Response:
-        state = server.health()
-        return web.Response(
-            body=msgspec.json.encode(state),
-            status=200 if state.status == "ready" else 503,
-            content_type="application/json",
-        )
-
-    async def generate(request: web.Request) -> web.StreamResponse:
-        """Many requests in, each completion out as soon as it is there: frames of length and MessagePack."""
-        requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
-        await server.until_in_service(max(r.timeout_s for r in requests))
-        response = web.StreamResponse()
-        await response.prepare(request)
-        tasks = {r.id: asyncio.create_task(server.generate(r)) for r in requests}
-        running.update(tasks)
-        try:
-            for finished in asyncio.as_completed(list(tasks.values())):
-                try:
-                    frame = encode(await finished)
-                except asyncio.CancelledError:
-                    continue  # by /cancel: its client no longer waits for it
-                await response.write(len(frame).to_bytes(4, "big") + frame)
-        finally:
-            for id_, task in tasks.items():
-                task.cancel()
-                running.pop(id_, None)
-        return response
-
-    async def cancel(request: web.Request) -> web.Response:
-        for id_ in msgspec.msgpack.decode(await request.read(), type=list[str]):
-            if id_ in running:
-                running[id_].cancel()
-        return web.Response(body=msgspec.msgpack.encode(True))
-
-    async def apply(request: web.Request) -> web.Response:
-        ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
-        return web.Response(body=encode(await server.apply(ticket)))
-
-    async def sleep(_: web.Request) -> web.Response:
-        await server.sleep()
-        return web.Response(body=msgspec.msgpack.encode(True))
-
-    async def wake(_: web.Request) -> web.Response:
-        await server.wake()
-        return web.Response(body=msgspec.msgpack.encode(True))
-
-    async def share(request: web.Request) -> web.Response:
-        parameters = msgspec.msgpack.decode(await request.read(), type=tuple[ParameterSpec, ...])
-        return web.Response(body=encode(await server.share(parameters)))
-
-    async def fence(_: web.Request) -> web.Response:
-        await server.fence()
-        return web.Response(body=msgspec.msgpack.encode(True))
-
-    async def verify(request: web.Request) -> web.Response:
-        ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
-        return web.Response(body=encode(await server.verify(ticket)))
-
-    return [
-        web.get("/health", health),
-        web.post("/generate", generate),
-        web.post("/cancel", cancel),
-        web.post("/apply", apply),
-        web.post("/verify", verify),
-        web.post("/share", share),
-        web.post("/fence", fence),
-        web.post("/sleep", sleep),
-        web.post("/wake", wake),
-    ]
-
-
-@web.middleware
-async def _errors_as_text(request: web.Request, handler: Any) -> web.StreamResponse:
-    """A refused or failed call answers with one sentence; the server lives on, unless its engine is dead."""
-    try:
-        return await handler(request)
-    except OutOfService as error:
-        return web.Response(status=503, text=str(error))
-    except WeightsError as error:
-        return web.Response(status=409, text=str(error))
-    except msgspec.ValidationError as error:
-        return web.Response(status=400, text=f"not a valid request: {error}")
-    except Exception as error:  # noqa: BLE001 (the caller gets it and decides)
-        return web.Response(status=500, text=f"{type(error).__name__}: {error}")
-
-
 def _both(adapter: ApplyReport, base: ApplyReport) -> ApplyReport:
     """One report of an adapter and its base."""
     return msgspec.structs.replace(
@@ -427,7 +396,7 @@ async def serve(settings: EngineSettings) -> None:
     """Answer on the socket until SIGTERM or until the engine dies."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     await server.start()
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_text])
+    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
     app.add_routes(routes(server))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.records import ParameterSpec
-from slipstream.weights.fingerprint import as_hex, fingerprint
+from slipstream.weights.fingerprint import Slice, as_hex, fingerprints
 
 _WRITES = {"copy_", "fill_", "zero_", "index_copy_", "index_put_", "masked_fill_", "scatter_", "set_"}
 
@@ -80,13 +80,15 @@ class TensorMap:
     opaque: set[str] = field(default_factory=set)
     """Names whose values the loader transforms before it copies them."""
 
-    def share(self, name: str) -> tuple[int, int]:
-        """This worker's share of the fingerprint of `name`, and how many of its elements it covers."""
-        total = count = 0
-        for piece in self.pieces.get(name, []):
-            total += fingerprint(piece.target, piece.offset, piece.strides, piece.sizes)
-            count += piece.numel
-        return total & ((1 << 64) - 1), count
+    def shares(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """This worker's share of the fingerprint of each name, and how many of its elements it covers."""
+        owned = [(number, piece) for number, name in enumerate(names) for piece in self.pieces.get(name, [])]
+        values = fingerprints([Slice(piece.target, piece.offset, piece.strides, piece.sizes) for _, piece in owned])
+        totals, counts = [0] * len(names), [0] * len(names)
+        for (number, piece), value in zip(owned, values, strict=True):
+            totals[number] += value
+            counts[number] += piece.numel
+        return [(total & ((1 << 64) - 1), count) for total, count in zip(totals, counts, strict=True)]
 
     def write(self, spec: ParameterSpec, places: Tensor, values: Tensor) -> None:
         """Write `values` at `places` of the flattened parameter, where this worker keeps them."""

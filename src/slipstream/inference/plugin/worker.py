@@ -123,11 +123,10 @@ class WorkerExtension:
     def slipstream_fingerprint(self, parameters_json: str) -> str:
         """JSON: for each parameter name this worker's share of its fingerprint, and layers with stale packed copies."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
-        started = time.perf_counter()
         located = self._slipstream_locate(parameters)
         shares = _shares(located, parameters)
         stale = patches.stale_packed_layers(self._slipstream_model())
-        return json.dumps({"shares": shares, "stale": stale, "seconds": time.perf_counter() - started})
+        return json.dumps({"shares": shares, "stale": stale, "memory_bytes": _memory_bytes()})
 
     @torch.no_grad()
     def slipstream_fingerprint_adapter(self, parameters_json: str, ids_json: str) -> str:
@@ -142,12 +141,16 @@ class WorkerExtension:
             seen[layout] = adapter_map.record(manager, slot, parameters)
         located = seen[layout]
         stray = adapter_map.stray_layers(manager, slot, located)
-        return json.dumps({"shares": _shares(located, parameters), "stale": stray})
+        shares = _shares(located, parameters)
+        return json.dumps({"shares": shares, "stale": stray, "memory_bytes": _memory_bytes()})
 
 
 def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]) -> dict[str, tuple[str, int]]:
-    shares: dict[str, tuple[str, int]] = {}
-    for spec in parameters:
-        value, count = (0, 0) if spec.name in located.opaque else located.share(spec.name)
-        shares[spec.name] = (f"{value:x}", count)
-    return shares
+    names = [spec.name for spec in parameters if spec.name not in located.opaque]
+    shares = {name: (f"{value:x}", count) for name, (value, count) in zip(names, located.shares(names), strict=True)}
+    return {spec.name: shares.get(spec.name, ("0", 0)) for spec in parameters}
+
+
+def _memory_bytes() -> int:
+    """What torch has allocated on this worker's GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

@@ -1,0 +1,61 @@
+"""When tokens come, and for how long none came while weights were updated.
+
+vLLM's output processor sees the tokens of every step, in both hosts; one reading of the clock a step is what it costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+_POLL_S = 5e-4
+_PATIENCE_S = 5.0
+"""How long the answer to an update waits for the first token after it."""
+
+
+class TokenClock:
+    """Notes each step's tokens; the readings may come from another thread than the questions."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._longest = 0.0
+        self._is_watching = False
+
+    def follow(self, processor: Any) -> None:
+        """Have vLLM's output processor tell each step that brought a token."""
+        process = processor.process_outputs
+
+        def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(output.new_token_ids for output in outputs):
+                self.tick()
+            return process(outputs, *args, **kwargs)
+
+        processor.process_outputs = process_outputs
+
+    def tick(self) -> None:
+        """Tokens have come, or requests whose tokens are now waited for."""
+        now = time.perf_counter()
+        if self._is_watching:
+            self._longest = max(self._longest, now - self._last)
+        self._last = now
+
+    def begin(self) -> None:
+        """An update begins while requests run; one that has begun goes on."""
+        if not self._is_watching:
+            self._longest, self._is_watching = 0.0, True
+
+    async def end(self, is_busy: Callable[[], bool]) -> float:
+        """The longest time without a token since `begin`, up to the first token from now on: so long did the update
+        hold up the requests, or 0 when none ran. Where no token comes, the time until the last request ended, or until
+        patience did."""
+        if not self._is_watching:
+            return 0.0
+        resumed = time.perf_counter()
+        while self._last < resumed and is_busy() and time.perf_counter() < resumed + _PATIENCE_S:
+            await asyncio.sleep(_POLL_S)
+        self._is_watching = False
+        if self._last >= resumed:
+            return self._longest
+        return max(self._longest, (time.perf_counter() if is_busy() else resumed) - self._last)

@@ -1,0 +1,446 @@
+"""What an update of the weights costs by each bridge: bytes, time, stall of generation, proof and memory.
+
+As in a run, this process is the trainer and the engine a child of it, which generates all the while; what is published,
+applied and verified is what a run would. Nothing is trained: between two updates every so-many-th element changes its
+sign. Guarantees: every update that is counted was verified; the engine ends with the measurement, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from slipstream.config import LoraConfig, RunConfig, with_values
+from slipstream.config.checks import publishes_adapter
+from slipstream.errors import ConfigError, Interrupted, WeightsError
+from slipstream.inference.engine import SupervisedEngine
+from slipstream.launch.deployable import engine_config, find_deployable
+from slipstream.launch.engines import create_engine, engine_gpus, engine_settings
+from slipstream.launch.facts import adapter_config, measure_adapter, measure_gpus, read_model
+from slipstream.launch.models import load_model, share_weights
+from slipstream.launch.stop import StopRequest
+from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, session_of
+from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
+from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
+from slipstream.weights.base import Fence, NamedWeights
+
+if TYPE_CHECKING:
+    from slipstream.trainer.model import PolicyModel
+
+BridgeName = Literal["disk", "restart", "broadcast", "single_copy", "lora"]
+BRIDGES: tuple[BridgeName, ...] = ("disk", "restart", "broadcast", "single_copy", "lora")
+WARM_UP = 2
+"""Updates that are not counted: the first makes maps and groups."""
+MAX_RESTARTS = 3
+"""Under `restart`, which has nothing to warm up and takes as long as an engine's start, so many are enough."""
+MAX_CONTEXT, PROMPT_TOKENS, WORD_IDS = 2048, 32, 90
+_GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """What is measured."""
+
+    model: str
+    """A model's folder or hub id."""
+    updates: int = 20
+    streams: int = 4
+    """Generations that go on meanwhile."""
+    placement: Literal["auto", "shared", "separate"] = "auto"
+    changed: float = 1.0
+    """Part of the elements that each update changes."""
+    rank: int = 16
+    """Of the adapter, under `lora`."""
+    pause_s: float = 0.2
+    """Between two updates."""
+    scratch: Path | None = None
+    """Where files are written; None: where temporary files are."""
+    timeout_s: float = 600.0
+    """Longest start of the engine, and longest update."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of all counted updates, in seconds."""
+
+    median: float
+    p95: float
+    """The smallest that 95 % of them do not exceed."""
+    largest: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one side's processes, in bytes; None where nobody says."""
+
+    rss: int
+    pss: int
+    torch: int | None
+    """Allocated by torch on the GPU."""
+    gpu: int | None
+    """In use on GPUs as nvidia-smi sees it."""
+
+
+@dataclass(frozen=True)
+class SyncFigures:
+    """One bridge. `publish` is the trainer's call, with its fingerprints; `transfer` is from the engine's first byte
+    to loaded weights (under `restart` the engine's start); `commit` is the writing of weights while the engine stands
+    still, where it does; `update` is all of it up to the verified version."""
+
+    bridge: str
+    model: str
+    num_parameters: int
+    dtype: str
+    placement: str
+    """`cpu`, or who is on which GPU: `shared` or `separate`."""
+    num_updates: int
+    num_bytes: int
+    """That moved in an update."""
+    first_update_s: float
+    publish: Spread
+    transfer: Spread
+    verify: Spread
+    commit: Spread | None
+    stall: Spread | None
+    """From the last token before to the first one after; None where nothing was being generated."""
+    update: Spread
+    raw_s: float | None
+    """The same bytes by the collective alone."""
+    raw_share: float | None
+    """Part of the raw bandwidth that the transfer reached."""
+    trainer: Memory
+    engine: Memory
+    gpus: list[int]
+    """Bytes in use on each GPU."""
+
+
+def measure_sync(name: BridgeName, options: SyncOptions) -> SyncFigures:
+    """Start an engine, update it as often as asked while it generates, and stop it."""
+    config = _config(name, options)
+    with (
+        StopRequest() as stop,
+        tempfile.TemporaryDirectory(prefix="slipstream-sync-", dir=options.scratch) as folder,
+        _started(name, config, options, Path(folder), stop) as bench,
+    ):
+        return bench.measure()
+
+
+def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
+    """The settings of a run that would use this bridge on this machine."""
+    num_gpus, _ = measure_gpus()
+    placement = options.placement
+    if placement == "auto":
+        placement = "separate" if num_gpus > 1 and name != "single_copy" else "shared"
+    if placement == "separate" and num_gpus < 2:
+        raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
+    if placement == "separate" and name == "single_copy":
+        raise ConfigError("single_copy has trainer and engine on one card: use --placement shared")
+    deployable = find_deployable(options.model)
+    if deployable.adapter is not None:
+        raise ConfigError(f"{options.model} is an adapter: name a whole model, and --bridges lora makes an adapter")
+    length = min(MAX_CONTEXT, read_model(deployable.model, trust_remote_code=False).context_length)
+    if length < 2 * PROMPT_TOKENS:
+        raise ConfigError(f"{options.model} has a context of {length} tokens: use a model with {2 * PROMPT_TOKENS}")
+    config = engine_config(
+        deployable,
+        max_model_len=length,
+        max_num_seqs=options.streams,
+        # vLLM asks for this part of the card to be free at its start, whatever it takes of it.
+        gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
+        start_timeout_s=options.timeout_s,
+    )
+    values = {"weights.bridge": name, "weights.apply_timeout_s": options.timeout_s, "run.placement": placement}
+    config = with_values(config, values)
+    if name != "lora":
+        return config
+    fresh = LoraConfig(rank=options.rank)
+    facts = measure_adapter(config.model_copy(update={"lora": fresh}))
+    assert facts is not None
+    targets = facts.target_modules
+    return config.model_copy(update={"lora": fresh.model_copy(update={"target_modules": targets})})
+
+
+@contextlib.contextmanager
+def _started(
+    name: BridgeName, config: RunConfig, options: SyncOptions, folder: Path, stop: StopRequest
+) -> Generator[_Bench]:
+    """Both sides, as `launch.local` starts them."""
+    import torch
+
+    on_cpu, threads = not torch.cuda.is_available(), config.run.threads
+    assert isinstance(threads, int)
+    torch.set_num_threads(threads)
+    settings = engine_settings(config, config.model.path, on_cpu=on_cpu)
+    engine = create_engine(config, settings, folder, lambda kind, **fields: None)
+    stop.at_once = engine.kill
+    thread = EventLoopThread(stop)
+    bridge: Bridge | None = None
+    try:
+        if name != "restart":
+            engine.launch()
+        wait_s = options.timeout_s + _GRACE_S
+        shared = None
+        if name == "single_copy":
+            thread.call(engine.wait_ready(), wait_s, "the engine")
+            shared = thread.call(share_weights(config, engine), wait_s, "the engine to share its weights")
+        model = load_model(config, shared)
+        if config.lora is not None:
+            model.add_adapter(adapter_config(config))
+        if name not in ("single_copy", "restart"):
+            thread.call(engine.wait_ready(), wait_s, "the engine")
+        bridge = _bridge(name, config, folder / "weights", model, engine)
+        yield _Bench(config, options, model, engine, thread, bridge, stop)
+    finally:
+        if bridge is not None:
+            bridge.publisher.close()
+        if not thread.stop(engine.stop()):
+            engine.kill()
+
+
+def _bridge(name: BridgeName, config: RunConfig, folder: Path, model: PolicyModel, engine: SupervisedEngine) -> Bridge:
+    if name == "lora":
+        assert model.adapter is not None
+        return create_adapter_bridge(
+            folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
+        )
+    return create_bridge(
+        name,
+        folder=folder,
+        source=model.folder,
+        engine=engine,
+        timeout_s=config.weights.apply_timeout_s,
+        between_gpus=_between_gpus(config, model),
+    )
+
+
+def _between_gpus(config: RunConfig, model: PolicyModel) -> bool:
+    return model.device.type == "cuda" and config.run.placement == "separate"
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One update, in seconds."""
+
+    report: ApplyReport
+    publish_s: float
+    commit_s: float
+    stall_s: float
+    total_s: float
+
+
+class _Load:
+    """A few long generations at any time, between `start` and `stop`."""
+
+    def __init__(self, engine: SupervisedEngine, thread: EventLoopThread, options: SyncOptions, length: int) -> None:
+        self._engine = engine
+        self._thread = thread
+        self._options = options
+        self._length = length
+        self._numbers = itertools.count()
+        self._running: Future[None] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+
+        async def all_of_them() -> None:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._options.streams):
+                    group.create_task(one_after_the_other())
+
+        async def one_after_the_other() -> None:
+            while True:
+                await self._engine.generate(self._request(self._length - PROMPT_TOKENS))
+
+        self._running = self._thread.submit(all_of_them())
+
+    def stop(self) -> None:
+        """End them, and tell if one had failed."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if running.done():
+            running.result()
+        running.cancel()
+
+    def first_token(self) -> None:
+        """Wait for a token of a new request."""
+        timeout_s = self._options.timeout_s
+        self._thread.call(self._engine.generate(self._request(1)), timeout_s, "the engine's first token")
+
+    def _request(self, num_tokens: int) -> GenerateRequest:
+        number = next(self._numbers)
+        prompt = [(7 * number + place * place) % WORD_IDS + 1 for place in range(PROMPT_TOKENS)]
+        sampling = SamplingParams(max_tokens=num_tokens)
+        return GenerateRequest(f"load-{number}", prompt, sampling, number, self._options.timeout_s)
+
+
+class _Bench:
+    """Both sides, ready."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        options: SyncOptions,
+        model: PolicyModel,
+        engine: SupervisedEngine,
+        thread: EventLoopThread,
+        bridge: Bridge,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._model = model
+        self._engine = engine
+        self._thread = thread
+        self._bridge = bridge
+        self._should_stop = should_stop
+        assert isinstance(config.inference.max_model_len, int)
+        self._load = _Load(engine, thread, options, config.inference.max_model_len)
+        # A new engine knows nothing of the requests of the one before.
+        self._keeps_requests = bridge.name != "restart"
+
+    def measure(self) -> SyncFigures:
+        """All updates, and the memory after the last."""
+        first = self._update(0)
+        self._load.start()
+        updates: list[_Update] = []
+        num_counted, skipped = self._options.updates, WARM_UP - 1
+        if not self._keeps_requests:
+            num_counted, skipped = min(num_counted, MAX_RESTARTS), 0
+        for step in range(1, 1 + skipped + num_counted):
+            if self._should_stop():
+                raise Interrupted("the measurement was stopped: start it again")
+            if self._bridge.name == "lora":
+                # The engine has room for two adapters: a third would wait for requests of the first to end.
+                self._load.stop()
+                self._load.start()
+            time.sleep(self._options.pause_s)
+            updates.append(self._update(step))
+        counted = updates[skipped:]
+        memory = self._memory(counted[-1].report)
+        self._load.stop()
+        return self._figures(first, counted, *memory)
+
+    def _update(self, step: int) -> _Update:
+        """As the training loop does it: write the live weights, publish, apply, verify."""
+        timeout_s = self._options.timeout_s
+        if not self._keeps_requests:
+            self._load.stop()
+        if self._bridge.fence is None:
+            self._change(step)
+        began = time.perf_counter()
+        commit_s = 0.0
+        if self._bridge.fence is not None:
+            self._thread.call(_called(self._bridge.fence, timeout_s), timeout_s, "the engine to stand still")
+            fenced = time.perf_counter()
+            self._change(step)
+            commit_s = time.perf_counter() - fenced
+        published = time.perf_counter()
+        under_way: list[Future[ApplyReport]] = []
+
+        def announce(ticket: Ticket) -> Callable[[], bool]:
+            under_way.append(self._thread.submit(self._bridge.receiver.apply(ticket, timeout_s)))
+            return under_way[0].done
+
+        try:
+            ticket = self._bridge.publisher.publish(self._published(), step, 0, announce)
+        except WeightsError as error:
+            if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
+                raise cause from error
+            raise
+        publish_s = time.perf_counter() - published
+        report = self._thread.wait(under_way[0], timeout_s, f"the engine to apply version {ticket.version.name}")
+        check_report(report, ticket)
+        total_s = time.perf_counter() - began
+        stall_s = report.stall_s
+        if not self._keeps_requests:
+            self._load.first_token()
+            stall_s = time.perf_counter() - began
+            self._load.start()
+        return _Update(report, publish_s, commit_s, stall_s, total_s)
+
+    def _change(self, step: int) -> None:
+        """Every so-many-th element of each row gets the other sign."""
+        import torch
+
+        stride = max(1, round(1 / self._options.changed))
+        with torch.no_grad():
+            for parameter in self._model.network.parameters():
+                if self._model.adapter is None or parameter.requires_grad:
+                    parameter[..., step % stride :: stride].neg_()
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _published(self) -> NamedWeights:
+        if publishes_adapter(self._config):
+            assert self._model.adapter is not None
+            return self._model.adapter.named_weights()
+        return self._model.named_weights()
+
+    def _memory(self, report: ApplyReport) -> tuple[Memory, Memory]:
+        import torch
+
+        process = self._engine.process.process
+        theirs = session_of(process.pid) if process is not None else []
+        on_gpu = self._model.device.type == "cuda"
+        sides = (([os.getpid()], torch.cuda.memory_allocated() if on_gpu else 0), (theirs, report.memory_bytes))
+        ours, others = (
+            Memory(**host_memory(pids), torch=allocated if on_gpu else None, gpu=gpu_memory(pids) if on_gpu else None)
+            for pids, allocated in sides
+        )
+        return ours, others
+
+    def _figures(self, first: _Update, updates: list[_Update], trainer: Memory, engine: Memory) -> SyncFigures:
+        reports = [update.report for update in updates]
+        stalls = [update.stall_s for update in updates if update.stall_s > 0]
+        transfer = _spread([report.transfer_s for report in reports])
+        num_bytes, raw_s = reports[-1].num_bytes, None
+        on_gpu = self._model.device.type == "cuda"
+        if self._bridge.name == "broadcast":
+            from slipstream.weights.raw import raw_broadcast_s
+
+            backend = "nccl" if _between_gpus(self._config, self._model) else "gloo"
+            gpus = engine_gpus(self._config, os.environ.get("CUDA_VISIBLE_DEVICES")) if on_gpu else ()
+            raw_s = raw_broadcast_s(num_bytes, backend, gpus, timeout_s=self._options.timeout_s)
+        return SyncFigures(
+            bridge=self._bridge.name,
+            model=self._options.model,
+            num_parameters=sum(parameter.numel() for parameter in self._model.network.parameters()),
+            dtype=self._config.model.dtype,
+            placement=self._config.run.placement if on_gpu else "cpu",
+            num_updates=len(updates),
+            num_bytes=num_bytes,
+            first_update_s=first.total_s,
+            publish=_spread([update.publish_s for update in updates]),
+            transfer=transfer,
+            verify=_spread([report.verify_s for report in reports]),
+            commit=_spread([update.commit_s for update in updates]) if self._bridge.fence is not None else None,
+            stall=_spread(stalls) if stalls else None,
+            update=_spread([update.total_s for update in updates]),
+            raw_s=raw_s,
+            raw_share=raw_s / transfer.median if raw_s is not None else None,
+            trainer=trainer,
+            engine=engine,
+            gpus=gpus_in_use() if on_gpu else [],
+        )
+
+
+async def _called(fence: Fence, timeout_s: float) -> None:
+    await fence(timeout_s)
+
+
+def _spread(seconds: list[float]) -> Spread:
+    ordered = sorted(seconds)
+    return Spread(statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1], ordered[-1])

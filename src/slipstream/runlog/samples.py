@@ -1,0 +1,84 @@
+"""What the run folder keeps of a rollout, and of a published version."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import DataError
+from slipstream.records import Rollout, Sequence, Ticket
+
+TICKETS = "tickets"
+_KEEP_TICKETS = 2
+"""A receiver may still hold the version before the last."""
+
+
+def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[str, Any]:
+    """A line of `samples.jsonl`: for people to read, and for `slipstream trace` every token with its maker."""
+    return {
+        "step": step,
+        **fields,
+        "id": rollout.id,
+        "task": rollout.task_id,
+        "prompt": rollout.prompt,
+        "completion": rollout.completion,
+        "reward": rollout.reward,
+        "outcome": rollout.outcome,
+        "version": version,
+        "sequences": [_tokens_of(sequence) for sequence in rollout.sequences],
+    }
+
+
+def _tokens_of(sequence: Sequence) -> dict[str, Any]:
+    """`sampled` are the runs [start, end) of sampled tokens, `versions` who made them from which place on; the
+    log-probabilities are those of the sampled tokens."""
+    logprobs = itertools.compress(sequence.logprobs or (), sequence.mask)
+    return {
+        "token_ids": sequence.token_ids,
+        "sampled": list(_runs(sequence.mask)),
+        "versions": [[span.start, span.version] for span in sequence.versions],
+        "logprobs": [round(value, 6) for value in logprobs],
+    }
+
+
+def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for sampled, run in itertools.groupby(mask):
+        end = start + sum(1 for _ in run)
+        if sampled:
+            yield start, end
+        start = end
+
+
+def keep_ticket(folder: Path, ticket: Ticket) -> None:
+    """Have the newest tickets in the run folder, each whole or not there."""
+    tickets = folder / TICKETS
+    tickets.mkdir(mode=0o700, exist_ok=True)
+    path = tickets / f"{ticket.version.name}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(ticket))
+    partial.replace(path)
+    for old in sorted(tickets.glob("*.json"), key=_place)[:-_KEEP_TICKETS]:
+        old.unlink()
+
+
+def read_tickets(folder: Path) -> list[Ticket]:
+    """The tickets that the run in `folder` keeps, oldest first. Raises `DataError` for a damaged one."""
+    found: list[Ticket] = []
+    for path in sorted((folder / TICKETS).glob("*.json"), key=_place):
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Ticket))
+        except FileNotFoundError:
+            continue  # a newer one has taken its place
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} is damaged ({error}): remove it") from error
+    return found
+
+
+def _place(path: Path) -> tuple[int, ...]:
+    """Lineage and step, from the version's name."""
+    return tuple(int(part) for part in path.stem.split(".") if part.isdigit())

@@ -1,0 +1,243 @@
+"""From a kept rollout back to what made it and on to what it made: token by token to a version of the weights, its
+digest and the files that hold it; and to the batch that it was trained in. All of it is read from the run's folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.runlog.record import RunRecord
+
+
+@dataclass(frozen=True)
+class VersionTrace:
+    """One version of the weights."""
+
+    name: str
+    digest: str
+    """Over all parameters' fingerprints; empty where the run did not write it."""
+    verified: bool
+    """The engine proved that it held exactly this when it began to serve it."""
+    held_by: str
+    """Folder below the run's, or the model that the run began with, that holds these weights; empty when none does."""
+    note: str = ""
+    """How to come by weights that no folder holds."""
+
+
+@dataclass(frozen=True)
+class SpanTrace:
+    """Sampled tokens that follow one another and have one maker."""
+
+    sequence: int
+    start: int
+    end: int
+    """Places in the sequence, the prompt's tokens counted, `end` not included."""
+    first: int
+    """Number of the first among all sampled tokens of the rollout, from 0."""
+    version: str
+    mean_logprob: float | None
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """One sampled token."""
+
+    number: int
+    sequence: int
+    position: int
+    token_id: int
+    logprob: float | None
+    version: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One kept rollout."""
+
+    id: str
+    task: str
+    split: str
+    """`train` or `eval`."""
+    step: int
+    """Of its batch, which counts from 0; of a held-out one, the version that was evaluated."""
+    lineage: int
+    reward: float | None
+    outcome: str
+    advantage: float | None
+    carries_loss: bool | None
+    """None where the run did not write it."""
+    update: str
+    """The version that its batch made, `0.3`; empty when it made none."""
+    loss: float | None
+    """Of that batch."""
+    num_sampled: int
+    spans: tuple[SpanTrace, ...]
+    versions: tuple[VersionTrace, ...]
+    token: TokenTrace | None = None
+    note: str = ""
+
+
+class _Tokens(msgspec.Struct):
+    token_ids: list[int]
+    sampled: list[tuple[int, int]]
+    versions: list[tuple[int, str]] = []
+    logprobs: list[float] = []
+
+
+class _Sample(msgspec.Struct):
+    step: int
+    lineage: int
+    id: str = ""
+    split: str = "train"
+    task: str = ""
+    reward: float | None = None
+    outcome: str = ""
+    version: str = ""
+    advantage: float | None = None
+    carries_loss: bool | None = None
+    sequences: list[_Tokens] = []
+
+
+def trace(record: RunRecord, wanted: str, token: int | None = None) -> Trace:
+    """Follow the sample called `wanted`: its id, `STEP:INDEX` among the samples of a step's batch, or
+    `eval:STEP:INDEX`. With `token`, also the sampled token of that number. Raises ConfigError when there is none."""
+    folder = record.summary.folder
+    sample = _find(_samples(record), wanted, folder)
+    spans, tokens = _follow(sample)
+    if token is not None and not 0 <= token < len(tokens):
+        there = f"0 to {len(tokens) - 1}" if tokens else "none"
+        raise ConfigError(f"sample {wanted} has no sampled token {token}: there are {there}")
+    names = dict.fromkeys(span.version for span in spans) or {sample.version: None}
+    row = next((row for row in record.rows if row["step"] == sample.step + 1), {}) if sample.split == "train" else {}
+    was_trained = bool(row) and not row.get("train/skipped")
+    return Trace(
+        id=sample.id,
+        task=sample.task,
+        split=sample.split,
+        step=sample.step,
+        lineage=sample.lineage,
+        reward=sample.reward,
+        outcome=sample.outcome,
+        advantage=sample.advantage,
+        carries_loss=sample.carries_loss,
+        update=f"{sample.lineage}.{sample.step + 1}" if was_trained else "",
+        loss=row.get("train/loss") if was_trained else None,
+        num_sampled=len(tokens),
+        spans=tuple(spans),
+        versions=tuple(_version(record, name) for name in names if name),
+        token=tokens[token] if token is not None else None,
+        note="" if sample.sequences else "its tokens were not kept: all that is known is the version of its batch",
+    )
+
+
+def _samples(record: RunRecord) -> list[_Sample]:
+    try:
+        return [msgspec.convert(sample, _Sample) for sample in record.samples]
+    except msgspec.ValidationError as error:
+        path = record.summary.folder / "samples.jsonl"
+        raise DataError(f"{path} has a line that is no sample of ours ({error}): remove that line") from error
+
+
+def _find(samples: list[_Sample], wanted: str, folder: Path) -> _Sample:
+    named: dict[str, _Sample] = {}
+    counts: dict[tuple[str, int], int] = {}
+    for sample in samples:
+        index = counts[sample.split, sample.step] = counts.get((sample.split, sample.step), -1) + 1
+        prefix = "" if sample.split == "train" else f"{sample.split}:"
+        named[f"{prefix}{sample.step}:{index}"] = sample
+    if wanted in named:
+        return named[wanted]
+    places = [place for place, sample in named.items() if sample.id == wanted]
+    if len(places) == 1:
+        return named[places[0]]
+    if places:
+        raise ConfigError(f"{len(places)} samples of {folder} have the id {wanted}: name one of {_some(places)}")
+    if not named:
+        raise ConfigError(f"{folder} kept no sample: name a run of reinforcement learning that has made a step")
+    said = _some([f"{sample.id} ({place})" for place, sample in named.items()])
+    raise ConfigError(f"{folder} kept no sample {wanted}: name one of {said} (run.save_samples says how many are kept)")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _follow(sample: _Sample) -> tuple[list[SpanTrace], list[TokenTrace]]:
+    """Every sampled token with its maker, and runs of tokens that have the same one."""
+    spans: list[SpanTrace] = []
+    tokens: list[TokenTrace] = []
+    for number, sequence in enumerate(sample.sequences):
+        starts = [*sequence.versions, (len(sequence.token_ids), "")]
+        logprobs = iter(sequence.logprobs)
+        for begin, end in sequence.sampled:
+            for position in range(begin, end):
+                makers = [name for start, name in starts if start <= position]
+                version = makers[-1] if makers else sample.version
+                token_id = sequence.token_ids[position]
+                tokens.append(TokenTrace(len(tokens), number, position, token_id, next(logprobs, None), version))
+    begin = 0
+    for place, token in enumerate(tokens):
+        after = tokens[place + 1] if place + 1 < len(tokens) else None
+        expected = (token.sequence, token.position + 1, token.version)
+        if after is None or (after.sequence, after.position, after.version) != expected:
+            part = tokens[begin : place + 1]
+            known = [one.logprob for one in part if one.logprob is not None]
+            mean = sum(known) / len(known) if known else None
+            spans.append(SpanTrace(token.sequence, part[0].position, token.position + 1, begin, token.version, mean))
+            begin = place + 1
+    return spans, tokens
+
+
+def _version(record: RunRecord, name: str) -> VersionTrace:
+    published = [event for event in record.events if event["kind"] == "publish" and event.get("version") == name]
+    digest = str(published[-1].get("digest", "")) if published else ""
+    verified = any(
+        event["kind"] == "apply" and event.get("version") == name and event.get("digest") == digest
+        for event in record.events
+    )
+    held_by = _holder(record, name, digest)
+    return VersionTrace(name, digest, verified, held_by, "" if held_by else _how_to_get(record, name))
+
+
+def _holder(record: RunRecord, name: str, digest: str) -> str:
+    folder = record.summary.folder
+    lineage, _, step = name.partition(".")
+    # A resumed lineage begins with the weights of the checkpoint that it was resumed from.
+    resumed = {
+        f"checkpoints/{event['checkpoint']}"
+        for event in record.events
+        if event["kind"] == "resume" and (str(event["lineage"]), str(event["step"])) == (lineage, step)
+        if event.get("checkpoint")
+    }
+    for path, event in _checkpoints(record).items():
+        same = digest and event.get("digest") == digest
+        if same or path in resumed or (str(event["lineage"]), str(event.get("step"))) == (lineage, step):
+            return path
+    if (folder / "weights" / name).is_dir():
+        return f"weights/{name}"
+    if name == "0.0":
+        return next((setting.value.strip('"') for setting in record.settings if setting.name == "model.path"), "")
+    return ""
+
+
+def _checkpoints(record: RunRecord) -> dict[str, dict[str, Any]]:
+    """Those that are there now, by their folder, each with the event of its writing."""
+    found = {str(event.get("path")): event for event in record.events if event["kind"] == "checkpoint"}
+    folder = record.summary.folder
+    return {path: event for path, event in found.items() if (folder / path / "manifest.json").is_file()}
+
+
+def _how_to_get(record: RunRecord, name: str) -> str:
+    step = int(name.partition(".")[2] or 0)
+    before = [
+        (event["step"], path)
+        for path, event in _checkpoints(record).items()
+        if isinstance(event.get("step"), int) and event["step"] < step
+    ]
+    near = f"; the nearest before it is {max(before)[1]}" if before else ""
+    return f"no folder holds it any more{near}: a run with run.checkpoint_every = 1 and more keep_checkpoints keeps it"

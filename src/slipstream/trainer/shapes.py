@@ -1,0 +1,66 @@
+"""Models of well-known shapes with random weights: for measuring what does not depend on what a model has learned.
+
+Guarantees: a Qwen2 that transformers and vLLM load, with the biases and grouped queries of the real one, and a
+tokenizer that has a word for every number of its vocabulary; the same shape gives the same weights on the same device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 151_936
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
+    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
+    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
+    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18_944},
+}
+"""Qwen2.5's, and one that any machine can hold."""
+_KV_HEADS = {"tiny": 2, "0.5b": 2, "1.5b": 2, "7b": 4}
+
+
+def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
+    """Write a bfloat16 model of that shape into `folder` and return it. `spread`: standard deviation of the logits, 0.6
+    to 0.8 if left as transformers draws them."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    from slipstream.trainer.model import hide_progress_bars
+    from slipstream.trainer.new_model import CHAT_TEMPLATE, DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
+
+    hide_progress_bars()
+    symbols = list(dict.fromkeys([UNKNOWN, *DEFAULT_ALPHABET]))
+    symbols += [f" w{number}" for number in range(VOCABULARY - 3 - len(symbols))]
+    words = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=UNKNOWN))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    words.decoder = decoders.Fuse()
+    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=words, chat_template=CHAT_TEMPLATE, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
+    )
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        num_key_value_heads=_KV_HEADS[shape],
+        max_position_embeddings=32_768,
+        tie_word_embeddings=shape != "7b",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **SHAPES[shape],
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            torch.manual_seed(0)
+            network: Any = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    if spread is not None:
+        torch.nn.init.normal_(network.lm_head.weight, std=spread / SHAPES[shape]["hidden_size"] ** 0.5)
+    network.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True)
+    network.to("cpu").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,82 @@
+"""The collective of the bridge `broadcast` by itself: how fast the same number of bytes travels when nothing is packed,
+loaded or verified. The other side is a process of its own, as the engine is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from slipstream.errors import WeightsError
+from slipstream.weights.broadcast import Group, Rendezvous
+
+MESSAGE_BYTES = 1 << 30
+"""More than any bridge sends at once: what a message costs by itself does not count."""
+
+
+def raw_broadcast_s(
+    num_bytes: int, backend: Literal["gloo", "nccl"], gpus: tuple[str, ...] = (), *, repeats: int = 9, timeout_s: float
+) -> float:
+    """Median seconds to send `num_bytes` to one process, which sees `gpus` (CUDA_VISIBLE_DEVICES; empty: those of this
+    one). Raises `WeightsError` when that process does not come or ends early."""
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-raw-"))
+    rendezvous = Rendezvous(str(folder / "store"), 1, timeout_s, backend)
+    arguments = [msgspec.json.encode(rendezvous).decode(), str(num_bytes), str(repeats)]
+    environment = dict(os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "slipstream.weights.raw", *arguments], stdout=subprocess.PIPE, env=environment
+    )
+    try:
+        ours = _pass(Group(rendezvous, rank=0), num_bytes, repeats)
+        answer, _ = child.communicate(timeout=timeout_s)
+        theirs: list[float] = json.loads(answer)
+    except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise WeightsError(
+            f"{num_bytes} bytes could not be sent over {backend} to another process within {timeout_s:g} s ({reason}): "
+            "see what it printed"
+        ) from error
+    finally:
+        child.kill()
+        child.wait(30)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+    return statistics.median(map(max, ours, theirs))
+
+
+def _pass(group: Group, num_bytes: int, repeats: int) -> list[float]:
+    """Send or receive it that often, after once for nothing; the seconds of each."""
+    buffer = torch.zeros(min(num_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=group.device)
+    seconds: list[float] = []
+    for _ in range(repeats + 1):
+        group.broadcast(buffer[:1])  # both begin together
+        group.finish()
+        began = time.perf_counter()
+        for start in range(0, num_bytes, MESSAGE_BYTES):
+            group.broadcast(buffer[: num_bytes - start])
+        group.finish()
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+def main() -> None:
+    """The receiving process: prints its seconds as JSON."""
+    rendezvous, num_bytes, repeats = sys.argv[1:]
+    group = Group(msgspec.json.decode(rendezvous, type=Rendezvous), rank=1)
+    print(json.dumps(_pass(group, int(num_bytes), int(repeats))))
+
+
+if __name__ == "__main__":
+    main()

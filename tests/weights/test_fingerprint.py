@@ -1,0 +1,63 @@
+"""The fingerprint of a tensor is the same wherever, and in whatever parts, it is computed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from slipstream.weights.fingerprint import Slice, fingerprint, fingerprints
+
+
+def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
+    """Whole tensors, rows, columns, shards in memory of their own, transposed ones, empty ones."""
+    torch.manual_seed(0)
+    whole = (torch.randn(70, 130) * 50).to(dtype).to(device)
+    blocks = whole.view(7, 10, 130)
+    return [
+        Slice(whole),
+        Slice(whole[10:40]),
+        Slice(whole[:, 20:70], 20, (130, 1), (70, 50)),
+        Slice(whole[5:9].clone(), 5 * 130, (130, 1), (4, 130)),
+        Slice(whole.t().contiguous(), 0, (1, 130), (130, 70)),
+        Slice(blocks[:, 2:5], 260, (1300, 130, 1), (7, 3, 130)),
+        Slice(blocks.view(7, 10, 13, 10)[:, 2:5, :, 3:6], 263, (1300, 130, 10, 1), (7, 3, 13, 3)),
+        Slice(whole[0, 0]),
+        Slice(torch.empty(0, dtype=dtype, device=device)),
+    ]
+
+
+def check_kernel(parts: list[Slice]) -> None:
+    from slipstream.weights import fingerprint_gpu
+
+    found = [value % 2**64 for value in fingerprint_gpu.fingerprints(parts)]
+    assert found == [fingerprint(*part) for part in parts]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is run as it is where there is a CUDA device")
+def test_the_kernel_for_gpus_in_tritons_interpreter():
+    """In a process of its own: whether Triton interprets is settled when it is first imported."""
+    command = [sys.executable, __file__]
+    subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=120)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float64])
+def test_the_kernel_on_a_gpu(dtype):
+    parts = slices(dtype, "cuda")
+    check_kernel(parts)
+    assert fingerprints(parts) == fingerprints(slices(dtype))
+
+
+def test_shards_add_up_to_the_whole():
+    whole = torch.randn(64, 48, dtype=torch.bfloat16)
+    rows = [Slice(whole[i : i + 16].clone(), i * 48, (48, 1), (16, 48)) for i in range(0, 64, 16)]
+    columns = [Slice(whole[:, i : i + 12].clone(), i, (48, 1), (64, 12)) for i in range(0, 48, 12)]
+    (expected,) = fingerprints([Slice(whole)])
+    assert sum(fingerprints(rows)) % 2**64 == expected == sum(fingerprints(columns)) % 2**64
+
+
+if __name__ == "__main__":
+    for each in (torch.bfloat16, torch.float32, torch.uint8):
+        check_kernel(slices(each))
