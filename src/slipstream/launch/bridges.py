@@ -34,7 +34,9 @@ def run_bridge(
     assert name != "lora"
 
     def held() -> Version | None:
-        return thread.call(engine.held(), timeout_s, "the engine to say which version it holds")
+        # One that died comes back first.
+        longest_s = timeout_s + config.inference.start_timeout_s
+        return thread.call(engine.held(), longest_s, "the engine to say which version it holds")
 
     bridge = create_bridge(
         name,
