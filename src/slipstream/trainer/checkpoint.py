@@ -21,7 +21,7 @@ import msgspec
 
 from slipstream.errors import ConfigError, DataError, TrainingError
 from slipstream.records import ParameterSpec
-from slipstream.weights.files import sync
+from slipstream.weights.files import sync, told_of_the_disk
 from slipstream.weights.fingerprint import digest
 
 if TYPE_CHECKING:
@@ -64,19 +64,20 @@ class CheckpointStore:
         for leftover in self.folder.glob(".unfinished-*"):
             leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
         temporary = self.folder / f".unfinished-{step:06d}-{os.getpid()}"
-        parameters = learner.write_weights(temporary / "weights", source)
-        proof = Fingerprints(digest(parameters), parameters)
-        (temporary / _FINGERPRINTS).write_bytes(msgspec.json.encode(proof))
-        learner.save(temporary / "state")
-        if critic is not None:
-            critic.save(temporary / "state" / _CRITIC)
-        (temporary / "state" / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
-        _write_manifest(temporary, step)
         final = self._path(step)
-        self._step_aside(final)
-        temporary.rename(final)
-        sync(self.folder)
-        self._remove_old(final)
+        with told_of_the_disk(final, temporary):
+            parameters = learner.write_weights(temporary / "weights", source)
+            proof = Fingerprints(digest(parameters), parameters)
+            (temporary / _FINGERPRINTS).write_bytes(msgspec.json.encode(proof))
+            learner.save(temporary / "state")
+            if critic is not None:
+                critic.save(temporary / "state" / _CRITIC)
+            (temporary / "state" / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
+            _write_manifest(temporary, step)
+            self._step_aside(final)
+            temporary.rename(final)
+            sync(self.folder)
+            self._remove_old(final)
         return final
 
     def link_best(self) -> None:

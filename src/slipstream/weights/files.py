@@ -10,13 +10,16 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.errors import SlipstreamError
 from slipstream.records import ParameterSpec
 
 WEIGHTS_FILE = "model.safetensors"
+_TORCH_CANNOT_WRITE = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
+"""What `torch.save` says when its file takes no more."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -39,18 +42,39 @@ def write_model_folder(
 
 @contextmanager
 def whole_folder(folder: Path, *, durable: bool) -> Generator[Path]:
-    """A folder to fill that gets the name `folder`, and replaces one of that name, when it is complete."""
+    """A folder to fill that gets the name `folder`, and replaces one of that name, when it is complete; nothing of it
+    is left when it cannot be."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True, mode=0o700)
-    yield temporary
-    if durable:
-        for path in [*temporary.rglob("*"), temporary]:
-            sync(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-    if durable:
-        sync(folder.parent)
+    with told_of_the_disk(folder, temporary):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True, mode=0o700)
+        yield temporary
+        if durable:
+            for path in [*temporary.rglob("*"), temporary]:
+                sync(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        if durable:
+            sync(folder.parent)
+
+
+@contextmanager
+def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
+    """While `folder` is written as `temporary`, of which nothing is left on a failure; a full or broken disk is a
+    `SlipstreamError`."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
+        elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_CANNOT_WRITE):
+            reason = "torch could not write all of it"
+        else:
+            raise
+        raise SlipstreamError(
+            f"{folder} cannot be written ({reason}): make room on its disk, or choose another folder"
+        ) from error
 
 
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,49 @@
+"""A disk without room: one sentence, nothing left, and what was there before is whole."""
+
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.trainer.new_model import new_model
+from slipstream.weights.files import WEIGHTS_FILE, whole_folder, write_model_folder
+
+
+@contextmanager
+def room_for(num_bytes: int):
+    """No file may be larger, as on a disk that is nearly full."""
+    free = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, free[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, free)
+
+
+def test_a_version_without_room(tmp_path):
+    source = new_model(tmp_path / "model", hidden_size=32, num_layers=1)
+    folder = tmp_path / "weights/0.1"
+    write_model_folder(folder, [("a", torch.ones(10))], source)
+    with room_for(20_000), pytest.raises(SlipstreamError, match=r"0\.1 cannot be written \(.*too large.*make room"):
+        write_model_folder(folder, [("a", torch.ones(100_000))], source)
+    assert (folder / WEIGHTS_FILE).stat().st_size < 1000
+    assert [path.name for path in folder.parent.iterdir()] == ["0.1"]
+
+
+def test_a_training_state_without_room(tmp_path):
+    """As a checkpoint writes it: with torch's own format."""
+    with (
+        room_for(20_000),
+        pytest.raises(SlipstreamError, match="make room on its disk"),
+        whole_folder(tmp_path / "state", durable=False) as temporary,
+    ):
+        torch.save(torch.ones(100_000), temporary / "state.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_failure_is_not_the_disks(tmp_path):
+    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "made", durable=False):
+        _ = 1 / 0
+    assert list(tmp_path.iterdir()) == []
