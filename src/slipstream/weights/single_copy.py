@@ -71,6 +71,10 @@ class SharedWeights(msgspec.Struct, frozen=True):
     refused: dict[str, str]
     """Why a parameter that the engine holds cannot be seen as one tensor."""
 
+    def files(self) -> set[str]:
+        """What torch keeps in shared memory to count a GPU's users, and leaves there when the exporter is killed."""
+        return {f"/dev/shm/{s.cuda.counter_handle.decode().lstrip('/')}" for s in self.storages if s.cuda is not None}
+
 
 class Exporter:
     """The engine's half: keeps `parameters` where another process can open them, for as long as this one lives."""

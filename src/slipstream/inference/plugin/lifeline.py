@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 
 _POLL_S = 0.5
+_to_remove: set[str] = set()
 _following: set[int] = set()
 
 
@@ -40,6 +42,20 @@ def follow_stdin() -> None:
     def watch() -> None:
         while os.read(stdin, 1):
             pass
+        remove_files()
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="follow-stdin", daemon=True).start()
+
+
+def remove_at_end(path: str) -> None:
+    """Have `path` removed when this process ends, also by `follow_stdin`."""
+    _to_remove.add(path)
+
+
+def remove_files() -> None:
+    """Remove them now."""
+    for path in _to_remove:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    _to_remove.clear()

@@ -275,7 +275,10 @@ class EngineServer:
             raise RuntimeError(
                 f"the weights are divided among {len(answers)} workers, and only those of one are shared"
             )
-        return msgspec.json.decode(answers[0], type=SharedWeights)
+        shared = msgspec.json.decode(answers[0], type=SharedWeights)
+        for path in shared.files():
+            lifeline.remove_at_end(path)
+        return shared
 
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache until `wake`; the weights wait in the CPU's memory."""
@@ -414,6 +417,7 @@ async def serve(settings: EngineSettings) -> None:
     died = server.host.is_dead
     await runner.cleanup()
     server.host.shutdown()
+    lifeline.remove_files()
     if died:
         raise SystemExit("the engine core died")
 
