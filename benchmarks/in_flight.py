@@ -1,11 +1,13 @@
 """Updates under load: new versions reach a running vLLM while long generations go on.
 
     python benchmarks/in_flight.py [--bridge broadcast|disk|single_copy] [--updates 100] [--requests 64] [--tokens 200]
+                                   [--in-flight recompute|keep|drain] [--every 0.05]
 
-Keeps `--requests` generations running and applies `--updates` versions of new random weights one after the other.
-Every update's fingerprints are verified. Afterwards every request must have been answered exactly once, with versions
-that only rise, and every token's log-probability is compared with the trainer's own under the version that the
-completion names. Prints a Markdown table; the exit code is 1 when anything of that does not hold.
+Keeps `--requests` generations running and applies `--updates` versions of new random weights, the next one `--every`
+seconds after the last was verified. Every update's fingerprints are verified. Afterwards every request must have been
+answered exactly once, with versions that only rise, and every token's log-probability is compared with the trainer's
+own under the version that the completion names; under `keep`, tokens after an update have a column of their own, as
+their context is older than they are. Prints a Markdown table; the exit code is 1 when anything of that does not hold.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--in-flight", choices=["recompute", "keep", "drain"], default="recompute")
+    parser.add_argument("--every", type=float, default=0.05, help="seconds between updates: an optimizer step")
+    parser.add_argument("--noise", type=float, default=0.02, help="how far each version is from the first model")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         return _run(options, Path(folder))
@@ -59,6 +64,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         max_num_seqs=options.requests,
         kv_cache_bytes=1 << 29,
         threads=2,
+        in_flight=options.in_flight,
     )
 
     async def start() -> SupervisedEngine:
@@ -99,7 +105,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
 
     def update(step: int) -> None:
         generator = torch.Generator().manual_seed(step)
-        weights = {k: w + 0.02 * torch.randn(w.shape, generator=generator) for k, w in original.items()}
+        weights = {k: w + options.noise * torch.randn(w.shape, generator=generator) for k, w in original.items()}
         versions.append(weights)
         under_way = []
         began = time.monotonic()
@@ -121,7 +127,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     update(0)
     load = thread.submit(keep_all_generating())
     for step in range(1, options.updates + 1):
-        time.sleep(0.05)  # an optimizer step
+        time.sleep(options.every)
         update(step)
     is_over = True
     load.result(10 * TIMEOUT_S)
@@ -151,7 +157,7 @@ def _judge(
         for number, span, end in zip(numbers, completion.versions, ends, strict=True):
             by_version.setdefault(number, []).append((name, span.start, end))
     policy = PolicyModel.load(model)
-    differences = []
+    differences, gaps = [], []
     for number, spans in by_version.items():
         policy.network.load_state_dict(versions[number], strict=False)
         sequences = [
@@ -163,16 +169,32 @@ def _judge(
         ]
         scores = score(policy, sequences, micro_batch_tokens=8192).logprobs
         for (name, start, end), ours in zip(spans, scores, strict=True):
-            differences.append((ours - torch.tensor(completions[name].logprobs[start:end])).abs())
+            has_old_context = options.in_flight == "keep" and start > 0
+            (gaps if has_old_context else differences).append(
+                (ours - torch.tensor(completions[name].logprobs[start:end])).abs()
+            )
     difference = torch.cat(differences)
     spans = sum(len(found) for found in by_version.values())
     transfer = statistics.median(report.transfer_s for report in reports)
-    print("| bridge | updates | requests | lost | twice | falling | spans | tokens | mean difference | largest |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    print(
-        f"| {options.bridge} | {options.updates} | {len(completions)} | {lost} | {twice} | {falling} | {spans} "
-        f"| {len(difference)} | {difference.mean():.1e} | {difference.max():.1e} |"
-    )
+    gap = torch.cat(gaps) if gaps else None
+    stalls = statistics.median(report.stall_s for report in reports[1:])
+    row = {
+        "bridge": options.bridge,
+        "in flight": options.in_flight,
+        "updates": options.updates,
+        "requests": f"{len(completions):,}",
+        "lost": lost,
+        "twice": twice,
+        "falling": falling,
+        "spans": f"{spans:,}",
+        "tokens": f"{len(difference):,}",
+        "mean difference, largest": f"{difference.mean():.1e}, {difference.max():.1e}",
+        "on kept context: tokens, mean difference": "" if gap is None else f"{len(gap):,}, {gap.mean():.2g}",
+        "stall, ms": f"{1000 * stalls:.0f}",
+    }
+    print("| " + " | ".join(row) + " |")
+    print("|" + "---|" * len(row))
+    print("| " + " | ".join(map(str, row.values())) + " |")
     print(
         f"\nAn update from announcement to verified: median {1000 * statistics.median(seconds):.0f} ms "
         f"({1000 * min(seconds):.0f} to {1000 * max(seconds):.0f}), of which transfer {1000 * transfer:.0f} ms."
