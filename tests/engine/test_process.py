@@ -14,7 +14,8 @@ import pytest
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.process import EngineProcess
-from slipstream.records import GenerateRequest, SamplingParams
+from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
+from slipstream.weights.files import stored_parameters
 
 from .conftest import PROMPTS, settings_for, start, stop
 
@@ -77,6 +78,22 @@ def test_a_cancelled_call_frees_the_engine(live):
 
     live.call(cancel_soon())
     wait_until_idle(live)
+
+
+def test_a_call_of_the_worker_that_nobody_waits_for_any_more_harms_nobody(live):
+    """As `slipstream verify` that is interrupted."""
+    parameters = stored_parameters(live.model, "float32")
+    ticket = Ticket(Version(0, 0, ""), "disk", "", parameters)
+
+    async def verify_and_give_up():
+        for pause_s in [0.0, *(0.0005 * 1.5**i for i in range(12))]:
+            call = asyncio.create_task(live.engine.verify(ticket, 60))
+            await asyncio.sleep(pause_s)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    live.call(verify_and_give_up())
+    assert len(live.sample("after", SamplingParams(max_tokens=4))) == len(PROMPTS)
 
 
 def test_a_prompt_that_is_too_long_concerns_its_caller_only(live):

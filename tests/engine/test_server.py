@@ -3,12 +3,16 @@
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 from slipstream.inference.plugin.clock import TokenClock
+from slipstream.inference.plugin.routes import errors_as_text, routes
 from slipstream.inference.plugin.server import EngineServer, OutOfService
 from slipstream.inference.settings import EngineSettings
-from slipstream.records import GenerateRequest, SamplingParams
+from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 
 
 class StandingHost(SimpleNamespace):
@@ -77,3 +81,33 @@ async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(serve
     server.num_running = 0
     server._request_ended.set()
     await asyncio.wait_for(standing, 1.0)
+
+
+async def test_requests_end_with_the_client_that_is_gone(server):
+    """Also the second of two, whose answer nobody has begun to wait for."""
+    ended: list[str] = []
+
+    async def generate(request):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(request.id)
+
+    server.generate = generate
+    app = web.Application(middlewares=[errors_as_text])
+    app.add_routes(routes(server))
+    requests = [GenerateRequest(name, [1], SamplingParams(1)) for name in ("a", "b", "c")]
+    async with TestServer(app, handler_cancellation=True) as site, TestClient(site) as client:
+        server._settled.set()
+        call = asyncio.create_task(client.post("/generate", data=msgspec.msgpack.encode(requests)))
+        response = await call
+        response.close()
+        async with asyncio.timeout(2):
+            while len(ended) < 3:
+                await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_sleeps_has_nothing_to_verify(server):
+    server.reason = "asleep"
+    with pytest.raises(OutOfService, match="asleep"):
+        await server.verify(Ticket(Version(0, 0, ""), "disk", "", ()))

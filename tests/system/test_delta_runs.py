@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipstream.launch.verify import verify
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.weights.files import read_model_folder
 from slipstream.weights.fingerprint import describe, digest
@@ -21,6 +22,7 @@ def test_grpo(command, run_file, tmp_path, bridge, staleness):
     assert code == 0, err
     assert check_run(folder, steps=4) == [0]
     assert run.left_behind() == []
+    assert [verdict for verdict in verify(folder) if verdict.problems] == []
     # Resumed, another engine has to be given everything first.
     more = ("--training.steps", 6, "--resume", "--run.folder", folder)
     code, _, err = command("train", run_file, *COIN, *SLOWLY, *options[:4], *more).wait()

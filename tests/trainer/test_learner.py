@@ -52,6 +52,22 @@ def test_learns_a_small_batch_by_heart(make_learner, make_batch):
     assert losses[-1] < 0.5
 
 
+def test_gradients_of_shared_positions_are_summed_in_one_order():
+    """Many addends for each of a few positions, so that two threads meet at one of them."""
+    hidden = torch.randn(1, 200, 128, requires_grad=True)
+    places = torch.arange(15).repeat_interleave(44) * 9
+    gradient = torch.randn(1, 660, 128) * torch.logspace(-3, 3, 660)[None, :, None]
+    seen = set()
+    for _ in range(200):
+        hidden.grad = None
+        with one_order_of_sums(torch.device("cpu")):
+            hidden[:, places].backward(gradient)
+        assert hidden.grad is not None
+        seen.add(hidden.grad.numpy().tobytes())
+    assert len(seen) == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_forward_scores_every_trainable_token_in_order(make_learner, make_batch, model_folder):
     learner, batch = make_learner(100), make_batch()
     batch.sequences.append(records.Sequence([1, 2], [False, False]))

@@ -50,6 +50,12 @@ def publishes_adapter(config: RunConfig) -> bool:
     return config.lora is not None and config.weights.bridge in ("lora", "single_copy")
 
 
+def apply_timeout_s(config: RunConfig) -> float:
+    """How long an update may take, the completions included that it waits for under `drain`."""
+    waits = config.weights.in_flight == "drain" and config.training.staleness > 0
+    return config.weights.apply_timeout_s + waits * config.inference.request_timeout_s
+
+
 def keeps_copy(config: RunConfig) -> bool:
     """Whether the trainer keeps a copy of the published weights, to find what changed."""
     return config.weights.delta and uses_engine(config)

@@ -338,7 +338,7 @@ class WeightsConfig(Section):
     the difference between engine and trainer grows by what that changes. `drain`: the version waits until they have
     ended, and new ones wait for it. Adapters need none of it: completions end with the one that they began with."""
     apply_timeout_s: PositiveFloat = 300.0
-    """How long the engine may take to load a version and to verify it."""
+    """How long the engine may take to load a version and to verify it; under `drain` after the last completion."""
     probe_tasks: PositiveInt = 8
     """Prompts that engine and trainer both score after every apply."""
     probe_tokens: PositiveInt = 64

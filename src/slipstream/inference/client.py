@@ -106,6 +106,8 @@ class EngineClient:
                     if response.status != 200:
                         text = (await response.read()).decode(errors="replace")
                         raise EngineError(f"the engine refused to generate with status {response.status}: {text}")
+                    # An engine that takes a version answers this much only after it; then each has its whole time.
+                    deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
                     while waiting:
                         size = int.from_bytes(await response.content.readexactly(4), "big")
                         completion = self._decoder.decode(await response.content.readexactly(size))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import RunConfig
-from slipstream.config.checks import engine_workers, keeps_copy, publishes_adapter
+from slipstream.config.checks import apply_timeout_s, engine_workers, keeps_copy, publishes_adapter
 from slipstream.launch.engines import RunEngine
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import Ticket, Version
@@ -23,7 +23,7 @@ def run_bridge(
 ) -> tuple[Bridge, Callable[[], NamedWeights]]:
     """The bridge between `model` and `engine`, which belongs to `thread`, and what to publish over it: the adapter
     alone, or the whole model. `folder` is for versions that are files."""
-    name, timeout_s = config.weights.bridge, config.weights.apply_timeout_s
+    name, timeout_s = config.weights.bridge, apply_timeout_s(config)
     assert name != "auto", "the plan replaces every auto"
     if publishes_adapter(config):
         assert model.adapter is not None

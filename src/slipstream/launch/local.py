@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
-from slipstream.config.checks import publishes_adapter
+from slipstream.config.checks import apply_timeout_s, publishes_adapter
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import run_bridge, travelled, update_metrics
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
@@ -300,7 +300,7 @@ class _Run:
         thread = self._event_loop()
         bridge, published = run_bridge(config, loop.learner.model, engine, self.folder / "weights", thread)
         self._exits.callback(bridge.publisher.close)
-        versions = Versions(bridge.receiver, apply_timeout_s=config.weights.apply_timeout_s, fence=bridge.fence)
+        versions = Versions(bridge.receiver, apply_timeout_s=apply_timeout_s(config), fence=bridge.fence)
 
         async def start_engine() -> None:
             health = await self._engine_ready()
@@ -351,7 +351,7 @@ class _Run:
             start=start,
             waits=Waits(
                 # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
-                apply_s=config.weights.apply_timeout_s
+                apply_s=apply_timeout_s(config)
                 + config.inference.start_timeout_s
                 + bool(config.training.staleness) * batch_deadline_s(config),
                 evaluate_s=REQUESTS * config.inference.request_timeout_s,

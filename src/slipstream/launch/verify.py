@@ -93,7 +93,11 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
     if base:
         found.append(_base(Path(str(read_settings(run).get("model.path", ""))), base))
     if engine is not None or (is_running(run) and tickets):
-        found.append(asyncio.run(_live(run, engine or _socket(run), timeout_s)))
+        try:
+            found.append(asyncio.run(_live(run, engine or _socket(run), timeout_s)))
+        except EngineError:
+            raise_unless_right(found)  # what is wrong is worth more than what could not be asked
+            raise
     if not found:
         raise ConfigError(f"{run} has no checkpoint and no published version yet: wait for its first")
     return found
@@ -128,6 +132,9 @@ def _checkpoint(path: Path, digests: dict[str, str]) -> Verdict:
 
 def _published(folder: Path, ticket: Ticket) -> Verdict:
     began, version = time.perf_counter(), ticket.version
+    if ticket.delta is not None:
+        note = f"holds only what changed since {ticket.delta.base.name}: the engine that took it compared the whole"
+        return Verdict("published files", version.name, version.digest, 0, 0, 0.0, (), note)
     problems = _differences(folder, ticket.parameters)
     seconds = time.perf_counter() - began
     return _verdict("published files", version.name, version.digest, ticket.parameters, seconds, problems)
@@ -209,24 +216,37 @@ async def _ask(run: Path, client: EngineClient, timeout_s: float) -> Verdict:
     deadline = time.monotonic() + timeout_s
     while True:
         health = await client.health()
-        if health is None:
+        if health is None and not is_running(run):
             raise EngineError(f"no engine answers at {client.socket}: is the run still going on?")
         tickets = {ticket.version: ticket for ticket in read_tickets(run)}
-        ticket = tickets.get(health.version) if health.version is not None else None
-        if health.status == "ready" and ticket is not None:
+        version = health.version if health is not None else None
+        ticket = tickets.get(version) if version is not None else None
+        why = f"{run} keeps no ticket of the version {_name(version)} that it holds"
+        if health is None or health.status != "ready":
+            why = health.reason if health is not None else "it is being started again"
+        elif ticket is not None:
             began = time.perf_counter()
-            report = await client.verify(ticket, timeout_s)
+            try:
+                report = await client.verify(ticket, timeout_s)
+            except DeadlineError:
+                raise
+            except EngineError as error:
+                # It fell asleep, takes another version, or has died: who can tell that it will not answer again?
+                if time.monotonic() > deadline or not is_running(run):
+                    raise
+                why = str(error)
+                await asyncio.sleep(_POLL_S)
+                continue
             seconds = time.perf_counter() - began
             problems = [f"{name} differs" for name in report.mismatched]
             problems += [f"{name} cannot be verified" for name in report.unverified]
             after = await client.health() if problems else health
             # What an update changed meanwhile is no fault.
             if not problems or (after is not None and (after.status, after.version) == ("ready", health.version)):
-                parameters = (*ticket.parameters, *ticket.base)
-                version = ticket.version
-                return _verdict(LIVE, version.name, version.digest, parameters, seconds, problems)
+                parameters, held = (*ticket.parameters, *ticket.base), ticket.version
+                return _verdict(LIVE, held.name, held.digest, parameters, seconds, problems)
+            why = "it took new versions all the time"
         if time.monotonic() > deadline:
-            why = health.reason or f"{run} keeps no ticket of the version {_name(health.version)} that it holds"
             raise DeadlineError(f"the engine at {client.socket} could not be verified within {timeout_s:g} s: {why}")
         await asyncio.sleep(_POLL_S)
 

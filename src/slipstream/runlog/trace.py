@@ -204,6 +204,10 @@ def _version(record: RunRecord, name: str) -> VersionTrace:
     return VersionTrace(name, digest, verified, held_by, "" if held_by else _how_to_get(record, name))
 
 
+_WHOLE = ("model.safetensors", "adapter_model.safetensors")
+"""The file of a published version that can be deployed by itself."""
+
+
 def _holder(record: RunRecord, name: str, digest: str) -> str:
     folder = record.summary.folder
     lineage, _, step = name.partition(".")
@@ -218,7 +222,8 @@ def _holder(record: RunRecord, name: str, digest: str) -> str:
         same = digest and event.get("digest") == digest
         if same or path in resumed or (str(event["lineage"]), str(event.get("step"))) == (lineage, step):
             return path
-    if (folder / "weights" / name).is_dir():
+    # A folder of another kind has only what changed since the version before.
+    if any((folder / "weights" / name / file).is_file() for file in _WHOLE):
         return f"weights/{name}"
     if name == "0.0":
         return next((setting.value.strip('"') for setting in record.settings if setting.name == "model.path"), "")

@@ -9,9 +9,11 @@ loop.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,6 +40,25 @@ class Scores:
 
     logprobs: list[Tensor]
     entropies: list[Tensor]
+
+
+@contextmanager
+def one_order_of_sums(device: torch.device) -> Generator[None]:
+    """On a CPU, the same bits every time: where completions share the end of a prompt, its gradient is a sum over them,
+    which torch's threads otherwise add up in whatever order they come."""
+    if device.type != "cpu":
+        yield
+        return
+    flags: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    warns, fills = torch.is_deterministic_algorithms_warn_only_enabled(), flags.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    flags.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        flags.fill_uninitialized_memory = fills
 
 
 @torch.no_grad()
@@ -107,7 +128,8 @@ class Learner:
             batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
         ):
             loss, sums = objective.terms(self.model, micro, divisors)
-            loss.backward()
+            with one_order_of_sums(self.model.device):
+                loss.backward()
             for key, value in sums.items():
                 # On the device: reading a number here would make a GPU wait.
                 totals[key] = totals[key] + value.double() if key in totals else value.double()

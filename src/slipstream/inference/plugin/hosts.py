@@ -153,7 +153,8 @@ class InProcessHost:
         except BaseException as error:
             self._death = error
             for future in list(self._waiting.values()):
-                future.set_exception(RuntimeError(f"the engine died: {error!r}"))
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(RuntimeError(f"the engine died: {error!r}"))
             raise
 
     def _finish(self, output: Any) -> None:
@@ -165,6 +166,9 @@ class InProcessHost:
         future: Future[Any] = Future()
 
         def command() -> None:
+            # From here on nobody can cancel it, and a result for what was cancelled would be an error of its own.
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(call())
             except Exception as error:  # noqa: BLE001 (the caller gets it)
@@ -186,7 +190,8 @@ class InProcessHost:
             try:
                 self._engine.add_request(request_id, prompt, params, lora_request=lora)
             except Exception as error:  # noqa: BLE001 (a refused request concerns its caller only)
-                done.set_exception(error)
+                if done.set_running_or_notify_cancel():
+                    done.set_exception(error)
             else:
                 self._waiting[request_id] = done
 

@@ -44,6 +44,8 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
                 try:
                     frame = encode(await finished)
                 except asyncio.CancelledError:
+                    if (ours := asyncio.current_task()) is not None and ours.cancelling():
+                        raise  # the client is gone, and with it go all of its requests
                     continue  # by /cancel: its client no longer waits for it
                 await response.write(len(frame).to_bytes(4, "big") + frame)
         finally:

@@ -98,6 +98,8 @@ class EngineServer:
 
     async def verify(self, ticket: Ticket) -> ApplyReport:
         """Compare the live weights with a ticket: all of them, or the adapter and the base below it."""
+        if self.reason == "asleep":
+            raise OutOfService("the engine is asleep, and its weights wait in the CPU's memory: ask again later")
         if ticket.bridge != "lora":
             return await self._verify(ticket.version, ticket.parameters)
         if self.adapter is None:
