@@ -4,9 +4,8 @@
 
 `sft`: after all the kills the weights must be the same bits as those of the undisturbed run. `grpo` (real vLLM), `dapo`
 with its dynamic sampling and `ppo` with its critic: the held-out accuracies are printed side by side with their
-intervals; bits may differ, because a batch generated again meets another mix of requests in the engine. A third of the
-kills falls at a random moment while the processes start, the others after random steps of the training, a random part
-of a few steps later.
+intervals, and only told whether their bits agree. A third of the kills falls at a random moment while the processes
+start, the others after random steps of the training, a random part of a few steps later.
 Prints a Markdown table; the exit code is 1 when a run does not end, a process outlives a kill, a kill came too late,
 or bits differ.
 """

@@ -7,6 +7,7 @@ from slipstream import records
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import StepBatch, make_step_batches
+from slipstream.trainer.learner import one_order_of_sums
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
 SAMPLING = records.SamplingParams(max_tokens=64)
