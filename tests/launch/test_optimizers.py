@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
+from slipstream.config import (
+    EnvironmentConfig,
+    LoraConfig,
+    ModelConfig,
+    RLConfig,
+    RunConfig,
+    TrainingConfig,
+    with_values,
+)
 from slipstream.config.checks import contradictions
 from slipstream.config.schema import OptimizerName
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
@@ -11,6 +19,7 @@ from slipstream.launch.memory import GIB, optimizer_bytes, training_state_bytes
 from slipstream.launch.models import build_optimizer
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
+from slipstream.weights.adapter import AdapterConfig
 
 CONFIG = RunConfig(
     model=ModelConfig(path="org/name"),
@@ -50,6 +59,26 @@ def test_the_plan_counts_what_is_held(folder, name, dtype):
     measured = sum(tensor.nbytes for tensor in [*kept.values(), *held])
     model = facts(network).model
     assert measured == pytest.approx(optimizer_bytes(name, model.num_parameters, model), rel=0.01)
+
+
+@pytest.mark.parametrize("name", OptimizerName.__args__)
+def test_lora_plus_has_b_move_further(folder, name):
+    def moved(ratio):
+        config = CONFIG.model_copy(update={"lora": LoraConfig(rank=8, plus_ratio=ratio)})
+        model = PolicyModel.load(folder, "bfloat16", packing=False)
+        model.add_adapter(AdapterConfig(8, 32.0, ("q_proj",), str(folder)), None)
+        live = [(n, p) for n, p in model.network.named_parameters() if p.requires_grad]
+        with torch.no_grad():
+            for _, parameter in live:
+                parameter.zero_()
+        optimizer = build_optimizer(with_values(config, {"training.optimizer": name}), model.network)
+        sum(parameter.float().sum() for _, parameter in live).backward()
+        optimizer.prepare(1e-3)
+        optimizer.commit()
+        return {n.rpartition(".")[2]: p.detach().float().norm().item() for n, p in live}
+
+    plain, plus = moved(1.0), moved(8.0)
+    assert plus == pytest.approx({"lora_A": plain["lora_A"], "lora_B": 8 * plain["lora_B"]}, rel=0.01)
 
 
 def test_a_plan_shows_what_is_saved(folder):

@@ -225,6 +225,9 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output
     head."""
+    plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
+    """LoRA+ (arXiv 2402.12354): the second matrix, which starts at zero, learns at so many times the rate of the first,
+    `training.learning_rate`. The paper uses 16, with rates half as large."""
     path: str | None = None
     """An adapter folder in PEFT's format to start from, which must fit the three settings above. Not set: a fresh
     adapter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,7 @@ def _learner(config: RunConfig, model: PolicyModel) -> Learner:
 
 def build_optimizer(config: RunConfig, network: nn.Module) -> Optimizer:
     """What `training.optimizer` names, for all that is trainable in `network`."""
+    from slipstream.trainer.lora import rate_in_adapter
     from slipstream.trainer.muon import MasterMuon
     from slipstream.trainer.optimizer import MasterAdamW
     from slipstream.trainer.rounding import RoundedAdamW
@@ -84,6 +86,7 @@ def build_optimizer(config: RunConfig, network: nn.Module) -> Optimizer:
         "betas": (training.adam_beta1, training.adam_beta2),
         "weight_decay": training.weight_decay,
         "max_grad_norm": training.max_grad_norm,
+        "rate_of": partial(rate_in_adapter, 1.0 if config.lora is None else config.lora.plus_ratio),
     }
     if training.optimizer == "adamw_bf16":
         return RoundedAdamW(named, seed=config.run.seed, **options)
