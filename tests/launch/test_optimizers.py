@@ -5,6 +5,7 @@ import torch
 
 from slipstream.config import (
     EnvironmentConfig,
+    Loaded,
     LoraConfig,
     ModelConfig,
     RLConfig,
@@ -14,9 +15,11 @@ from slipstream.config import (
 )
 from slipstream.config.checks import contradictions
 from slipstream.config.schema import OptimizerName
+from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.memory import GIB, optimizer_bytes, training_state_bytes
 from slipstream.launch.models import build_optimizer
+from slipstream.launch.prepare import prepare
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 from slipstream.weights.adapter import AdapterConfig
@@ -27,7 +30,7 @@ CONFIG = RunConfig(
     algorithm=RLConfig(),
     training=TrainingConfig(steps=4),
 )
-SHAPE = {"hidden_size": 48, "num_layers": 2, "intermediate_size": 96}
+SHAPE = {"hidden_size": 128, "num_layers": 2, "intermediate_size": 256}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def folder(tmp_path_factory):
 def facts(network, **changes):
     count = sum(parameter.numel() for parameter in network.parameters())
     vocab, hidden = network.get_input_embeddings().weight.shape
-    model = ModelFacts(count, hidden, 96, 2, 4, 2, 12, 256, vocab, "float32", **changes)
+    model = ModelFacts(count, hidden, 256, 2, 4, 2, 32, 256, vocab, "float32", **changes)
     return Facts(2, 24 * GIB, model, DataFacts(1000, 60, 12))
 
 
@@ -55,7 +58,9 @@ def test_the_plan_counts_what_is_held(folder, name, dtype):
         assert all(gradient.dtype == torch.float32 for gradient in held)
         optimizer.prepare(1e-3)
         optimizer.commit()
-    kept = {key: tensor for key, tensor in optimizer.state().items() if not key.startswith(("weight.", "updates."))}
+    kept = {
+        key: tensor for key, tensor in optimizer.state().items() if not key.startswith(("weight.", "updates.", "qmap"))
+    }
     measured = sum(tensor.nbytes for tensor in [*kept.values(), *held])
     model = facts(network).model
     assert measured == pytest.approx(optimizer_bytes(name, model.num_parameters, model), rel=0.01)
@@ -96,6 +101,13 @@ def test_a_plan_shows_what_is_saved(folder):
     ] == "the type that training.optimizer rounds to"
     how = {note.name: note for note in made.notes}["memory of the trainer"].how
     assert how.startswith("weights, moments and gradients ")
+
+
+def test_eight_bits_need_a_library(monkeypatch):
+    config = with_values(CONFIG, {"training.optimizer": "adamw_8bit"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit\" needs bitsandbytes.*pip install 'slipstream\[8bit\]'"):
+        prepare(Loaded(config, {}))
 
 
 def test_weights_in_float32_are_not_rounded():

@@ -107,7 +107,7 @@ LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
 Scale = Literal["std", "batch", "whiten", "none"]
 Normalize = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
-OptimizerName = Literal["adamw", "adamw_bf16", "muon"]
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
 Correction = Literal["truncated", "sequence_truncated", "masked", "sequence_masked", "none"]
 
 
@@ -272,7 +272,8 @@ class TrainingConfig(Section):
     """How often a batch is gone through."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: AdamW, with fp32 masters of the weights. `adamw_bf16`: AdamW on bfloat16 weights alone, rounded by
-    chance so that small updates are not lost; four bytes a parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with
+    chance so that small updates are not lost; four bytes a parameter less. `adamw_8bit`: `adamw` with moments of 8 bits
+    (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with
     masters: matrices move by their momentum made orthogonal, at AdamW's learning rates; embeddings, head and vectors
     are AdamW's. It keeps one moment for two."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95

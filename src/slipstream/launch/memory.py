@@ -13,6 +13,8 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
 GPU_BLOCK_TOKENS = 16
+EIGHT_BIT_BLOCK = 256
+"""Numbers that share a scale in bitsandbytes' 8-bit moments."""
 
 
 def weights_bytes(model: ModelFacts, dtype: str) -> int:
@@ -40,11 +42,14 @@ def training_state_bytes(
 
 def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelFacts | None) -> int:
     """fp32 gradients, fp32 masters but for `adamw_bf16`, and what the rule remembers: two moments, under `muon` one of
-    all but the vocabulary's matrices. `model` is None for an adapter's parameters."""
+    all but the vocabulary's matrices, under `adamw_8bit` a byte for each and two scales for each block. `model` is None
+    for an adapter's parameters."""
     masters = 0 if optimizer == "adamw_bf16" else 4
     if optimizer == "muon":
         vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2) if model else 0
         return (4 + masters + 4) * num_parameters + 4 * vocabulary
+    if optimizer == "adamw_8bit":
+        return (4 + masters + 2) * num_parameters + 2 * 4 * num_parameters // EIGHT_BIT_BLOCK
     return (4 + masters + 8) * num_parameters
 
 

@@ -90,6 +90,10 @@ def build_optimizer(config: RunConfig, network: nn.Module) -> Optimizer:
     }
     if training.optimizer == "adamw_bf16":
         return RoundedAdamW(named, seed=config.run.seed, **options)
+    if training.optimizer == "adamw_8bit":
+        from slipstream.trainer.eight_bit import MasterAdamW8bit
+
+        return MasterAdamW8bit(named, **options)
     if training.optimizer == "muon":
         return MasterMuon(named, network, momentum=training.muon_momentum, **options)
     return MasterAdamW(named, **options)
