@@ -53,10 +53,17 @@ def model_folder(tmp_path_factory):
 @pytest.fixture
 def make_learner(model_folder):
     def make(
-        micro_batch_tokens=256, *, folder=model_folder, dtype="float32", packing=True, checkpointing=False, **settings
+        micro_batch_tokens=256,
+        *,
+        folder=model_folder,
+        dtype="float32",
+        packing=True,
+        checkpointing=False,
+        kind=MasterAdamW,
+        **settings,
     ):
         model = PolicyModel.load(folder, dtype, packing=packing, checkpointing=checkpointing)
-        optimizer = MasterAdamW(model.network.named_parameters(), **settings)
+        optimizer = kind(model.network.named_parameters(), **settings)
         return Learner(model, optimizer, micro_batch_tokens=micro_batch_tokens)
 
     return make

@@ -2,8 +2,10 @@
 
 import json
 import math
+from functools import partial
 
 import peft
+import peft.optimizers
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +17,7 @@ from slipstream.errors import ConfigError, TrainingError
 from slipstream.launch.export import export
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
+from slipstream.trainer.lora import rate_in_adapter
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 from slipstream.trainer.optimizer import MasterAdamW
@@ -116,6 +119,40 @@ def test_only_the_adapter_is_trained_with_fp32_masters(make_lora, make_batch, mo
     masters = learner.optimizer.masters()
     assert {name.rpartition(".")[2] for name in masters} == {"lora_A", "lora_B"}
     assert all(master.dtype == torch.float32 for master in masters.values())
+
+
+@pytest.mark.parametrize("ratio", [1.0, 16.0])
+def test_lora_plus_is_pefts(make_lora, model_folder, ratio):
+    learner = make_lora(random=False)
+    named = dict(learner.model.network.named_parameters())
+    ours = MasterAdamW(named.items(), rate_of=partial(rate_in_adapter, ratio), max_grad_norm=1e9)
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
+    theirs = peft.optimizers.create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=ratio, betas=(0.9, 0.95)
+    )
+    pefts = {
+        name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    masters = ours.masters()
+    assert pefts.keys() == masters.keys()
+    rates = {id(p): group["lr"] for group in theirs.param_groups for p in group["params"]}
+    assert {rates[id(p)] for p in pefts.values()} == {1e-2, ratio * 1e-2}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in pefts.items():
+            parameter.copy_(masters[name])
+    for _ in range(3):
+        for name, parameter in pefts.items():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            masters[name].grad = parameter.grad.clone()
+        theirs.step()
+        ours.prepare(1e-2)
+        ours.commit()
+    for name, parameter in pefts.items():
+        torch.testing.assert_close(named[name].detach(), parameter.detach(), atol=1e-6, rtol=1e-6)
 
 
 def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, group):

@@ -81,6 +81,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) without effect, each with what to say of them."""
     found: dict[str, str] = {}
     algorithm, environment = config.algorithm, config.environment
+    if config.training.optimizer != "muon":
+        found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
     if not uses_critic(config):
         found["critic"] = 'has no effect without algorithm.advantage = "gae", the recipe ppo'
     if isinstance(algorithm, RLConfig):
@@ -144,6 +146,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _early_stop(config)
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
+    yield from _optimizer(config)
     yield from _lora(config)
     yield from _critic(config)
     if isinstance(config.algorithm, RLConfig):
@@ -220,6 +223,15 @@ def _critic(config: RunConfig) -> Iterator[tuple[str, str]]:
             "critic.warmup_steps",
             f"critic.warmup_steps = {warmup} is not below training.steps = {steps}, so the policy would never be "
             f"trained: use at most {steps - 1}",
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.training.optimizer == "adamw_bf16" and config.model.dtype == "float32":
+        yield (
+            "training.optimizer",
+            'training.optimizer = "adamw_bf16" rounds weights to bfloat16, and model.dtype = "float32" keeps them '
+            'whole: use model.dtype = "bfloat16", or "adamw"',
         )
 
 

@@ -42,8 +42,8 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the model's chat template, set in every rendering: `reasoning_effort = "low"`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the live weights, the same in trainer and engine; the optimizer always keeps fp32 masters.
-    `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""
+    """Type of the live weights, the same in trainer and engine; what the optimizer keeps beside them is
+    `training.optimizer`'s. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 
@@ -107,6 +107,7 @@ LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
 Scale = Literal["std", "batch", "whiten", "none"]
 Normalize = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
 Correction = Literal["truncated", "sequence_truncated", "masked", "sequence_masked", "none"]
 
 
@@ -224,6 +225,9 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output
     head."""
+    plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
+    """LoRA+ (arXiv 2402.12354): the second matrix, which starts at zero, learns at so many times the rate of the first,
+    `training.learning_rate`. The paper uses 16, with rates half as large."""
     path: str | None = None
     """An adapter folder in PEFT's format to start from, which must fit the three settings above. Not set: a fresh
     adapter."""
@@ -266,6 +270,14 @@ class TrainingConfig(Section):
     next batch is generated while this one is trained on, and new weights reach the engine between two tokens."""
     epochs_per_batch: PositiveInt = 1
     """How often a batch is gone through."""
+    optimizer: OptimizerName = "adamw"
+    """`adamw`: AdamW, with fp32 masters of the weights. `adamw_bf16`: AdamW on bfloat16 weights alone, rounded by
+    chance so that small updates are not lost; four bytes a parameter less. `adamw_8bit`: `adamw` with moments of 8 bits
+    (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with
+    masters: matrices move by their momentum made orthogonal, at AdamW's learning rates; embeddings, head and vectors
+    are AdamW's. It keeps one moment for two."""
+    muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay of Muon's momentum (Nesterov's)."""
     learning_rate: PositiveFloat = 1e-5
     """Peak, reached at the end of the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -273,7 +285,7 @@ class TrainingConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises from zero; a batch makes `updates_per_batch` of them."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay, of matrices only."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Decay of the gradient's running mean."""
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95

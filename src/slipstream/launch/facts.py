@@ -205,8 +205,10 @@ def _model_facts(
         found[name] = value
     hidden, num_heads = found["hidden_size"], found["num_heads"]
     dtype = values.get("dtype") or values.get("torch_dtype") or shape.get("dtype") or "float32"
+    is_tied = bool(shape.get("tie_word_embeddings", values.get("tie_word_embeddings", True)))
     facts = ModelFacts(
         **found,
+        tied_embeddings=is_tied,
         num_parameters=num_parameters or 0,
         intermediate_size=_first(shape, ("intermediate_size", "n_inner", "ffn_dim")) or 4 * hidden,
         num_kv_heads=_first(shape, ("num_key_value_heads",)) or num_heads,
@@ -215,15 +217,14 @@ def _model_facts(
     )
     if num_parameters is not None:
         return facts
-    is_tied = bool(shape.get("tie_word_embeddings", values.get("tie_word_embeddings", True)))
-    return dataclasses.replace(facts, num_parameters=_estimate_parameters(facts, is_tied=is_tied))
+    return dataclasses.replace(facts, num_parameters=_estimate_parameters(facts))
 
 
-def _estimate_parameters(model: ModelFacts, *, is_tied: bool) -> int:
+def _estimate_parameters(model: ModelFacts) -> int:
     """Of a decoder with a gated MLP and two norms in each layer, without biases."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     per_layer = attention + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
-    embeddings = model.vocab_size * model.hidden_size * (1 if is_tied else 2)
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
     return model.num_layers * per_layer + embeddings + model.hidden_size
 
 

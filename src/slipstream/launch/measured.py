@@ -20,6 +20,8 @@ class ModelFacts:
     vocab_size: int
     dtype: str
     """Type of the weights in the folder."""
+    tied_embeddings: bool = True
+    """Whether the output head is the embedding."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The figures are estimates from shapes: allocator slack, Python and its libraries
 
 from __future__ import annotations
 
+from slipstream.config.schema import OptimizerName
 from slipstream.launch.measured import ModelFacts
 
 GIB = 1 << 30
@@ -12,6 +13,8 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
 GPU_BLOCK_TOKENS = 16
+EIGHT_BIT_BLOCK = 256
+"""Numbers that share a scale in bitsandbytes' 8-bit moments."""
 
 
 def weights_bytes(model: ModelFacts, dtype: str) -> int:
@@ -20,15 +23,34 @@ def weights_bytes(model: ModelFacts, dtype: str) -> int:
 
 
 def training_state_bytes(
-    model: ModelFacts, dtype: str, *, with_reference: bool, num_adapter_parameters: int | None = None
+    model: ModelFacts,
+    dtype: str,
+    *,
+    with_reference: bool,
+    num_adapter_parameters: int | None = None,
+    optimizer: OptimizerName = "adamw",
 ) -> int:
-    """Live weights and their gradients, fp32 masters, master gradients and AdamW's two moments; and, where
-    there is a KL term, the frozen reference. Under LoRA the frozen weights, which are the reference too, and the rest
-    for the adapter alone."""
+    """Live weights and their gradients, and what the optimizer keeps; and, where there is a KL term, the frozen
+    reference. Under LoRA the frozen weights, which are the reference too, and the rest for the adapter alone."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
-        return weights + num_adapter_parameters * (2 * BYTES_OF[dtype] + 4 * 4)
-    return 2 * weights + 4 * 4 * model.num_parameters + (weights if with_reference else 0)
+        kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
+        return weights + num_adapter_parameters * 2 * BYTES_OF[dtype] + kept
+    kept = optimizer_bytes(optimizer, model.num_parameters, model)
+    return 2 * weights + kept + (weights if with_reference else 0)
+
+
+def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelFacts | None) -> int:
+    """fp32 gradients, fp32 masters but for `adamw_bf16`, and what the rule remembers: two moments, under `muon` one of
+    all but the vocabulary's matrices, under `adamw_8bit` a byte for each and two scales for each block. `model` is None
+    for an adapter's parameters."""
+    masters = 0 if optimizer == "adamw_bf16" else 4
+    if optimizer == "muon":
+        vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2) if model else 0
+        return (4 + masters + 4) * num_parameters + 4 * vocabulary
+    if optimizer == "adamw_8bit":
+        return (4 + masters + 2) * num_parameters + 2 * 4 * num_parameters // EIGHT_BIT_BLOCK
+    return (4 + masters + 8) * num_parameters
 
 
 def activation_bytes_per_token(model: ModelFacts, dtype: str, *, checkpointing: bool = False) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import RunConfig
 from slipstream.config.checks import uses_critic
@@ -11,9 +12,12 @@ from slipstream.launch.engines import RunEngine
 from slipstream.launch.facts import adapter_config
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.learner import Learner
     from slipstream.trainer.model import PolicyModel, SharedTensors
+    from slipstream.trainer.optimizer import Optimizer
 
 
 def load_model(config: RunConfig, shared: SharedTensors | None = None) -> PolicyModel:
@@ -64,17 +68,35 @@ def _with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
 
 def _learner(config: RunConfig, model: PolicyModel) -> Learner:
     from slipstream.trainer.learner import Learner
-    from slipstream.trainer.optimizer import MasterAdamW
 
-    training = config.training
-    assert isinstance(training.micro_batch_tokens, int)
-    optimizer = MasterAdamW(
-        model.network.named_parameters(),
-        betas=(training.adam_beta1, training.adam_beta2),
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-    )
-    return Learner(model, optimizer, micro_batch_tokens=training.micro_batch_tokens)
+    assert isinstance(config.training.micro_batch_tokens, int)
+    optimizer = build_optimizer(config, model.network)
+    return Learner(model, optimizer, micro_batch_tokens=config.training.micro_batch_tokens)
+
+
+def build_optimizer(config: RunConfig, network: nn.Module) -> Optimizer:
+    """What `training.optimizer` names, for all that is trainable in `network`."""
+    from slipstream.trainer.lora import rate_in_adapter
+    from slipstream.trainer.muon import MasterMuon
+    from slipstream.trainer.optimizer import MasterAdamW
+    from slipstream.trainer.rounding import RoundedAdamW
+
+    training, named = config.training, network.named_parameters()
+    options: dict[str, Any] = {
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "weight_decay": training.weight_decay,
+        "max_grad_norm": training.max_grad_norm,
+        "rate_of": partial(rate_in_adapter, 1.0 if config.lora is None else config.lora.plus_ratio),
+    }
+    if training.optimizer == "adamw_bf16":
+        return RoundedAdamW(named, seed=config.run.seed, **options)
+    if training.optimizer == "adamw_8bit":
+        from slipstream.trainer.eight_bit import MasterAdamW8bit
+
+        return MasterAdamW8bit(named, **options)
+    if training.optimizer == "muon":
+        return MasterMuon(named, network, momentum=training.muon_momentum, **options)
+    return MasterAdamW(named, **options)
 
 
 async def share_weights(config: RunConfig, engine: RunEngine) -> SharedTensors:

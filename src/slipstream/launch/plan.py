@@ -147,7 +147,9 @@ class _Draft:
 def _plan_dtype(draft: _Draft) -> None:
     num_parameters = draft.facts.model.num_parameters
     size = f"{num_parameters / 1e6:.3g} M parameters"
-    if draft.on_cpu and num_parameters < SMALL_MODEL_PARAMETERS:
+    if draft.original.training.optimizer == "adamw_bf16":
+        draft.derive_auto("model.dtype", "bfloat16", "the type that training.optimizer rounds to")
+    elif draft.on_cpu and num_parameters < SMALL_MODEL_PARAMETERS:
         draft.derive_auto("model.dtype", "float32", f"on a CPU {size} are few: full precision costs little")
     else:
         draft.derive_auto("model.dtype", "bfloat16", f"half the memory of float32 for {size}")

@@ -4,6 +4,7 @@ beyond reading files, so `slipstream plan` does exactly this and stops.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -76,6 +77,7 @@ def prepare(loaded: Loaded) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan."""
     config = loaded.config
     require_sinks(config.run.sinks)
+    _check_optimizer(config)
     _check_functions(config)
     section = config.environment
     system = section.system_prompt if section else ""
@@ -122,6 +124,18 @@ def prepare(loaded: Loaded) -> Prepared:
     )
     plan = make_plan(config, facts)
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    if config.training.optimizer != "adamw_8bit":
+        return
+    spec = importlib.util.find_spec("bitsandbytes")
+    # A folder of that name in the current one is found as well, and is no library.
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            'training.optimizer = "adamw_8bit" needs bitsandbytes, which is not installed: '
+            "pip install 'slipstream[8bit]', or use another optimizer"
+        )
 
 
 def _check_functions(config: RunConfig) -> None:

@@ -51,14 +51,18 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     shared = weights_bytes(facts.model, dtype) if shares_weights(config) else 0
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
     with_reference = isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0
-    policy = copy - shared + _state(dtype, facts, with_reference=with_reference)
-    return policy + (_state(dtype, facts) if uses_critic(config) else 0)
+    policy = copy - shared + _state(config, dtype, facts, with_reference=with_reference)
+    return policy + (_state(config, dtype, facts) if uses_critic(config) else 0)
 
 
-def _state(dtype: str, facts: Facts, *, with_reference: bool = False) -> int:
+def _state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool = False) -> int:
     num_adapter_parameters = facts.adapter.num_parameters if facts.adapter else None
     return training_state_bytes(
-        facts.model, dtype, with_reference=with_reference, num_adapter_parameters=num_adapter_parameters
+        facts.model,
+        dtype,
+        with_reference=with_reference,
+        num_adapter_parameters=num_adapter_parameters,
+        optimizer=config.training.optimizer,
     )
 
 
@@ -73,7 +77,7 @@ def parameter_notes(facts: Facts) -> Iterator[Note]:
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     """What trainer and engine will hold at most, in GiB; on a GPU with what they need to work."""
     trainer, engine = _memory(config, facts)
-    kept = "masters, moments and gradients"
+    kept = "moments and gradients" if config.training.optimizer == "adamw_bf16" else "masters, moments and gradients"
     if facts.adapter is not None:
         kept += " of the adapter"
     if not shares_weights(config):
@@ -83,7 +87,7 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         kept += f" and a copy of the version published last ({size}, for weights.delta to find what changed)"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
     if uses_critic(config):
-        critic = _state(config.model.dtype, facts)
+        critic = _state(config, config.model.dtype, facts)
         how = f"{kept} {gib(trainer.kept - critic)}, the critic's own {gib(critic)}, activations {gib(trainer.working)}"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:

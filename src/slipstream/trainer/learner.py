@@ -24,7 +24,7 @@ from slipstream.errors import TrainingError
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective, sampled_logprobs
-from slipstream.trainer.optimizer import MasterAdamW, OptimStats
+from slipstream.trainer.optimizer import Optimizer, OptimStats
 from slipstream.weights.adapter import write_adapter_folder
 from slipstream.weights.files import write_model_folder
 from slipstream.weights.fingerprint import describe
@@ -85,7 +85,7 @@ def score(
 class Learner:
     """Trains `model` with `optimizer`; `micro_batch_tokens` bounds memory and changes only rounding."""
 
-    def __init__(self, model: PolicyModel, optimizer: MasterAdamW, *, micro_batch_tokens: int = 4096) -> None:
+    def __init__(self, model: PolicyModel, optimizer: Optimizer, *, micro_batch_tokens: int = 4096) -> None:
         self.model = model
         self.optimizer = optimizer
         self.micro_batch_tokens = micro_batch_tokens
@@ -139,11 +139,11 @@ class Learner:
         return {**metrics, "num_micro_batches": float(num_rows), "num_row_tokens": float(num_row_tokens)}
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
-        """Clip and apply the accumulated gradient to the masters; see MasterAdamW.prepare."""
+        """Clip the accumulated gradient and make the update; see Optimizer.prepare."""
         return self.optimizer.prepare(learning_rate)
 
     def optim_commit(self) -> None:
-        """Write the masters to the live weights."""
+        """Write the new values to the live weights."""
         self.optimizer.commit()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +162,7 @@ class Learner:
         return describe(weights)
 
     def save(self, folder: Path) -> None:
-        """Write the resume state into `folder`: masters, moments, step and random generators; no pickle."""
+        """Write the resume state into `folder`: the optimizer's, step and random generators; no pickle."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
         tensors["rng.cpu"] = torch.get_rng_state()

@@ -166,6 +166,11 @@ def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]
     return [name for name in usable if name in chosen]
 
 
+def rate_in_adapter(ratio: float, name: str) -> float:
+    """LoRA+ (arXiv 2402.12354): by what the learning rate of the parameter `name` is multiplied."""
+    return ratio if name.rpartition(".")[2] == _B else 1.0
+
+
 def blank_adapter(model: str, config: AdapterConfig, *, trust_remote_code: bool = False) -> Adapter:
     """The adapter that `config` makes on a model of that configuration, without any memory: for its names, shapes and
     sizes."""

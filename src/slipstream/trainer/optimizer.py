@@ -1,4 +1,5 @@
-"""AdamW on fp32 masters of the live parameters, in two halves: the maths, then the write to the live weights.
+"""The optimizer in two halves: the maths, then the write to the live weights. The standard one is AdamW on fp32
+masters; the others are in `muon.py`, `rounding.py` and `eight_bit.py`.
 
 Guarantees: gradients of any dtype are added up in fp32 after each micro-batch; updates far below the live
 dtype's resolution are not lost; a gradient that is zero or not finite raises instead of being applied;
@@ -8,17 +9,20 @@ dtype's resolution are not lost; a gradient that is zero or not finite raises in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import TrainingError, ZeroGradientError
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+RateOf = Callable[[str], float]
+"""By what the learning rate of a parameter is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,22 @@ def learning_rate_at(
     return peak
 
 
-class MasterAdamW:
-    """Decoupled weight decay Adam (arXiv 1711.05101) over fp32 copies of all trainable parameters.
+def one_rate(name: str) -> float:
+    """Every parameter at the same learning rate."""
+    return 1.0
 
-    Vectors (norms, biases) are not decayed. A tied parameter has one master, under its first name. Each
-    parameter's gradient moves to its master as soon as backward has made it.
+
+class Optimizer(ABC):
+    """What all have in common: gradients in fp32, their norm and clipping, and the two halves of a step.
+
+    A tied parameter counts once, under its first name. Each parameter's gradient moves to its holder as soon as
+    backward has made it.
     """
 
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-    ) -> None:
+    weights_key: ClassVar[str]
+    """What the weights are called in `state()`."""
+
+    def __init__(self, named_parameters: NamedParameters, max_grad_norm: float) -> None:
         self.max_grad_norm = max_grad_norm
         self.step = 0
         """Optimizer steps made so far."""
@@ -82,33 +86,24 @@ class MasterAdamW:
                 self._live[name] = parameter
         if not self._live:
             raise TrainingError("the model has no trainable parameter: check what was frozen")
-        self._masters = {name: live.detach().float().clone() for name, live in self._live.items()}
-        decayed = [master for master in self._masters.values() if master.ndim > 1]
-        kept = [master for master in self._masters.values() if master.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-        devices = {master.device.type for master in self._masters.values()}
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            betas=betas,
-            eps=eps,
-            fused=devices <= {"cpu", "cuda"},
-        )
+        self._holders = {name: self._make_holder(live.detach()) for name, live in self._live.items()}
         for name, live in self._live.items():
-            live.register_post_accumulate_grad_hook(partial(_move_gradient, self._masters[name]))
+            live.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))
 
     def prepare(self, learning_rate: float) -> OptimStats:
-        """Clip the accumulated gradient to `max_grad_norm` and update the masters; live weights stay as they
-        are.
+        """Clip the accumulated gradient to `max_grad_norm` and make the update; live weights stay as they are.
 
         Raises TrainingError when the gradient is not finite, and ZeroGradientError when it is zero; nothing has then
         been changed.
         """
-        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        if self._prepared:
+            raise TrainingError("optim_prepare without optim_commit: the last update is not written yet")
+        gradients = [holder.grad for holder in self._holders.values() if holder.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
         if norm == 0.0:
             raise ZeroGradientError(
                 f"optimizer step {self.step} has a gradient that is zero or not finite: it is zero in all "
-                f"{len(self._masters)} parameters, {next(iter(self._masters))} among them, because the batch "
+                f"{len(self._holders)} parameters, {next(iter(self._holders))} among them, because the batch "
                 "teaches nothing (equal rewards?); skip the step"
             )
         if not math.isfinite(norm):
@@ -116,95 +111,224 @@ class MasterAdamW:
         clipped = norm > self.max_grad_norm
         if clipped:
             torch._foreach_mul_(gradients, self.max_grad_norm / (norm + 1e-6))
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self._update(learning_rate)
+        self.discard_gradients()
         self._prepared = True
         self.step += 1
         return OptimStats(learning_rate, norm, clipped)
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Write the masters to the live weights, rounded to their dtype. Only after `prepare`."""
+        """Write the new values to the live weights, in their dtype. Only after `prepare`."""
         if not self._prepared:
             raise TrainingError("optim_commit without optim_prepare: there is no update to write")
-        torch._foreach_copy_(list(self._live.values()), list(self._masters.values()))
+        values = self._take_values()
+        torch._foreach_copy_([self._live[name] for name in values], list(values.values()))
         self._prepared = False
-
-    def masters(self) -> dict[str, Tensor]:
-        """The fp32 masters by parameter name; `.grad` of each is what was accumulated so far."""
-        return dict(self._masters)
 
     def discard_gradients(self) -> None:
         """Forget what was accumulated since the last step."""
-        self._adamw.zero_grad(set_to_none=True)
+        for holder in self._holders.values():
+            holder.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that `load_state` needs, as tensors: `master.NAME`, `exp_avg.NAME`,
-        `exp_avg_sq.NAME`, `step`."""
+        """Everything that `load_state` needs, as tensors: `step`, and `KEY.NAME` of each parameter: its weights, what
+        the rule remembers, and how often it was updated (`updates`)."""
         if self._prepared:
             raise TrainingError("the optimizer's state was asked for between optim_prepare and optim_commit")
         tensors: dict[str, Tensor] = {"step": torch.tensor(self.step)}
-        for name, master in self._masters.items():
-            tensors[f"master.{name}"] = master
-            moments = self._adamw.state.get(master, {})
-            for key in _MOMENTS:
-                if key in moments:
-                    tensors[f"{key}.{name}"] = moments[key]
+        for name, weights in self._weights().items():
+            tensors[f"{self.weights_key}.{name}"] = weights
+            memory = self._memory_of(name)
+            tensors.update({f"{key}.{name}": memory[key] for key in memory if key != "step"})
+            if "step" in memory:
+                tensors[f"updates.{name}"] = torch.tensor(int(memory["step"]))
         return tensors
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take over `state()` of another optimizer for the same parameters; live weights are written too."""
-        saved = {key.removeprefix("master.") for key in tensors if key.startswith("master.")}
-        if saved != set(self._masters):
-            names = sorted(saved ^ set(self._masters))
-            raise TrainingError(f"the saved optimizer state is for another model: {names[0]} is in only one of them")
-        for name, master in self._masters.items():
-            if (saved_shape := tensors[f"master.{name}"].shape) != master.shape:
-                raise TrainingError(
-                    f"the saved optimizer state is for another model: {name} has shape {list(saved_shape)} there and "
-                    f"{list(master.shape)} here"
-                )
+        """Take over `state()` of another optimizer of this kind for the same parameters; live weights are written
+        too. Raises TrainingError for what is of another kind or model, and has then changed nothing."""
+        saved: dict[str, dict[str, Tensor]] = {}
+        for path, tensor in tensors.items():
+            key, _, name = path.partition(".")
+            if name:
+                saved.setdefault(name, {})[key] = tensor
+        self._check(saved)
         self.step = int(tensors["step"])
-        for name, master in self._masters.items():
-            master.copy_(tensors[f"master.{name}"])
-            if f"exp_avg.{name}" not in tensors:
-                self._adamw.state.pop(master, None)
-                continue
-            state: dict[str, Any] = self._adamw.state[master]
-            # A fused AdamW keeps its step count as a float32 tensor beside the parameter.
-            state["step"] = torch.tensor(float(self.step), dtype=torch.float32, device=master.device)
-            for key in _MOMENTS:
-                state[key] = tensors[f"{key}.{name}"].to(master.device, torch.float32, copy=True)
+        for name, weights in self._weights().items():
+            memory: dict[str, Any] = saved[name]
+            weights.copy_(memory.pop(self.weights_key))
+            updates = memory.pop("updates", tensors["step"] if "exp_avg" in memory else None)
+            rule = self._memory_of(name)
+            rule.clear()
+            rule.update({key: value.to(weights.device, copy=True) for key, value in memory.items()})
+            if updates is not None:
+                rule["step"] = self._as_step(int(updates), name)
         self.discard_gradients()
-        self._prepared = True
-        self.commit()
+        values = self._weights()
+        torch._foreach_copy_(list(self._live.values()), list(values.values()))
+        self._prepared = False
+
+    def _check(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Refuse what was saved of another optimizer or model."""
+        if saved.keys() != self._live.keys():
+            names = sorted(saved.keys() ^ self._live.keys())
+            raise TrainingError(f"the saved optimizer state is for another model: {names[0]} is in only one of them")
+        for name, memory in saved.items():
+            expected = self._mark_of(name)
+            has_memory = not memory.keys() <= {self.weights_key, "updates"}
+            if self.weights_key not in memory or (has_memory and expected not in memory):
+                raise TrainingError(
+                    f"the saved optimizer state is another optimizer's: of {name} it has {', '.join(sorted(memory))}, "
+                    f"and {self.weights_key} and {expected} are needed; resume with the training.optimizer that it was "
+                    "made with"
+                )
+            if (shape := memory[self.weights_key].shape) != self._live[name].shape:
+                raise TrainingError(
+                    f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
+                    f"{list(self._live[name].shape)} here"
+                )
+
+    @abstractmethod
+    def _make_holder(self, live: Tensor) -> Tensor:
+        """What holds a parameter's fp32 gradient, as its `grad`."""
+
+    @abstractmethod
+    def _update(self, learning_rate: float) -> None:
+        """Make new values of the held gradients."""
+
+    @abstractmethod
+    def _take_values(self) -> Mapping[str, Tensor]:
+        """What to write to the live weights, by name."""
+
+    @abstractmethod
+    def _weights(self) -> Mapping[str, Tensor]:
+        """The weights to save, by name."""
+
+    @abstractmethod
+    def _memory_of(self, name: str) -> dict[str, Any]:
+        """What the rule remembers of a parameter; tensors, and `step`."""
+
+    @abstractmethod
+    def _mark_of(self, name: str) -> str:
+        """A key that the rule's memory of a parameter always has."""
+
+    def _as_step(self, updates: int, name: str) -> Any:
+        """The rule's own form of a number of updates."""
+        return torch.tensor(float(updates), dtype=torch.float32, device=self._live[name].device)
 
     def _explain(self, norm: float) -> str:
         """Which gradient is bad, in one sentence."""
         counts = {
-            name: int((~torch.isfinite(master.grad)).sum())
-            for name, master in self._masters.items()
-            if master.grad is not None
+            name: int((~torch.isfinite(holder.grad)).sum())
+            for name, holder in self._holders.items()
+            if holder.grad is not None
         }
         worst = max(counts, key=lambda name: counts[name])
         if not counts[worst]:
             return f"optimizer step {self.step} has a gradient whose norm is {norm}: lower the learning rate"
         return (
             f"optimizer step {self.step} has a gradient that is zero or not finite: {counts[worst]} of "
-            f"{self._masters[worst].numel()} values of {worst} are NaN or infinite"
+            f"{self._live[worst].numel()} values of {worst} are NaN or infinite"
         )
 
 
-def _move_gradient(master: Tensor, live: Tensor) -> None:
-    """Add a live parameter's fresh gradient to its master's, in fp32, and free it."""
+class MasterOptimizer(Optimizer):
+    """One of torch's optimizers, or several, on fp32 masters of all trainable parameters."""
+
+    weights_key = "master"
+
+    def __init__(self, named_parameters: NamedParameters, max_grad_norm: float, rate_of: RateOf) -> None:
+        super().__init__(named_parameters, max_grad_norm)
+        self._rate_of = rate_of
+        self._rules: list[tuple[torch.optim.Optimizer, str]] = []
+        self._rule_of: dict[str, int] = {}
+
+    def masters(self) -> dict[str, Tensor]:
+        """The fp32 masters by parameter name; `.grad` of each is what was accumulated so far."""
+        return dict(self._holders)
+
+    def _add_rule(
+        self,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        mark: str,
+        names: Collection[str],
+        weight_decay: float,
+    ) -> None:
+        """Have `make`'s optimizer, whose memory has `mark`, update `names`: in groups of equal rate, matrices with
+        weight decay."""
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for name in names:
+            master = self._holders[name]
+            decay = weight_decay if master.ndim > 1 else 0.0
+            groups.setdefault((self._rate_of(name), decay), []).append(master)
+            self._rule_of[name] = len(self._rules)
+        if groups:
+            parameters = [
+                {"params": masters, "rate": rate, "weight_decay": decay} for (rate, decay), masters in groups.items()
+            ]
+            self._rules.append((make(parameters), mark))
+
+    def _make_holder(self, live: Tensor) -> Tensor:
+        return live.float().clone()
+
+    def _update(self, learning_rate: float) -> None:
+        for rule, _ in self._rules:
+            for group in rule.param_groups:
+                group["lr"] = learning_rate * group["rate"]
+            rule.step()
+
+    def _take_values(self) -> Mapping[str, Tensor]:
+        return self._holders
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        return self._holders
+
+    def _memory_of(self, name: str) -> dict[str, Any]:
+        rule, _ = self._rules[self._rule_of[name]]
+        return rule.state[self._holders[name]]
+
+    def _mark_of(self, name: str) -> str:
+        return self._rules[self._rule_of[name]][1]
+
+
+class MasterAdamW(MasterOptimizer):
+    """Decoupled weight decay Adam (arXiv 1711.05101) over fp32 copies of all trainable parameters.
+
+    Vectors (norms, biases) are not decayed.
+    """
+
+    def __init__(
+        self,
+        named_parameters: NamedParameters,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        rate_of: RateOf = one_rate,
+    ) -> None:
+        super().__init__(named_parameters, max_grad_norm, rate_of)
+        make = partial(fused_adamw, betas=betas, eps=eps)
+        self._add_rule(make, "exp_avg", self._holders.keys(), weight_decay)
+
+
+def fused_adamw(
+    groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float = 1e-8
+) -> torch.optim.Optimizer:
+    """torch's AdamW on groups of tensors, in one kernel where there is one."""
+    devices = {tensor.device.type for group in groups for tensor in group["params"]}
+    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=devices <= {"cpu", "cuda"})
+
+
+def _move_gradient(holder: Tensor, live: Tensor) -> None:
+    """Add a live parameter's fresh gradient to what its holder has, in fp32, and free it."""
     gradient = live.grad
     if gradient is None:
         return
-    if master.grad is None:
-        master.grad = gradient.float()
+    if holder.grad is None:
+        holder.grad = gradient.float()
     else:
-        master.grad.add_(gradient)
+        holder.grad.add_(gradient)
     live.grad = None

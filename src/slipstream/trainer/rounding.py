@@ -1,0 +1,107 @@
+"""AdamW without fp32 masters: new weights are rounded to bfloat16 by chance, so that small updates are not lost.
+
+A value between two bfloat16 numbers becomes the nearer one more often, so that its mean stays what it was (arXiv
+2010.06192). Guarantees: the noise follows from seed, step and the parameter's name alone, so that a resumed run makes
+the same numbers. Four bytes a parameter less than with masters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from slipstream.trainer.optimizer import NamedParameters, Optimizer, RateOf, one_rate
+
+
+def round_to_bfloat16_(values: Tensor, generator: torch.Generator) -> None:
+    """Make every number of `values`, float32 and finite, one of the two bfloat16 numbers around it, whose mean it is;
+    in place, still in float32."""
+    # bfloat16 is the upper half of float32: what is in the lower half is the chance to be carried over.
+    bits = values.view(torch.int32)
+    bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    bits &= ~0xFFFF
+
+
+class RoundedAdamW(Optimizer):
+    """AdamW with moments and gradients in fp32, on weights that are kept in their own dtype alone.
+
+    Parameters in float32 are not rounded. Vectors (norms, biases) are not decayed.
+    """
+
+    weights_key = "weight"
+
+    def __init__(
+        self,
+        named_parameters: NamedParameters,
+        *,
+        seed: int,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        rate_of: RateOf = one_rate,
+    ) -> None:
+        super().__init__(named_parameters, max_grad_norm)
+        self._seed = seed
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._rate_of = rate_of
+        self._memory: dict[str, dict[str, Any]] = {name: {} for name in self._live}
+        self._pending: dict[str, Tensor] = {}
+
+    def _make_holder(self, live: Tensor) -> Tensor:
+        # The shape alone: one number of memory.
+        return torch.zeros((), dtype=torch.float32, device=live.device).expand(live.shape)
+
+    @torch.no_grad()
+    def _update(self, learning_rate: float) -> None:
+        for name, holder in self._holders.items():
+            if holder.grad is None:
+                continue
+            live, memory = self._live[name].detach(), self._memory[name]
+            if not memory:
+                memory["step"] = self._as_step(0, name)
+                memory["exp_avg"], memory["exp_avg_sq"] = torch.zeros_like(holder.grad), torch.zeros_like(holder.grad)
+            values = live.float() if live.dtype != torch.float32 else live.clone()
+            adamw(
+                [values],
+                [holder.grad],
+                [memory["exp_avg"]],
+                [memory["exp_avg_sq"]],
+                [],
+                [memory["step"]],
+                fused=values.device.type in ("cpu", "cuda"),
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=learning_rate * self._rate_of(name),
+                weight_decay=self._weight_decay if live.ndim > 1 else 0.0,
+                eps=self._eps,
+                maximize=False,
+            )
+            holder.grad = None
+            if live.dtype == torch.bfloat16:
+                round_to_bfloat16_(values, self._generator(name, live.device))
+            self._pending[name] = values.to(live.dtype)
+
+    def _generator(self, name: str, device: torch.device) -> torch.Generator:
+        """The noise of this step and parameter."""
+        digest = hashlib.blake2b(f"{self._seed}/{self.step}/{name}".encode(), digest_size=4).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
+
+    def _take_values(self) -> Mapping[str, Tensor]:
+        values, self._pending = self._pending, {}
+        return values
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        return {name: live.detach() for name, live in self._live.items()}
+
+    def _memory_of(self, name: str) -> dict[str, Any]:
+        return self._memory[name]
+
+    def _mark_of(self, name: str) -> str:
+        return "exp_avg"

@@ -1,0 +1,115 @@
+"""`training.optimizer`: what is built, and that the plan counts what is then held."""
+
+import pytest
+import torch
+
+from slipstream.config import (
+    EnvironmentConfig,
+    Loaded,
+    LoraConfig,
+    ModelConfig,
+    RLConfig,
+    RunConfig,
+    TrainingConfig,
+    with_values,
+)
+from slipstream.config.checks import contradictions
+from slipstream.config.schema import OptimizerName
+from slipstream.errors import ConfigError
+from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.launch.memory import GIB, optimizer_bytes, training_state_bytes
+from slipstream.launch.models import build_optimizer
+from slipstream.launch.prepare import prepare
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.new_model import new_model
+from slipstream.weights.adapter import AdapterConfig
+
+CONFIG = RunConfig(
+    model=ModelConfig(path="org/name"),
+    environment=EnvironmentConfig(name="x"),
+    algorithm=RLConfig(),
+    training=TrainingConfig(steps=4),
+)
+SHAPE = {"hidden_size": 128, "num_layers": 2, "intermediate_size": 256}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("models") / "tiny", **SHAPE, context_length=256)
+
+
+def facts(network, **changes):
+    count = sum(parameter.numel() for parameter in network.parameters())
+    vocab, hidden = network.get_input_embeddings().weight.shape
+    model = ModelFacts(count, hidden, 256, 2, 4, 2, 32, 256, vocab, "float32", **changes)
+    return Facts(2, 24 * GIB, model, DataFacts(1000, 60, 12))
+
+
+@pytest.mark.parametrize("name", OptimizerName.__args__)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_plan_counts_what_is_held(folder, name, dtype):
+    if (name, dtype) == ("adamw_bf16", "float32"):
+        pytest.skip("refused in a config")
+    network = PolicyModel.load(folder, dtype, packing=False).network
+    optimizer = build_optimizer(with_values(CONFIG, {"training.optimizer": name}), network)
+    for _ in range(2):
+        network(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+        held = [holder.grad for holder in optimizer._holders.values()]
+        assert all(gradient.dtype == torch.float32 for gradient in held)
+        optimizer.prepare(1e-3)
+        optimizer.commit()
+    kept = {
+        key: tensor for key, tensor in optimizer.state().items() if not key.startswith(("weight.", "updates.", "qmap"))
+    }
+    measured = sum(tensor.nbytes for tensor in [*kept.values(), *held])
+    model = facts(network).model
+    assert measured == pytest.approx(optimizer_bytes(name, model.num_parameters, model), rel=0.01)
+
+
+@pytest.mark.parametrize("name", OptimizerName.__args__)
+def test_lora_plus_has_b_move_further(folder, name):
+    def moved(ratio):
+        config = CONFIG.model_copy(update={"lora": LoraConfig(rank=8, plus_ratio=ratio)})
+        model = PolicyModel.load(folder, "bfloat16", packing=False)
+        model.add_adapter(AdapterConfig(8, 32.0, ("q_proj",), str(folder)), None)
+        live = [(n, p) for n, p in model.network.named_parameters() if p.requires_grad]
+        with torch.no_grad():
+            for _, parameter in live:
+                parameter.zero_()
+        optimizer = build_optimizer(with_values(config, {"training.optimizer": name}), model.network)
+        sum(parameter.float().sum() for _, parameter in live).backward()
+        optimizer.prepare(1e-3)
+        optimizer.commit()
+        return {n.rpartition(".")[2]: p.detach().float().norm().item() for n, p in live}
+
+    plain, plus = moved(1.0), moved(8.0)
+    assert plus == pytest.approx({"lora_A": plain["lora_A"], "lora_B": 8 * plain["lora_B"]}, rel=0.01)
+
+
+def test_a_plan_shows_what_is_saved(folder):
+    network = PolicyModel.load(folder).network
+    known = facts(network)
+    count = known.model.num_parameters
+    assert training_state_bytes(known.model, "bfloat16", with_reference=False, optimizer="adamw") == count * 20
+    assert training_state_bytes(known.model, "bfloat16", with_reference=False, optimizer="adamw_bf16") == count * 16
+    adapter = {"with_reference": False, "num_adapter_parameters": 1000, "optimizer": "adamw_bf16"}
+    assert training_state_bytes(known.model, "bfloat16", **adapter) == 2 * count + 1000 * 16
+    made = make_plan(with_values(CONFIG, {"training.optimizer": "adamw_bf16"}), known)
+    assert made.config.model.dtype == "bfloat16"
+    assert {item.name: item.reason for item in made.derived}[
+        "model.dtype"
+    ] == "the type that training.optimizer rounds to"
+    how = {note.name: note for note in made.notes}["memory of the trainer"].how
+    assert how.startswith("weights, moments and gradients ")
+
+
+def test_eight_bits_need_a_library(monkeypatch):
+    config = with_values(CONFIG, {"training.optimizer": "adamw_8bit"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit\" needs bitsandbytes.*pip install 'slipstream\[8bit\]'"):
+        prepare(Loaded(config, {}))
+
+
+def test_weights_in_float32_are_not_rounded():
+    config = with_values(CONFIG, {"training.optimizer": "adamw_bf16", "model.dtype": "float32"})
+    assert [key for key, _ in contradictions(config)] == ["training.optimizer"]

@@ -1,0 +1,59 @@
+"""AdamW with 8-bit moments, against torch's AdamW."""
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import TrainingError
+from slipstream.trainer.eight_bit import MasterAdamW8bit
+from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
+
+
+def advance(learner, batch):
+    learner.forward_backward(batch, SFTObjective())
+    stats = learner.optim_prepare(1e-3)
+    learner.optim_commit()
+    return stats
+
+
+def test_it_follows_adamw_as_closely_as_eight_bits_can():
+    torch.manual_seed(0)
+    networks = [nn.Linear(128, 128) for _ in range(2)]
+    networks[1].load_state_dict(networks[0].state_dict())
+    start = networks[0].weight.detach().clone()
+    kinds = (MasterAdamW8bit, MasterAdamW)
+    optimizers = [k(n.named_parameters(), weight_decay=0.1) for k, n in zip(kinds, networks, strict=True)]
+    for _ in range(20):
+        gradient = 0.3 * torch.randn(128, 128) + 0.1
+        stats = []
+        for network, optimizer in zip(networks, optimizers, strict=True):
+            ((network.weight * gradient).sum() + network.bias.sum()).backward()
+            stats.append(optimizer.prepare(1e-2))
+            optimizer.commit()
+        assert stats[0] == stats[1]
+    ours, theirs = (network.weight.detach() - start for network in networks)
+    assert 0 < (ours - theirs).norm() < 0.03 * theirs.norm()
+    # Few numbers are not worth a table.
+    torch.testing.assert_close(networks[0].bias, networks[1].bias, atol=1e-6, rtol=1e-6)
+    state = optimizers[0].state()
+    assert state["state1.weight"].dtype == state["state2.weight"].dtype == torch.uint8
+    assert state["state1.bias"].dtype == torch.float32
+
+
+def test_an_interrupted_run_is_the_same_bit_for_bit(make_learner, make_batch, tmp_path):
+    whole, first, resumed = (make_learner(kind=MasterAdamW8bit, weight_decay=0.1) for _ in range(3))
+    for seed in range(4):
+        advance(whole, make_batch(seed=seed))
+    for seed in range(2):
+        advance(first, make_batch(seed=seed))
+    first.save(tmp_path)
+    resumed.load(tmp_path)
+    for seed in range(2, 4):
+        advance(resumed, make_batch(seed=seed))
+    expected, found = whole.optimizer.state(), resumed.optimizer.state()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    other = make_learner()
+    with pytest.raises(TrainingError, match=r"another optimizer's: .*state1.* exp_avg are needed"):
+        other.load(tmp_path)

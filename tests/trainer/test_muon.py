@@ -1,0 +1,148 @@
+"""Muon against a float64 reference of its rule by singular values, and against torch's own."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import TrainingError
+from slipstream.trainer.muon import MasterMuon
+from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
+
+A, B, C = 3.4445, -4.7750, 2.0315
+"""Jordan's coefficients."""
+
+
+class Network(nn.Module):
+    """An embedding, three matrices of different shapes, a norm, and a head."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.tall, self.wide, self.square = nn.Linear(8, 24), nn.Linear(24, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.norm, self.back = nn.LayerNorm(6), nn.Linear(6, 8, bias=False)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.value_head = nn.Linear(6, 1)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def reference_step(weight, momentum, gradient, rate, decay, mu):
+    """One step as the papers have it, in float64; through the singular values, without the iteration's products."""
+    momentum.mul_(mu).add_(gradient, alpha=1 - mu)
+    nesterov = (1 - mu) * gradient + mu * momentum
+    u, s, v = torch.linalg.svd(nesterov / nesterov.norm(), full_matrices=False)
+    for _ in range(5):
+        s = A * s + B * s**3 + C * s**5
+    weight.mul_(1 - rate * decay)
+    weight.sub_(rate * 0.2 * math.sqrt(max(weight.shape)) * (u * s) @ v)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_muons_and_the_rest_adamws(tied):
+    torch.manual_seed(0)
+    network = Network(tied=tied)
+    optimizer = MasterMuon(network.named_parameters(), network)
+    for parameter in network.parameters():
+        parameter.grad = None
+    sum(parameter.square().sum() for parameter in network.parameters()).backward()
+    optimizer.prepare(1e-3)
+    optimizer.commit()
+    state = optimizer.state()
+    muon = {key.partition(".")[2] for key in state if key.startswith("momentum_buffer.")}
+    adamw = {key.partition(".")[2] for key in state if key.startswith("exp_avg.")}
+    assert muon == {"tall.weight", "wide.weight", "square.weight", "back.weight"}
+    assert muon | adamw == set(optimizer.masters())
+    assert not muon & adamw
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (6, 24), (16, 16)])
+def test_equals_the_rule_in_float64_and_torchs_muon(shape):
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = (nn.Linear(shape[1], shape[0], bias=False) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    exact = ours.weight.detach().double()
+    start, buffer = exact.clone(), torch.zeros_like(exact)
+    optimizer = MasterMuon(ours.named_parameters(), ours, weight_decay=0.1, max_grad_norm=1e9)
+    torchs = torch.optim.Muon(
+        theirs.parameters(), lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(4):
+        gradient = torch.randn(shape, generator=generator)
+        (ours.weight * gradient).sum().backward()
+        theirs.weight.grad = gradient.clone()
+        optimizer.prepare(0.02)
+        optimizer.commit()
+        torchs.step()
+        reference_step(exact, buffer, gradient.double(), 0.02, 0.1, 0.95)
+    assert torch.equal(ours.weight, theirs.weight)
+    # The iteration is in bfloat16, whose resolution is 1/256.
+    moved, expected = ours.weight.detach().double() - start, exact - start
+    assert (moved - expected).norm() < 0.03 * expected.norm()
+
+
+def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws():
+    torch.manual_seed(0)
+    model = nn.Linear(96, 64, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = MasterMuon(model.named_parameters(), model)
+    (model.weight * torch.randn(64, 96)).sum().backward()
+    optimizer.prepare(1.0)
+    optimizer.commit()
+    update = (before - model.weight.detach()).double()
+    singular = torch.linalg.svdvals(update) / (0.2 * math.sqrt(96))
+    # Jordan: between 0.7 and 1.2, but for directions that have next to no gradient.
+    assert singular.median() == pytest.approx(1.0, abs=0.2)
+    assert singular.max() < 1.3
+    # AdamW moves each weight by 0.2 to 0.4 of its learning rate (Liu et al., section 2.2).
+    assert update.square().mean().sqrt() == pytest.approx(0.2, abs=0.05)
+
+
+def test_norm_and_clipping_are_those_of_adamw():
+    stats = []
+    for make in (
+        lambda network: MasterAdamW(network.named_parameters()),
+        lambda n: MasterMuon(n.named_parameters(), n),
+    ):
+        torch.manual_seed(0)
+        network = Network(tied=True)
+        optimizer = make(network)
+        sum(parameter.square().sum() for parameter in network.parameters()).backward()
+        stats.append(optimizer.prepare(1e-3))
+    assert stats[0] == stats[1]
+
+
+def test_an_interrupted_run_is_the_same_bit_for_bit(make_learner, make_batch, tmp_path):
+    def advance(learner, seed):
+        learner.forward_backward(make_batch(seed=seed), SFTObjective())
+        learner.optim_prepare(1e-3)
+        learner.optim_commit()
+
+    def muon(named, **settings):
+        named = list(named)
+        embedding = nn.Embedding(1, 1)
+        embedding.weight = next(parameter for name, parameter in named if "embed" in name)
+        return MasterMuon(named, embedding, **settings)
+
+    whole, first, resumed = (make_learner(dtype="bfloat16", kind=muon, weight_decay=0.1) for _ in range(3))
+    for seed in range(4):
+        advance(whole, seed)
+    for seed in range(2):
+        advance(first, seed)
+    first.save(tmp_path)
+    resumed.load(tmp_path)
+    for seed in range(2, 4):
+        advance(resumed, seed)
+    expected, found = whole.optimizer.state(), resumed.optimizer.state()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert not any("momentum" in name and "embed" in name for name in found)
+    other = make_learner(dtype="bfloat16")
+    with pytest.raises(TrainingError, match=r"another optimizer's: .*momentum_buffer.* exp_avg are needed"):
+        other.load(tmp_path)
+    assert other.step == 0

@@ -1,0 +1,169 @@
+"""AdamW on bfloat16 weights alone, against torch's in float32: the same moments, and weights in the mean."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import TrainingError
+from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.trainer.rounding import RoundedAdamW, round_to_bfloat16_
+
+
+def bfloat16_model(value=None, shape=(64, 64)):
+    model = nn.Linear(*shape, bias=False).to(torch.bfloat16)
+    if value is not None:
+        nn.init.constant_(model.weight, value)
+    return model
+
+
+def step(optimizer, model, weight, rate):
+    (model.weight.float() * weight).sum().backward()
+    stats = optimizer.prepare(rate)
+    optimizer.commit()
+    return stats
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.1415926, -2e-5, 1e-30, 0.0, 255.3])
+def test_rounding_is_to_a_neighbour_and_right_in_the_mean(value):
+    num = 200_000
+    exact = torch.tensor(value, dtype=torch.float32)
+    values = exact.repeat(num)
+    round_to_bfloat16_(values, torch.Generator().manual_seed(5))
+    assert torch.equal(values.to(torch.bfloat16).float(), values)
+    low, high = values.min(), values.max()
+    assert low <= exact <= high
+    bits = torch.stack([low, high]).to(torch.bfloat16).view(torch.int16)
+    assert abs(int(bits[0]) - int(bits[1])) <= 1
+    gap = (high - low).double()
+    # Five standard errors of a mean of draws between two values.
+    assert (values.double().mean() - exact.double()).abs() <= 5 * gap * 0.5 / math.sqrt(num)
+
+
+def test_what_bfloat16_holds_is_not_changed():
+    values = torch.randn(10_000).to(torch.bfloat16).float()
+    rounded = values.clone()
+    round_to_bfloat16_(rounded, torch.Generator().manual_seed(0))
+    assert torch.equal(values, rounded)
+
+
+def test_the_mean_over_seeds_is_torchs_adamw():
+    torch.manual_seed(0)
+    start = torch.randn(32, 16).to(torch.bfloat16)
+    gradients = [torch.randn(32, 16) for _ in range(3)]
+    exact = nn.Parameter(start.float())
+    reference = torch.optim.AdamW([exact], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for gradient in gradients:
+        exact.grad = gradient.clone()
+        reference.step()
+    num, total = 400, torch.zeros(32, 16, dtype=torch.float64)
+    for seed in range(num):
+        model = bfloat16_model(shape=(16, 32))
+        with torch.no_grad():
+            model.weight.copy_(start)
+        optimizer = RoundedAdamW(model.named_parameters(), seed=seed, weight_decay=0.1, max_grad_norm=1e9)
+        for gradient in gradients:
+            step(optimizer, model, gradient, 1e-3)
+        memory = optimizer.state()
+        # Gradients pass through the live weight's dtype; the moments of what came are exact.
+        torch.testing.assert_close(memory["exp_avg.weight"], reference.state[exact]["exp_avg"], atol=3e-3, rtol=1e-2)
+        total += model.weight.detach().double()
+    error = total / num - exact.detach().double()
+    ulp = start.abs().double() * 2**-7 + 1e-6
+    # Three roundings, each off by half a step at most in the standard deviation; rounded gradients move less than that.
+    assert (error.abs() <= 5 * math.sqrt(3) * 0.5 * ulp / math.sqrt(num) + 2e-5).all()
+    assert abs((error / ulp).mean()) < 4 * math.sqrt(3) * 0.5 / math.sqrt(num * error.numel()) + 1e-3
+
+
+def test_updates_of_one_millionth_are_not_lost():
+    model, nearest = bfloat16_model(1.0), bfloat16_model(1.0)
+    optimizer = RoundedAdamW(model.named_parameters(), seed=0)
+    for _ in range(400):
+        step(optimizer, model, 1.0, 1e-6)
+        with torch.no_grad():
+            nearest.weight.sub_(1e-6)
+    assert (nearest.weight == 1.0).all(), "rounded to the nearest, nothing would ever move"
+    # Below 1 bfloat16 has steps of 1/256: a weight that has moved has moved by all of one.
+    moved = 1.0 - model.weight.double().mean().item()
+    part = 4e-4 * 256
+    error = math.sqrt(part * (1 - part) / model.weight.numel()) / 256
+    assert abs(moved - 4e-4) < 5 * error
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
+    def run(seed):
+        model = bfloat16_model(1.0)
+        optimizer = RoundedAdamW(model.named_parameters(), seed=seed)
+        for _ in range(3):
+            step(optimizer, model, 1.0, 1e-4)
+        return model.weight.detach()
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_live_weights_change_only_on_commit_and_float32_is_not_rounded():
+    model = nn.Linear(4, 4)
+    theirs = nn.Linear(4, 4)
+    theirs.load_state_dict(model.state_dict())
+    ours, reference = RoundedAdamW(model.named_parameters(), seed=0), MasterAdamW(theirs.named_parameters())
+    for network, optimizer in ((model, ours), (theirs, reference)):
+        before = network.weight.detach().clone()
+        (network.weight.square().sum() + network.bias.sum()).backward()
+        optimizer.prepare(0.1)
+        assert torch.equal(network.weight, before)
+        with pytest.raises(TrainingError, match="prepare without optim_commit"):
+            optimizer.prepare(0.1)
+        optimizer.commit()
+    assert torch.equal(model.weight, theirs.weight)
+    assert torch.equal(model.bias, theirs.bias)
+    with pytest.raises(TrainingError, match="without optim_prepare"):
+        ours.commit()
+
+
+def test_norm_and_clipping_are_those_of_the_masters():
+    stats = []
+    for make in (MasterAdamW, lambda named, **settings: RoundedAdamW(named, seed=0, **settings)):
+        torch.manual_seed(0)
+        model = bfloat16_model()
+        stats.append(step(make(model.named_parameters(), max_grad_norm=0.5), model, 2.0, 1e-3))
+    assert stats[0] == stats[1]
+    assert stats[0].clipped
+
+
+def test_an_interrupted_run_is_the_same_bit_for_bit(make_learner, make_batch, tmp_path):
+    def learner():
+        return make_learner(dtype="bfloat16", kind=RoundedAdamW, seed=7, weight_decay=0.1)
+
+    def advance(made, seed):
+        made.forward_backward(make_batch(seed=seed), SFTObjective())
+        made.optim_prepare(1e-3)
+        made.optim_commit()
+
+    whole, first, resumed = learner(), learner(), learner()
+    for seed in range(4):
+        advance(whole, seed)
+    for seed in range(2):
+        advance(first, seed)
+    first.save(tmp_path)
+    resumed.load(tmp_path)
+    for seed in range(2, 4):
+        advance(resumed, seed)
+    expected, found = whole.optimizer.state(), resumed.optimizer.state()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert found["weight.model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+def test_the_state_of_masters_is_refused_and_nothing_changes():
+    model = bfloat16_model(1.0)
+    masters = MasterAdamW(model.named_parameters())
+    step(masters, model, 1.0, 1e-2)
+    fresh = bfloat16_model(2.0)
+    optimizer = RoundedAdamW(fresh.named_parameters(), seed=0)
+    with pytest.raises(TrainingError, match=r"another optimizer's: of weight it has exp_avg, .*training\.optimizer"):
+        optimizer.load_state(masters.state())
+    assert (fresh.weight == 2.0).all()
+    assert optimizer.step == 0
