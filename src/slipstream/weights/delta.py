@@ -25,8 +25,8 @@ from slipstream.records import Delta, ParameterSpec, Patch, Ticket, Version
 from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.fingerprint import bits_of
 
-STRETCH = 1 << 26
-"""Longest stretch of a parameter that is compared at once: it bounds the temporaries on both sides."""
+STRETCH = 1 << 24
+"""Longest stretch of a parameter that is compared at once: it keeps the temporaries of both sides below 1 GiB."""
 LEAST_SAVING = 2
 """A stretch, and a version, travels whole unless its delta is so many times smaller."""
 _ALIGNMENT = 16
