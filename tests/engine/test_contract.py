@@ -8,6 +8,7 @@ that all bridges update in turn, and one that was started on the last version; t
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,7 @@ START_S = 400
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.02}
 
 
-class Case:
+class Case(ABC):
     """One architecture: a trainer's network, a running engine, and its oracle, which was started on `LAST`."""
 
     def __init__(self, architecture: Architecture, folder: Path) -> None:
@@ -64,9 +65,9 @@ class Case:
     oracle: LiveEngine
     ticket: Ticket
 
+    @abstractmethod
     def start(self) -> None:
         """Launch both engines, so that they start side by side."""
-        raise NotImplementedError
 
     def load(self, model: Path, shared: SharedTensors | None = None) -> PolicyModel:
         return PolicyModel(load_network(model, self.dtype, shared=shared), model, packing=False)

@@ -55,6 +55,7 @@ def test_kept_context_is_the_requests_own(tiny_model, tmp_path, own_process):
     """Under `keep` tokens after an update are off by what their context is old; requests that begin later are not."""
     live = start(tiny_model, tmp_path, in_flight="keep", own_process=own_process)
     try:
+        check_that_no_block_is_older_than_its_request(live, tmp_path)
         # More than run at once: those that wait inside vLLM when a version comes have no token yet.
         completions = check_updates_under_long_generations(
             live, tmp_path, "disk", {}, num_requests=128, keeps_context=True
@@ -62,6 +63,25 @@ def test_kept_context_is_the_requests_own(tiny_model, tmp_path, own_process):
         assert num_spans(completions) > 2 * len(completions)
     finally:
         stop(live)
+
+
+def check_that_no_block_is_older_than_its_request(live: LiveEngine, tmp_path):
+    """The same long prompt under two versions, each twice: the second time vLLM has blocks of it in its cache."""
+    original = load_file(live.model / "model.safetensors")
+    bridge = create_bridge("disk", folder=tmp_path / "long", source=live.model, engine=live.engine)
+    prompt = [(5 * i) % 90 + 1 for i in range(150)]
+    policy = PolicyModel.load(live.model)
+    for step in (1, 2):
+        weights = perturbed(original, 50 + step)
+        ticket = bridge.publisher.publish(weights.items(), step, 7, lambda _: None)
+        check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
+        policy.network.load_state_dict(weights, strict=False)
+        for again in range(2):
+            (completion,) = live.sample(f"long-{step}-{again}", SamplingParams(max_tokens=16), [prompt])
+            tokens = completion.token_ids
+            sequence = Sequence([*prompt, *tokens], [False] * len(prompt) + [True] * len(tokens))
+            (ours,) = score(policy, [sequence], micro_batch_tokens=1024).logprobs
+            assert (ours - torch.tensor(completion.logprobs)).abs().max() < 1e-3
 
 
 @pytest.mark.slow
