@@ -12,7 +12,7 @@ from slipstream.inference.plugin.clock import TokenClock
 from slipstream.inference.plugin.routes import errors_as_text, routes
 from slipstream.inference.plugin.server import EngineServer, OutOfService
 from slipstream.inference.settings import EngineSettings
-from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
+from slipstream.records import Completion, GenerateRequest, SamplingParams, Ticket, Version
 
 
 class StandingHost(SimpleNamespace):
@@ -105,6 +105,28 @@ async def test_requests_end_with_the_client_that_is_gone(server):
         async with asyncio.timeout(2):
             while len(ended) < 3:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_is_cancelled_before_it_began_never_begins(server):
+    begun: list[str] = []
+
+    async def generate(request):
+        begun.append(request.id)
+        return Completion(request.id, [], None, "stop")
+
+    server.generate = generate
+    await server.fence()
+    app = web.Application(middlewares=[errors_as_text])
+    app.add_routes(routes(server))
+    requests = [GenerateRequest(name, [1], SamplingParams(1), timeout_s=5) for name in ("a", "b")]
+    async with TestServer(app) as site, TestClient(site) as client:
+        call = asyncio.create_task(client.post("/generate", data=msgspec.msgpack.encode(requests)))
+        await asyncio.sleep(0.1)
+        await client.post("/cancel", data=msgspec.msgpack.encode(["a"]))
+        server.reason = ""
+        server._settled.set()
+        await (await call).read()
+    assert begun == ["b"]
 
 
 async def test_an_engine_that_sleeps_has_nothing_to_verify(server):

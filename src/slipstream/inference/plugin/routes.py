@@ -22,6 +22,8 @@ class OutOfService(Exception):
 def routes(server: EngineServer) -> list[web.RouteDef]:
     """The HTTP face of the engine."""
     running: dict[str, asyncio.Task[Completion]] = {}
+    standing: set[str] = set()
+    """Requests that have come, and wait for the engine to be in service."""
 
     async def health(_: web.Request) -> web.Response:
         state = server.health()
@@ -34,10 +36,15 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
     async def generate(request: web.Request) -> web.StreamResponse:
         """Many requests in, each completion out as soon as it is there: frames of length and MessagePack."""
         requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
-        await server.until_in_service(max(r.timeout_s for r in requests))
-        response = web.StreamResponse()
-        await response.prepare(request)
-        tasks = {r.id: asyncio.create_task(server.generate(r)) for r in requests}
+        names = {r.id for r in requests}
+        standing.update(names)
+        try:
+            await server.until_in_service(max(r.timeout_s for r in requests))
+            response = web.StreamResponse()
+            await response.prepare(request)
+            tasks = {r.id: asyncio.create_task(server.generate(r)) for r in requests if r.id in standing}
+        finally:
+            standing.difference_update(names)
         running.update(tasks)
         try:
             for finished in asyncio.as_completed(list(tasks.values())):
@@ -56,6 +63,7 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
 
     async def cancel(request: web.Request) -> web.Response:
         for id_ in msgspec.msgpack.decode(await request.read(), type=list[str]):
+            standing.discard(id_)
             if id_ in running:
                 running[id_].cancel()
         return web.Response(body=msgspec.msgpack.encode(True))
