@@ -21,9 +21,6 @@ class OutOfService(Exception):
 
 def routes(server: EngineServer) -> list[web.RouteDef]:
     """The HTTP face of the engine."""
-    running: dict[str, asyncio.Task[Completion]] = {}
-    standing: set[str] = set()
-    """Requests that have come, and wait for the engine to be in service."""
 
     async def health(_: web.Request) -> web.Response:
         state = server.health()
@@ -32,6 +29,15 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
             status=200 if state.status == "ready" else 503,
             content_type="application/json",
         )
+
+    return [web.get("/health", health), *_generation(server), *_weights(server)]
+
+
+def _generation(server: EngineServer) -> list[web.RouteDef]:
+    """Requests, each to its end or until it is cancelled."""
+    running: dict[str, asyncio.Task[Completion]] = {}
+    standing: set[str] = set()
+    """Requests that have come, and wait for the engine to be in service."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
         """Many requests in, each completion out as soon as it is there: frames of length and MessagePack."""
@@ -68,6 +74,12 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
                 running[id_].cancel()
         return web.Response(body=msgspec.msgpack.encode(True))
 
+    return [web.post("/generate", generate), web.post("/cancel", cancel)]
+
+
+def _weights(server: EngineServer) -> list[web.RouteDef]:
+    """What happens to the weights, and to the memory that they are in."""
+
     async def apply(request: web.Request) -> web.Response:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
         return web.Response(body=encode(await server.apply(ticket)))
@@ -93,9 +105,6 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
         return web.Response(body=encode(await server.verify(ticket)))
 
     return [
-        web.get("/health", health),
-        web.post("/generate", generate),
-        web.post("/cancel", cancel),
         web.post("/apply", apply),
         web.post("/verify", verify),
         web.post("/share", share),
