@@ -72,6 +72,7 @@ async def test_the_traceback_comes_along(scorer):
     with pytest.raises(RewardFailed) as failure:
         await scorer.score(task(), "raise boom")
     assert "raise KeyError(what)" in failure.value.details
+    assert "slipstream/envs/base.py" not in failure.value.details, "only the environment's own calls"
 
 
 async def test_a_hanging_reward_is_killed_and_the_others_are_graded():

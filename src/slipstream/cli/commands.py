@@ -64,8 +64,11 @@ def _train(
         raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
     from slipstream.launch.local import run_folder_of, train
     from slipstream.launch.prepare import prepare
+    from slipstream.runlog import refuse_used
     from slipstream.view import make_view
 
+    if loaded.config.run.folder is not None and not resume:
+        refuse_used(loaded.config.run.folder)  # before minutes of reading data
     prepared = prepare(loaded)
     folder = run_folder_of(prepared, run_file.stem)
     view = make_view("none" if as_json else "plain" if plain else "auto")

@@ -13,6 +13,7 @@ import numbers
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
@@ -21,6 +22,8 @@ from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Task
 
 Split = Literal["train", "eval"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -146,12 +149,20 @@ def judge(environment: Environment, task: Task, completion: str) -> Score:
         raise
     except (Exception, SystemExit) as error:  # a reward that raises is an outcome, and the caller counts it
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+        lines = _their_traceback(error).splitlines()
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise RewardFailed(
             f"the reward of {environment.name} raised {said} (line {frame.lineno} of {frame.filename})",
             "\n".join(lines[-12:]),
         ) from error
+
+
+def _their_traceback(error: BaseException) -> str:
+    """How the environment came to raise `error`, without the calls of this package before it."""
+    found = traceback.TracebackException.from_exception(error)
+    theirs = [frame for frame in found.stack if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    found.stack = traceback.StackSummary.from_list(theirs or found.stack)
+    return "".join(found.format()).rstrip()
 
 
 def _finite(value: object, name: str) -> float:

@@ -37,7 +37,7 @@ from slipstream.runlog.reader import (
 from slipstream.runlog.record import RunRecord, Setting, read_run
 from slipstream.runlog.redaction import REDACTED
 from slipstream.runlog.samples import read_tickets, sample_of
-from slipstream.runlog.writer import RunLog, versions
+from slipstream.runlog.writer import RunLog, refuse_used, versions
 
 __all__ = [
     "ACCURACY",
@@ -59,6 +59,7 @@ __all__ = [
     "read_samples",
     "read_settings",
     "read_tickets",
+    "refuse_used",
     "sample_of",
     "summarize",
     "versions",

@@ -69,7 +69,7 @@ class RunLog:
             if not (folder / _EVENTS).is_file():
                 raise ConfigError(f"{folder} holds no run to resume: name a run's folder or leave out --resume")
         else:
-            _refuse_used(folder)
+            refuse_used(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.chmod(0o700)
@@ -80,7 +80,7 @@ class RunLog:
             ) from error
         try:
             if not resume:  # another process may have come and gone since the first look
-                _refuse_used(folder)
+                refuse_used(folder)
             previous = read_exit(folder)
             log = cls(folder, lock)
         except BaseException:
@@ -227,7 +227,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _refuse_used(folder: Path) -> None:
+def refuse_used(folder: Path) -> None:
+    """Raises `ConfigError` when a new run cannot begin in `folder`."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: name another folder")
     if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
