@@ -58,6 +58,7 @@ def sampling_arguments(request: GenerateRequest) -> Any:
         stop=list(s.stop) or None,
         stop_token_ids=list(s.stop_token_ids) or None,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=bool(s.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
