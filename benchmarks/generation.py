@@ -9,7 +9,7 @@ early. What comes out of a request is what a run uses: tokens, and one number fo
 
 `chars` is a new model of 0.1 M parameters with a vocabulary of 98: nearly all of its time is Python, which is what it
 is for. As on GPUs, engine core and worker share a process of their own, unless `--in-process`. Prints two Markdown
-tables: speeds (median, range), and where the milliseconds of a decode step go, by vLLM's functions.
+tables: speeds (median, range), and where the milliseconds of a decode step go: CPU time of vLLM's functions in their threads.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _inner = threading.local()
 
 
 def timed(owner: Any, name: str, label: str) -> None:
-    """Count what a function of vLLM's takes, less what others that are counted take inside it."""
+    """Count the CPU time that a function of vLLM's takes, less what others that are counted take inside it."""
     function: Callable[..., Any] | None = getattr(owner, name, None)
     if function is None:
         return
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         outer, _inner.s = getattr(_inner, "s", 0.0), 0.0
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             return function(*args, **kwargs)
         finally:
-            took = time.perf_counter() - began
+            took = time.thread_time() - began
             _seconds[label] = _seconds.get(label, 0.0) + took - _inner.s
             _inner.s = outer + took
 
@@ -70,8 +70,8 @@ def watch_core() -> None:
         if "schedule" in vars(kind):
             timed(kind, "schedule", "core: schedule")
     timed(Scheduler, "update_from_output", "core: scheduler's update from the output")
-    timed(UniProcExecutor, "execute_model", "core: model (on GPUs: its launch)")
-    timed(UniProcExecutor, "sample_tokens", "core: sampler (on GPUs: its launch)")
+    timed(UniProcExecutor, "execute_model", "core: model (its launch)")
+    timed(UniProcExecutor, "sample_tokens", "core: sampler (its launch)")
     timed(MsgpackEncoder, "encode_into", "core, another thread: packing outputs")
 
 
@@ -142,7 +142,7 @@ def engine_main(connection: Connection, setting: Setting) -> None:
     watch_front()
     arguments = engine_arguments(settings)
     if not os.environ["VLLM_PLUGINS"]:
-        arguments.pop("compilation_config", None)
+        arguments.pop("cudagraph_capture_sizes", None)
     asyncio.run(_answer(connection, create_host(arguments, own_process=not setting.in_process)))
 
 
@@ -274,7 +274,7 @@ def tables(results: dict[tuple[str, Load], list[Any]]) -> str:
         lines.append(f"| {name} | {load.num_sequences:,} | {asked} | {spread} | {step:.2f} |")
     labels = sorted({label for answers in results.values() for _, parts in answers for label in parts} - {"all"})
     heads = [f"{name}, {load.num_sequences:,}{', lp' if load.logprobs else ''}" for name, load in results]
-    lines += ["", f"| ms of a decode step | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    lines += ["", f"| CPU ms of a decode step | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for label in labels:
         cells = [
             f"{statistics.median(parts.get(label, 0.0) for _, parts in answers):.2f}" for answers in results.values()

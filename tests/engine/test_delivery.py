@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from slipstream.inference.plugin import delivery
+from slipstream.inference.plugin.arguments import engine_arguments
+from slipstream.inference.settings import EngineSettings
 
 QUIET = SamplingParams(logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -107,3 +110,19 @@ def test_numbers_that_come_in_one_array_are_kept_as_those_that_come_one_by_one()
     assert delivery.sampled_logprobs(ours.logprobs, [5, 7, 5, 5]) == values[[0, 1, 2, 0], 0].tolist()
     with pytest.raises(ValueError, match="zip"):
         delivery.sampled_logprobs(ours.logprobs, [5, 7])
+
+
+def test_graphs_are_captured_for_all_that_runs_at_once_unless_the_user_says_otherwise():
+    def sizes(most: int, eager: bool = False, **options: Any) -> list[int] | None:
+        settings = EngineSettings("m", "", "bfloat16", 64, most, enforce_eager=eager, options=options)
+        return engine_arguments(settings).get("cudagraph_capture_sizes")
+
+    assert sizes(512) is None
+    assert sizes(1024, eager=True) is None
+    assert sizes(1024, cudagraph_capture_sizes=[8]) == [8]
+    assert sizes(1024, compilation_config={"cudagraph_mode": "NONE"}) is None
+    for most in (513, 576, 1000, 1024):
+        found = sizes(most)
+        assert found == sorted(set(found))
+        assert found[-1] == most
+        assert max(b - a for a, b in itertools.pairwise(found)) <= 64

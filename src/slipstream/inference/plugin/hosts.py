@@ -317,7 +317,8 @@ class AsyncHost:
 
     async def pause(self) -> None:
         """See `Host`."""
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        # AsyncLLM's own `pause_generation` is this and 20 ms of sleep.
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._work_off()
         self.clock.is_deaf = True
         try:
