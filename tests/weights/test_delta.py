@@ -15,7 +15,7 @@ from slipstream.inference.plugin import tensor_map
 from slipstream.inference.plugin.tensor_map import Piece, TensorMap
 from slipstream.records import ParameterSpec, Patch, Ticket, Version
 from slipstream.weights import delta, disk
-from slipstream.weights.broadcast import buckets, layout, pack
+from slipstream.weights.broadcast import Rendezvous, layout, messages, pack
 from slipstream.weights.delta import DeltaPublisher, check_base, compare, decode, encode, patched, travelling
 from slipstream.weights.disk import FolderPublisher
 from slipstream.weights.files import read_model_folder
@@ -127,9 +127,10 @@ def test_applied_where_it_lies_it_is_the_new_version_bit_for_bit(dtype, sizes, l
 
 def received(specs, payloads):
     """Through packed buckets, as over a group."""
-    for bucket in buckets(specs, 256):
-        places, _ = layout(bucket)
-        buffer = pack(bucket, payloads, torch.device("cpu"))
+    for bucket in messages(specs, Rendezvous("", 1, 1.0)):
+        places, total = layout(bucket)
+        buffer = torch.empty(total, dtype=torch.uint8)
+        pack(bucket, payloads, buffer)
         for spec, start in zip(bucket, places, strict=True):
             yield spec.name, buffer[start : start + spec.shape[0]]
 

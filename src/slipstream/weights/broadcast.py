@@ -1,11 +1,13 @@
 """The bridge `broadcast`: from memory to memory over a process group that stays, into the running engine.
 
-The trainer is rank 0 and every engine worker has a rank after it. Where each has a GPU of its own the group is NCCL's
-and packs on the device; otherwise it is gloo's, and a version is packed into the CPU's memory before it is announced,
-so that the engine stands still only while it travels. Both halves are here: `BroadcastPublisher` in the trainer,
-`Group.receive` in the worker. The group is made at the first version, over a file in a folder that only the user can
-open; every wait has the deadline of the group. gloo's sockets listen on the loopback interface, NCCL's on the one that
-NCCL chooses (NCCL_SOCKET_IFNAME). No tensor is described on the wire: the ticket's parameters say what the bytes are.
+The trainer is rank 0 and every engine worker has a rank after it. Where each has a GPU of its own the group is NCCL's;
+otherwise it is gloo's, and a version is in the CPU's memory before it is announced, so that the engine stands still
+only while it travels. Large tensors go from the one side's memory to the other's; small ones are packed into two
+buckets, of which one travels while the other is packed or read. Both halves are here: `BroadcastPublisher` in the
+trainer, `Group.receive` in the worker. The group is made at the first version, over a file in a folder that only the
+user can open; every wait has the deadline of the group. gloo's sockets listen on the loopback interface, NCCL's on the
+one that NCCL chooses (NCCL_SOCKET_IFNAME). No tensor is described on the wire: the ticket's parameters say what the
+bytes are.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ from slipstream.weights.base import Announce, Engine, NamedWeights
 from slipstream.weights.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
 
-BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
+BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 64 * 2**20}
 """Large enough that a message's latency does not count, small enough to need little memory on both sides."""
+DIRECT_BYTES = {"gloo": 2**15, "nccl": 2**22}
+"""A tensor from this size on is a message of its own: from the trainer's memory to the engine's, without a copy on a
+side where it lies there in one piece."""
 ALIGNMENT = 16
 """Every tensor starts at a multiple of it in its bucket, so that it can be read there as what it is."""
 _POLL_S = 2e-4
@@ -56,12 +61,23 @@ class Rendezvous(msgspec.Struct, frozen=True):
         """Size of a message."""
         return BUCKET_BYTES[self.backend]
 
+    @property
+    def direct_bytes(self) -> int:
+        """Size of a tensor that is a message of its own."""
+        return DIRECT_BYTES[self.backend]
+
+
+Memory = Callable[[ParameterSpec], Tensor | None]
+"""The flat bytes that a parameter may be received into, where they lie in one piece."""
+
 
 class Group:
     """One side's membership in the process group."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.rendezvous = rendezvous
+        self._slots: dict[int, Tensor] = {}
+        """Two buckets that stay: one is on its way while the other is packed or read."""
         distributed: Any = torch.distributed
         timeout, size = timedelta(seconds=rendezvous.timeout_s), rendezvous.num_workers + 1
         store = distributed.FileStore(rendezvous.store, size)
@@ -84,10 +100,22 @@ class Group:
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         self._group = distributed.ProcessGroupGloo(store, rank, size, options)
 
+    def begin(self, buffer: Tensor) -> Any:
+        """Rank 0's bytes to everybody, after what is queued on the current stream; the `wait` of what it returns waits
+        for them on the CPU, and on a GPU has what is queued from then on wait."""
+        return self._group.broadcast(buffer, 0)
+
     def broadcast(self, buffer: Tensor) -> None:
-        """Rank 0's bytes to everybody. On the CPU it waits for them; on a GPU what is queued on the current stream
-        after it does, and `finish` waits."""
-        self._group.broadcast(buffer, 0).wait()
+        """`begin`, and its `wait`. On a GPU `finish` waits."""
+        self.begin(buffer).wait()
+
+    def slot(self, number: int, size: int) -> Tensor:
+        """The bucket for the packed message of this number, and again for the next but one."""
+        slot = self._slots.get(number % 2)
+        if slot is None or slot.numel() < size:
+            size_kept = max(size, min(self.rendezvous.bucket_bytes, 2 * size))
+            slot = self._slots[number % 2] = torch.empty(size_kept, dtype=torch.uint8, device=self.device)
+        return slot[:size]
 
     def finish(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until everything that was queued has arrived; raises RuntimeError at the group's deadline, or when
@@ -104,15 +132,49 @@ class Group:
                 raise RuntimeError("the other side ended without it" if ended else "the deadline passed")
             time.sleep(_POLL_S)
 
-    def receive(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that travel for a version, where the group works, in the ticket's order."""
-        for bucket in buckets(travelling(ticket), self.rendezvous.bucket_bytes):
+    def receive(self, ticket: Ticket, memory: Memory = lambda _: None) -> Iterator[list[tuple[str, Tensor]]]:
+        """The tensors that travel for a version, message by message, where the group works; those that `memory` has a
+        place for are received there and not told of. A message's tensors are valid until the next but one is asked
+        for, and what is queued on the current stream before that is in time; the next one travels meanwhile."""
+        ahead: tuple[Any, list[tuple[str, Tensor]]] | None = None
+        num_packed = 0
+        for bucket in messages(travelling(ticket), self.rendezvous):
             places, total = layout(bucket)
-            buffer = torch.empty(total, dtype=torch.uint8, device=self.device)
-            self.broadcast(buffer)
-            for spec, start in zip(bucket, places, strict=True):
-                flat = buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype))
-                yield spec.name, flat.view(spec.shape)
+            own = memory(bucket[0]) if len(bucket) == 1 and num_bytes(bucket[0]) == total else None
+            if own is None:
+                buffer, tensors = self.slot(num_packed, total), []
+                num_packed += 1
+                for spec, start in zip(bucket, places, strict=True):
+                    flat = buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype))
+                    tensors.append((spec.name, flat.view(spec.shape)))
+            else:
+                buffer, tensors = own, []
+            arriving = self.begin(buffer), tensors
+            if ahead is not None:
+                ahead[0].wait()
+                yield ahead[1]
+            ahead = arriving
+        if ahead is not None:
+            ahead[0].wait()
+            yield ahead[1]
+
+    def send(self, specs: Sequence[ParameterSpec], tensors: Mapping[str, Tensor]) -> None:
+        """Rank 0's part of `receive`, from tensors where the group works: one message is packed while the one before
+        travels."""
+        works: list[Any] = []
+        packed: list[Any] = []
+        for bucket in messages(specs, self.rendezvous):
+            buffer = whole(bucket, tensors, self.device)
+            if buffer is None:
+                if len(packed) > 1:
+                    packed[-2].wait()  # it had the bucket that this one gets
+                buffer = self.slot(len(packed), layout(bucket)[1])
+                pack(bucket, tensors, buffer)
+                packed.append(self.begin(buffer))
+            else:
+                works.append(self.begin(buffer))
+        for work in packed + works:
+            work.wait()
 
 
 @contextlib.contextmanager
@@ -148,20 +210,25 @@ def num_bytes(spec: ParameterSpec) -> int:
     return count * getattr(torch, spec.dtype).itemsize
 
 
-def buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Iterator[list[ParameterSpec]]:
-    """The parameters in order, in runs of at most `bucket_bytes`, or one that is larger alone; the same on both
-    sides."""
+def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> Iterator[list[ParameterSpec]]:
+    """What travels together, the same on both sides: first the small ones in their order, in runs of at most a bucket,
+    then each large one by itself."""
     bucket: list[ParameterSpec] = []
     total = 0
     for spec in parameters:
         size = num_bytes(spec)
-        if bucket and total + size > bucket_bytes:
+        if size >= rendezvous.direct_bytes:
+            continue
+        if bucket and total + size > rendezvous.bucket_bytes:
             yield bucket
             bucket, total = [], 0
         bucket.append(spec)
         total += size
     if bucket:
         yield bucket
+    for spec in parameters:
+        if num_bytes(spec) >= rendezvous.direct_bytes:
+            yield [spec]
 
 
 class BroadcastPublisher:
@@ -188,16 +255,13 @@ class BroadcastPublisher:
                 ticket, by_name = msgspec.structs.replace(ticket, delta=changes.delta), changes.payloads
         specs = travelling(ticket)
         ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
-        batches = list(buckets(specs, self._rendezvous.bucket_bytes))
-        on_cpu = self._rendezvous.backend == "gloo"
-        packed = [pack(bucket, by_name, torch.device("cpu")) for bucket in batches] if on_cpu else None
+        if self._rendezvous.backend == "gloo":
+            by_name = {name: tensor.detach().cpu() for name, tensor in by_name.items()}
         is_over = announce(ticket)
         try:
             if self._group is None:
                 self._group = Group(self._rendezvous, rank=0)
-            device = self._group.device
-            for buffer in packed or (pack(bucket, by_name, device) for bucket in batches):
-                self._group.broadcast(buffer)
+            self._group.send(specs, by_name)
             self._group.finish(is_over or (lambda: False))
         except (RuntimeError, ValueError) as error:
             raise WeightsError(
@@ -229,14 +293,44 @@ def rendezvous_of(ticket: Ticket) -> Rendezvous:
     return msgspec.json.decode(ticket.location, type=Rendezvous)
 
 
-def pack(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The bytes of a bucket, on `device`."""
-    places, total = layout(bucket)
-    buffer = torch.empty(total, dtype=torch.uint8, device=device)
-    for spec, start in zip(bucket, places, strict=True):
-        flat = buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype))
-        flat.view(spec.shape).copy_(tensors[spec.name].detach())
-    return buffer
+def pack(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], buffer: Tensor) -> None:
+    """Write the bytes of a bucket into `buffer`."""
+    places, _ = layout(bucket)
+    flats = [
+        buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype)).view(spec.shape)
+        for spec, start in zip(bucket, places, strict=True)
+    ]
+    copy_all(flats, [tensors[spec.name].detach() for spec in bucket])
+
+
+def whole(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
+    """A message's bytes where they are, or None when they must be packed."""
+    tensor = tensors[bucket[0].name].detach()
+    if len(bucket) > 1 or num_bytes(bucket[0]) != layout(bucket)[1]:
+        return None
+    return flat_bytes(tensor) if tensor.device == device else None
+
+
+def flat_bytes(tensor: Tensor) -> Tensor | None:
+    """The memory of a tensor as bytes; None when it is not in one piece."""
+    return tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() and tensor.numel() else None
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target; on a GPU with a few kernels for all of them, where their shapes allow it."""
+    by_kind: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        kind = (target.dtype, source.dtype, target.device, source.device, target.stride() == source.stride())
+        pair = by_kind.setdefault(kind, ([], []))
+        pair[0].append(target)
+        pair[1].append(source)
+    for (_, _, here, there, is_alike), (to, of) in by_kind.items():
+        if here == there and is_alike:
+            torch._foreach_copy_(to, of)
+        else:
+            for target, source in zip(to, of, strict=True):
+                target.copy_(source, non_blocking=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -7,6 +7,10 @@ from typing import Any, get_args
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import GenerateRequest
 
+_CAPTURED = 512
+"""vLLM captures CUDA graphs for steps of up to so many sequences by itself; larger ones would run without."""
+_CAPTURE_STEP = 64
+
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """vLLM's engine arguments for our settings; `settings.options` has the last word."""
@@ -38,8 +42,19 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "worker_extension_cls": "slipstream.inference.plugin.worker.WorkerExtension",
         **lora,
+        **_captured(settings),
         **settings.options,
     }
+
+
+def _captured(settings: EngineSettings) -> dict[str, Any]:
+    """CUDA graphs up to the most sequences that run at once: vLLM's own sizes, and coarser ones beyond them."""
+    largest = settings.max_num_seqs
+    own = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    if settings.enforce_eager or largest <= _CAPTURED or own & settings.options.keys():
+        return {}
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _CAPTURED + 1, 16)]
+    return {"cudagraph_capture_sizes": [*sizes, *range(_CAPTURED + _CAPTURE_STEP, largest, _CAPTURE_STEP), largest]}
 
 
 def sampling_arguments(request: GenerateRequest) -> Any:
@@ -58,6 +73,7 @@ def sampling_arguments(request: GenerateRequest) -> Any:
         stop=list(s.stop) or None,
         stop_token_ids=list(s.stop_token_ids) or None,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=bool(s.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slipstream.inference.plugin import delivery
 from slipstream.inference.plugin.clock import TokenClock
 from slipstream.inference.plugin.labels import Spans, TokenLabels
 
@@ -221,7 +222,15 @@ class InProcessHost:
 
     async def pause(self) -> None:
         """See `Host`."""
-        await asyncio.wrap_future(self._submit(lambda: setattr(self, "_paused", True)))
+        await asyncio.wrap_future(self._submit(self._stop_stepping))
+
+    def _stop_stepping(self) -> None:
+        self._paused = True
+        version: dict[str, Any] = {"weight_version": self._engine.get_weight_version()} if self.keeps_requests else {}
+        outputs = delivery.flush(self._engine.engine_core.engine_core)  # type: ignore[attr-defined]
+        self.clock.is_deaf = True
+        self._engine.output_processor.process_outputs(outputs, **version)
+        self.clock.is_deaf = False
 
     async def resume(self) -> None:
         """See `Host`."""
@@ -308,7 +317,15 @@ class AsyncHost:
 
     async def pause(self) -> None:
         """See `Host`."""
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        # AsyncLLM's own `pause_generation` is this and 20 ms of sleep.
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._work_off()
+        self.clock.is_deaf = True
+        try:
+            await self._engine.engine_core.call_utility_async(delivery.FLUSH)  # type: ignore[attr-defined]
+            await self._work_off()
+        finally:
+            self.clock.is_deaf = False
 
     async def resume(self) -> None:
         """See `Host`."""
@@ -320,13 +337,17 @@ class AsyncHost:
 
     async def num_tokens(self) -> dict[str, int]:
         """See `Host`; tokens may be on their way from the engine's process to this one, and are waited for."""
+        await self._work_off()
+        return _num_tokens(self._engine.output_processor, self._labels.running)
+
+    async def _work_off(self) -> None:
+        """Wait for what has come from the engine's process."""
         queue: Any = self._engine.engine_core.outputs_queue  # type: ignore[attr-defined]
         for _ in range(_TURNS):
             while not queue.empty():
                 await asyncio.sleep(0)
             # What was taken out of the queue is worked off in parts, one in each turn of the event loop.
             await asyncio.sleep(0)
-        return _num_tokens(self._engine.output_processor, self._labels.running)
 
     async def set_version(self, name: str) -> None:
         """See `Host`."""

@@ -1,4 +1,5 @@
-"""Every change that Slipstream makes to vLLM, in one file; each says what it is for and reports itself.
+"""Every change that Slipstream makes to vLLM: here and, for its speed, in `delivery` and `sampled`. Each says what it
+is for and reports itself.
 
 Patches are applied only inside a process that Slipstream started (`SLIPSTREAM_ENGINE` is set), so that
 installing the package changes nothing for anybody else's vLLM. A patch looks for the thing it changes and
@@ -14,7 +15,11 @@ from typing import Any
 
 import torch
 
+from slipstream.inference.plugin import delivery, sampled
+
 _applied: list[str] = []
+_other_modules: set[str] = set()
+"""Modules with patches of their own that have been applied."""
 _packed_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _packed_experts: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 """Layers of experts, and vLLM's kernel of each."""
@@ -37,6 +42,10 @@ def apply_all() -> tuple[str, ...]:
         _cpu_experts_under_lora()
         _seeded_cpu_prefill()
         _one_cpu_adapter()
+    for module in (delivery, sampled):
+        if module.__name__ not in _other_modules:
+            _other_modules.add(module.__name__)
+            _applied.extend(module.apply())
     return applied()
 
 

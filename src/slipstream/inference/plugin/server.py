@@ -26,7 +26,7 @@ import msgspec
 from aiohttp import web
 
 import slipstream
-from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, tensor_map
+from slipstream.inference.plugin import ENGINE_VARIABLE, delivery, lifeline, tensor_map
 from slipstream.inference.plugin.arguments import engine_arguments, sampling_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.plugin.labels import Spans
@@ -351,7 +351,7 @@ class EngineServer:
         out = output.outputs[0]
         versions = [VersionSpan(start, version) for start, version in spans or [(0, before)]]
         token_ids = list(out.token_ids)
-        logprobs = [entry[token].logprob for entry, token in zip(out.logprobs or [], token_ids, strict=True)]
+        logprobs = delivery.sampled_logprobs(out.logprobs, token_ids)
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         text = out.text if request.sampling.stop else ""
         return Completion(request.id, token_ids, logprobs, reason, versions, text)

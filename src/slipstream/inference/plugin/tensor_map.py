@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.records import ParameterSpec
+from slipstream.weights.broadcast import copy_all, flat_bytes
 from slipstream.weights.fingerprint import Slice, as_hex, fingerprints
 
 _WRITES = {"copy_", "fill_", "zero_", "index_copy_", "index_put_", "masked_fill_", "scatter_", "set_"}
@@ -106,6 +107,32 @@ class TensorMap:
             )
         for piece in self.pieces.get(spec.name, []):
             piece.write(places, values, is_whole=piece.numel == math.prod(spec.shape))
+
+    def memory(self, spec: ParameterSpec) -> Tensor | None:
+        """The engine's bytes of `spec`, where all of it lies in one piece, bit for bit, and nowhere else."""
+        pieces = self.pieces.get(spec.name, [])
+        if spec.name in self.opaque or len(pieces) != 1:
+            return None
+        target = pieces[0].target
+        is_same = str(target.dtype) == f"torch.{spec.dtype}" and pieces[0].strides == target.stride()
+        return flat_bytes(target) if is_same and target.numel() == math.prod(spec.shape) else None
+
+    def load(self, arrived: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Copy whole parameters to where this worker keeps them; those that only vLLM's loader can place are returned,
+        as copies that stay."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        left: list[tuple[str, Tensor]] = []
+        for name, tensor in arrived:
+            pieces = self.pieces.get(name, [])
+            if name in self.opaque or not pieces:
+                left.append((name, tensor.clone()))
+                continue
+            for piece in pieces:
+                targets.append(piece.target)
+                sources.append(tensor.as_strided(piece.sizes, piece.strides, tensor.storage_offset() + piece.offset))
+        copy_all(targets, sources)
+        return left
 
     def whole(self, spec: ParameterSpec) -> Tensor:
         """The engine's memory of `spec` as one tensor of its shape; raises ValueError, with the reason, when it is not

@@ -7,9 +7,10 @@ server to judge from what these methods report.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -68,17 +69,24 @@ class WorkerExtension:
         # Recorded before the first load: afterwards a layer's parameters are the same objects, but cheaper to know now.
         located = self._slipstream_locate(ticket.parameters)
 
-        def counted() -> Iterator[tuple[str, Tensor]]:
+        def counted(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
-            for name, tensor in self._slipstream_source(ticket):
+            for name, tensor in tensors:
                 num_bytes += tensor.nbytes
                 yield name, tensor
 
         if ticket.delta is not None:
-            for patch in delta.patched(ticket, counted(), next(model.parameters()).device):
+            for patch in delta.patched(
+                ticket, counted(self._slipstream_source(ticket)), next(model.parameters()).device
+            ):
                 located.write(*patch)
+        elif ticket.bridge == "broadcast":
+            num_bytes = ticket.num_bytes
+            left = self._slipstream_receive(ticket, located)
+            if left:
+                model.load_weights(left)
         elif ticket.bridge != "single_copy":
-            model.load_weights(counted())
+            model.load_weights(counted(self._slipstream_source(ticket)))
         if ticket.bridge == "broadcast" and self._slipstream_group is not None:
             self._slipstream_group.finish()
         patches.repack(model)
@@ -114,10 +122,22 @@ class WorkerExtension:
     def _slipstream_source(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
         if ticket.bridge != "broadcast":
             return read_model_folder(Path(ticket.location))
+        return itertools.chain.from_iterable(self._slipstream_join(ticket).receive(ticket))
+
+    def _slipstream_join(self, ticket: Ticket) -> broadcast.Group:
         rendezvous = broadcast.rendezvous_of(ticket)
         if self._slipstream_group is None or self._slipstream_group.rendezvous != rendezvous:
             self._slipstream_group = broadcast.Group(rendezvous, rank=1 + self.rank)
-        return self._slipstream_group.receive(ticket)
+        return self._slipstream_group
+
+    def _slipstream_receive(self, ticket: Ticket, located: tensor_map.TensorMap) -> list[tuple[str, Tensor]]:
+        """Whole parameters from the group, to where the map says; those that it cannot place, in the ticket's order."""
+        group = self._slipstream_join(ticket)
+        is_here = next(self._slipstream_model().parameters()).device == group.device
+        left: dict[str, Tensor] = {}
+        for arrived in group.receive(ticket, located.memory if is_here else lambda _: None):
+            left.update(located.load(arrived))
+        return [(spec.name, left[spec.name]) for spec in ticket.parameters if spec.name in left]
 
     @torch.no_grad()
     def slipstream_fingerprint(self, parameters_json: str) -> str:

@@ -1,0 +1,318 @@
+"""Generated tokens per second, with and without log-probabilities: our engine against vLLM as shipped, in one run.
+
+Both run the same program with the same arguments, prompts and sampling; one has the plugin, the other an empty
+`VLLM_PLUGINS`. They are alive at once and measured in turn, and each starts a round with all its sequences; none ends
+early. What comes out of a request is what a run uses: tokens, and one number for each.
+
+    python benchmarks/generation.py [--shape chars|tiny|0.5b|1.5b] [--sequences 256 1024] [--tokens 128] [--repeats 3]
+                                    [--in-process] [--systems vllm ours]
+
+`chars` is a new model of 0.1 M parameters with a vocabulary of 98: nearly all of its time is Python, which is what it
+is for. As on GPUs, engine core and worker share a process of their own, unless `--in-process`. Prints two Markdown
+tables: speeds (median, range), and where the milliseconds of a decode step go: CPU time of vLLM's functions in their threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from slipstream.inference.plugin.worker import WorkerExtension
+
+START_TIMEOUT_S, ROUND_TIMEOUT_S = 400.0, 400.0
+SYSTEMS = {
+    "vllm": {"VLLM_PLUGINS": ""},
+    "ours": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1"},
+}
+_seconds: dict[str, float] = {}
+_inner = threading.local()
+
+
+def timed(owner: Any, name: str, label: str) -> None:
+    """Count the CPU time that a function of vLLM's takes, less what others that are counted take inside it."""
+    function: Callable[..., Any] | None = getattr(owner, name, None)
+    if function is None:
+        return
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        outer, _inner.s = getattr(_inner, "s", 0.0), 0.0
+        began = time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            took = time.thread_time() - began
+            _seconds[label] = _seconds.get(label, 0.0) + took - _inner.s
+            _inner.s = outer + took
+
+    setattr(owner, name, counted)
+
+
+def watch_core() -> None:
+    """In the engine core's process: what it does for a step."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    for kind in (Scheduler, *Scheduler.__subclasses__()):
+        if "schedule" in vars(kind):
+            timed(kind, "schedule", "core: schedule")
+    timed(Scheduler, "update_from_output", "core: scheduler's update from the output")
+    timed(UniProcExecutor, "execute_model", "core: model (its launch)")
+    timed(UniProcExecutor, "sample_tokens", "core: sampler (its launch)")
+    timed(MsgpackEncoder, "encode_into", "core, another thread: packing outputs")
+
+
+def watch_front() -> None:
+    """In the server's process."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    timed(OutputProcessor, "process_outputs", "server: outputs of requests")
+    timed(MsgpackDecoder, "decode", "server: unpacking outputs")
+
+
+class Watched(WorkerExtension):
+    """The worker's end of the measurement; with one worker it is in the core's process."""
+
+    def slipstream_watch(self, command: str) -> str:
+        """`start` the watch, or say what was counted since the last time."""
+        if command == "start":
+            watch_core()
+        seconds = dict(_seconds)
+        _seconds.clear()
+        return json.dumps(seconds)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is generated in one round."""
+
+    num_sequences: int
+    num_tokens: int
+    prompt_tokens: int
+    logprobs: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How both engines are started."""
+
+    model: str
+    max_sequences: int
+    max_tokens: int
+    dtype: str
+    in_process: bool
+    on_gpu: bool
+
+
+def engine_main(connection: Connection, setting: Setting) -> None:
+    """A child process: an engine that generates one round for each message, until the connection closes."""
+    os.dup2(2, 1)  # vLLM logs to stdout, where the tables go
+    from slipstream.inference.plugin.arguments import engine_arguments
+    from slipstream.inference.plugin.hosts import create_host
+    from slipstream.inference.settings import EngineSettings
+
+    settings = EngineSettings(
+        model=setting.model,
+        socket="",
+        dtype=setting.dtype,
+        max_model_len=setting.max_tokens,
+        max_num_seqs=setting.max_sequences,
+        enforce_eager=not setting.on_gpu,
+        kv_cache_bytes=(48 << 30) if setting.on_gpu else (1 << 30),
+        gpu_memory_utilization=0.4,
+        options={
+            "worker_extension_cls": f"{Path(__file__).stem}.Watched",
+            **({} if setting.in_process else {"distributed_executor_backend": "uni"}),
+        },
+    )
+    watch_front()
+    arguments = engine_arguments(settings)
+    if not os.environ["VLLM_PLUGINS"]:
+        arguments.pop("cudagraph_capture_sizes", None)
+    asyncio.run(_answer(connection, create_host(arguments, own_process=not setting.in_process)))
+
+
+async def _answer(connection: Connection, host: Any) -> None:
+    (patches,) = await host.rpc("slipstream_describe")
+    await host.rpc("slipstream_watch", "start")
+    connection.send(json.loads(patches)["patches"])
+    number = 0
+    while True:
+        try:
+            load: Load = connection.recv()
+        except EOFError:
+            host.shutdown()
+            return
+        number += 1
+        await host.rpc("slipstream_watch", "read")
+        _seconds.clear()
+        speed, taken = await _round(host, load, number)
+        (core,) = await host.rpc("slipstream_watch", "read")
+        steps = load.num_tokens
+        parts = {label: 1000 * s / steps for label, s in ({"all": taken} | _seconds | json.loads(core)).items()}
+        connection.send((speed, parts))
+
+
+async def _round(host: Any, load: Load, number: int) -> tuple[float, float]:
+    """Tokens per second of one round, and its seconds."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from slipstream.inference.plugin.delivery import sampled_logprobs
+
+    ours = bool(os.environ["VLLM_PLUGINS"])
+    params = SamplingParams(
+        max_tokens=load.num_tokens,
+        temperature=1.0,
+        ignore_eos=True,
+        logprobs=0 if load.logprobs else None,
+        flat_logprobs=ours,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+    async def one(place: int) -> int:
+        # Every round and sequence has a prompt of its own: nothing comes from the prefix cache.
+        prompt = [(7 * place + 13 * number + (3 + place) * i) % 90 + 1 for i in range(load.prompt_tokens)]
+        output, _ = await host.generate({"prompt_token_ids": prompt}, params, f"{number}.{place}")
+        ids = output.outputs[0].token_ids
+        if load.logprobs:
+            assert len(sampled_logprobs(output.outputs[0].logprobs, ids)) == len(ids)
+        return len(ids)
+
+    started = time.perf_counter()
+    counts = await asyncio.gather(*(one(place) for place in range(load.num_sequences)))
+    seconds = time.perf_counter() - started
+    return sum(counts) / seconds, seconds
+
+
+class Engine:
+    """One engine's process, seen from here. Every wait has a deadline."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=engine_main, args=(theirs, setting))
+        before = dict(os.environ)
+        paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [before.get("PYTHONPATH")])])
+        quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": paths}
+        os.environ.update(quiet | SYSTEMS[name])
+        try:
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        theirs.close()
+
+    def ready(self) -> list[str]:
+        """Wait until it can generate; the patches in force."""
+        return self._receive(START_TIMEOUT_S)
+
+    def generate(self, load: Load) -> tuple[float, dict[str, float]]:
+        """Tokens per second, and milliseconds of a decode step by what they went to."""
+        self._connection.send(load)
+        return self._receive(ROUND_TIMEOUT_S)
+
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._connection.poll(timeout_s):
+            sys.exit(f"the engine {self.name} did not answer within {timeout_s:.0f} s: see its output above")
+        try:
+            return self._connection.recv()
+        except EOFError:
+            sys.exit(f"the engine {self.name} died: see its output above")
+
+    def stop(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.join(20)
+        self._process.kill()
+        self._process.join()
+
+
+def measure(setting: Setting, systems: list[str], loads: list[Load], repeats: int) -> dict[tuple[str, Load], list[Any]]:
+    """Every load on every engine, in turn; the first round of each is not counted."""
+    engines = [Engine(name, setting) for name in systems]
+    try:
+        for engine in engines:
+            print(f"{engine.name}: {engine.ready()}", file=sys.stderr, flush=True)
+        results: dict[tuple[str, Load], list[Any]] = {}
+        for load in loads:
+            for repeat in range(repeats + 1):
+                for engine in engines if repeat % 2 else reversed(engines):
+                    answer = engine.generate(load)
+                    if repeat:
+                        results.setdefault((engine.name, load), []).append(answer)
+        return results
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def tables(results: dict[tuple[str, Load], list[Any]]) -> str:
+    """The speeds, and the parts of a decode step."""
+    lines = ["| engine | sequences | log-probabilities | tokens/s | ms a decode step |", "|---|---|---|---|---|"]
+    for (name, load), answers in results.items():
+        speeds = [speed for speed, _ in answers]
+        step = statistics.median(parts["all"] for _, parts in answers)
+        spread = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
+        asked = "yes" if load.logprobs else "no"
+        lines.append(f"| {name} | {load.num_sequences:,} | {asked} | {spread} | {step:.2f} |")
+    labels = sorted({label for answers in results.values() for _, parts in answers for label in parts} - {"all"})
+    heads = [f"{name}, {load.num_sequences:,}{', lp' if load.logprobs else ''}" for name, load in results]
+    lines += ["", f"| CPU ms of a decode step | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for label in labels:
+        cells = [
+            f"{statistics.median(parts.get(label, 0.0) for _, parts in answers):.2f}" for answers in results.values()
+        ]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="chars", choices=["chars", "tiny", "0.5b", "1.5b"])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--in-process", action="store_true", help="as on a CPU: core, worker and server in one process")
+    options = parser.parse_args()
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory(prefix="slipstream-generation-") as folder:
+        if options.shape == "chars":
+            from slipstream.trainer.new_model import new_model
+
+            model = new_model(Path(folder) / "model", hidden_size=64, num_layers=2)
+        else:
+            from slipstream.trainer.shapes import shaped_model
+
+            model = shaped_model(Path(folder) / "model", options.shape)
+        length = options.prompt + options.tokens
+        dtype = "bfloat16" if on_gpu else "float32"
+        setting = Setting(str(model), max(options.sequences), length, dtype, options.in_process, on_gpu)
+        loads = [Load(n, options.tokens, options.prompt, lp) for n in options.sequences for lp in (False, True)]
+        print(tables(measure(setting, options.systems, loads, options.repeats)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Tokens and log-probabilities leave the engine core when their request ends, not one by one.
+
+As shipped vLLM makes an object for every sequence and token, slices three arrays for its log-probability, packs them
+into MessagePack, unpacks them in the other process and makes a dict of it: at some hundred sequences the engine waits
+for this, not for the model. Nobody reads a rollout before its end, so here the core keeps what a request has made and
+sends it with the last token. What this changes for whom:
+
+- Requests with stop strings are looked at as text after every token, and those that stream are read: they go on as
+  shipped.
+- Every step still sends the tokens of one request, so that the other side sees that tokens come (`clock`).
+- Who stops the engine to change the weights calls `flush` first: whose tokens they are is counted on the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+FLUSH = "slipstream_flush"
+"""The engine core's method, as vLLM's utility calls name it."""
+
+
+def apply() -> list[str]:
+    """Patch the scheduler, the engine core and the front end where this vLLM has what is needed; names of what is in
+    force."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    scheduler, core, processor = (_patchable(c) for c in (Scheduler, EngineCore, LogprobsProcessor))
+    names: list[str] = []
+    if "flat_logprobs" in SamplingParams.__struct_fields__ and hasattr(processor, "_update_sample_logprobs"):
+        _take_arrays(processor)
+        names.append("array_logprobs")
+    if hasattr(scheduler, "update_from_output"):
+        _deliver_at_the_end(scheduler)
+        setattr(core, FLUSH, _flush_core)
+        names.append("final_delivery")
+    return names
+
+
+def _patchable(of: Any) -> Any:
+    """Something of vLLM's, as what may be patched."""
+    return of
+
+
+class StepLogprobs:
+    """The log-probabilities of one step's sampled tokens: one array for all requests, in the place of vLLM's
+    `LogprobsLists`."""
+
+    __slots__ = ("lists", "values")
+
+    def __init__(self, lists: Any) -> None:
+        self.lists = lists
+        self.values: list[float] = lists.logprobs[:, 0].tolist()
+
+    def slice_request(self, index: int, num_positions: int) -> Any:
+        """The index itself where one token was sampled, which is what costs nothing; vLLM's slice otherwise."""
+        return index if num_positions == 1 else self.lists.slice_request(index, num_positions)
+
+
+class Held:
+    """What a scheduler's running requests have made and nobody was told of yet."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, dict[str, Any]] = {}
+        """By client and request: vLLM's record of an output, with all tokens since the last that was sent."""
+
+    def deliver(self, scheduler: Any, client: int, outputs: list[Any], step: StepLogprobs | None) -> list[Any]:
+        """Of a step's `outputs`, and of what was kept before, what is to be sent now."""
+        held = self._outputs.setdefault(client, {})
+        values = step.values if step is not None else ()
+        ready: list[Any] = []
+        for output in outputs:
+            kept: Any = held.get(output.request_id)
+            logprobs = output.new_logprobs
+            if kept is None:
+                if output.finish_reason is not None or not _may_wait(scheduler, output):
+                    if step is not None and type(logprobs) is int:
+                        output.new_logprobs = step.lists.slice_request(logprobs, 1)
+                    ready.append(output)
+                    continue
+                output.new_token_ids = list(output.new_token_ids)
+                held[output.request_id] = kept = output
+                kept.new_logprobs = None if logprobs is None else []
+            else:
+                kept.new_token_ids += output.new_token_ids
+            if type(logprobs) is int:
+                kept.new_logprobs.append(values[logprobs])
+            elif logprobs is not None:
+                kept.new_logprobs += logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                del held[output.request_id]
+                output.new_token_ids, output.new_logprobs = kept.new_token_ids, kept.new_logprobs
+                output.prefill_stats = output.prefill_stats or kept.prefill_stats
+                ready.append(_complete(output))
+        if len(held) > len(scheduler.requests):  # some were aborted
+            self._outputs[client] = held = {id_: kept for id_, kept in held.items() if id_ in scheduler.requests}
+        if not ready and held:
+            ready.append(_complete(held.pop(next(iter(held)))))
+        return ready
+
+    def take(self) -> dict[int, list[Any]]:
+        """Everything, by client."""
+        taken = {client: [_complete(kept) for kept in held.values()] for client, held in self._outputs.items() if held}
+        self._outputs = {}
+        return taken
+
+
+def flush(core: Any) -> list[Any]:
+    """What an engine core in this process keeps, for its one client."""
+    return getattr(core, FLUSH)() or []
+
+
+def _may_wait(scheduler: Any, output: Any) -> bool:
+    """Whether nobody reads this request's tokens before its end."""
+    from vllm.sampling_params import RequestOutputKind
+
+    request = scheduler.requests.get(output.request_id)
+    params = request.sampling_params if request is not None else None
+    return (
+        params is not None
+        and params.output_kind == RequestOutputKind.FINAL_ONLY
+        and not params.detokenize
+        and not params.logprobs
+        and params.prompt_logprobs is None
+        and not getattr(request, "resumable", False)
+        and not scheduler.log_stats
+        and output.routed_experts is None
+        and getattr(output, "new_sampling_mask", None) is None
+    )
+
+
+def _complete(output: Any) -> Any:
+    """With its log-probabilities as vLLM carries them between processes; the ranks were not counted."""
+    from vllm.v1.outputs import LogprobsLists
+
+    if output.new_logprobs is not None:
+        ids = np.array(output.new_token_ids, np.int32)[:, None]
+        values = np.array(output.new_logprobs, np.float32)[:, None]
+        output.new_logprobs = LogprobsLists(ids, values, np.zeros(len(values), np.int32))
+    return output
+
+
+def _deliver_at_the_end(scheduler: Any) -> None:
+    update = scheduler.update_from_output
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        lists, step = model_runner_output.logprobs, None
+        if lists is not None and lists.cu_num_generated_tokens is None:
+            model_runner_output.logprobs = step = StepLogprobs(lists)
+        answers = update(self, scheduler_output, model_runner_output)
+        held = _held(self)
+        for client, answer in answers.items():
+            if answer.outputs:
+                answer.outputs = held.deliver(self, client, answer.outputs, step)
+        return answers
+
+    scheduler.update_from_output = update_from_output
+
+
+def _held(scheduler: Any) -> Held:
+    if not hasattr(scheduler, "_slipstream_held"):
+        scheduler._slipstream_held = Held()
+    return scheduler._slipstream_held
+
+
+def _flush_core(self: Any) -> list[Any] | None:
+    """Send all that is kept, before the answer to this call; where there is no other process, return it."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    taken = _held(self.scheduler).take()
+    answers = {client: EngineCoreOutputs(outputs=outputs) for client, outputs in taken.items()}
+    if hasattr(self, "_attach_weight_version"):
+        self._attach_weight_version(answers)
+    if not hasattr(self, "output_queue"):
+        return taken.get(0)
+    for answer in answers.items():
+        self.output_queue.put_nowait(answer)
+    return None
+
+
+def _take_arrays(processor: Any) -> None:
+    update = processor._update_sample_logprobs
+
+    def _update_sample_logprobs(self: Any, lists: Any) -> None:
+        from vllm.logprobs import FlatLogprobs
+
+        kept, values = self.logprobs, lists.logprobs
+        if self.tokenizer is not None or not isinstance(kept, FlatLogprobs) or values.shape[1] != 1:
+            update(self, lists)
+            return
+        numbers: list[float] = values[:, 0].tolist()
+        places = range(len(kept.logprobs), len(kept.logprobs) + len(numbers))
+        kept.start_indices.extend(places)
+        kept.end_indices.extend(place + 1 for place in places)
+        kept.token_ids.extend(lists.logprob_token_ids[:, 0].tolist())
+        kept.logprobs.extend(numbers)
+        kept.ranks.extend(lists.sampled_token_ranks.tolist())
+        kept.decoded_tokens.extend([None] * len(numbers))
+        self.cumulative_logprob += sum(numbers)
+
+    processor._update_sample_logprobs = _update_sample_logprobs
+
+
+def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
+    """Of a finished output: one number for each token; raises ValueError when that is not what vLLM gave."""
+    from vllm.logprobs import FlatLogprobs
+
+    if isinstance(logprobs, FlatLogprobs) and logprobs.token_ids == list(token_ids):
+        return list(logprobs.logprobs)
+    return [entry[token].logprob for entry, token in zip(logprobs or [], token_ids, strict=True)]

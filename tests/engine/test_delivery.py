@@ -1,0 +1,128 @@
+"""What the engine core keeps until a request ends, without an engine: vLLM's own records of outputs go through it."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
+
+from slipstream.inference.plugin import delivery
+from slipstream.inference.plugin.arguments import engine_arguments
+from slipstream.inference.settings import EngineSettings
+
+QUIET = SamplingParams(logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+class Steps:
+    """A scheduler's end of it: makes a token for every running request, with a log-probability that tells which."""
+
+    def __init__(self, requests: dict[str, SamplingParams]) -> None:
+        self.scheduler: Any = SimpleNamespace(
+            log_stats=False, requests={id_: SimpleNamespace(sampling_params=p) for id_, p in requests.items()}
+        )
+        self.held = delivery.Held()
+        self.made: dict[str, tuple[list[int], list[float]]] = {id_: ([], []) for id_ in requests}
+        self.number = 0
+
+    def step(self, *ending: str) -> list[EngineCoreOutput]:
+        ids = list(self.scheduler.requests)
+        values = np.float32([[-0.1 - self.number - 100 * i] for i in range(len(ids))])
+        tokens = [1000 * i + self.number for i in range(len(ids))]
+        lists = LogprobsLists(np.int32(tokens)[:, None], values, np.ones(len(ids), np.int32))
+        step = delivery.StepLogprobs(lists)
+        outputs = []
+        for i, id_ in enumerate(ids):
+            reason = FinishReason.STOP if id_ in ending else None
+            outputs.append(EngineCoreOutput(id_, [tokens[i]], step.slice_request(i, 1), finish_reason=reason))
+            self.made[id_][0].append(tokens[i])
+            self.made[id_][1].append(float(values[i, 0]))
+        for id_ in ending:
+            del self.scheduler.requests[id_]
+        self.number += 1
+        return self.held.deliver(self.scheduler, 0, outputs, step)
+
+
+def received(batches: list[list[EngineCoreOutput]], id_: str) -> tuple[list[int], list[float]]:
+    outputs = [output for batch in batches for output in batch if output.request_id == id_]
+    tokens = [token for output in outputs for token in output.new_token_ids]
+    return tokens, [value for output in outputs for value in output.new_logprobs.logprobs[:, 0].tolist()]
+
+
+def test_every_token_comes_once_with_its_own_number():
+    steps = Steps({f"r{i}": QUIET for i in range(5)})
+    batches = [steps.step() for _ in range(7)]
+    batches += [steps.step("r1", "r3"), steps.step(), [*steps.held.take().get(0, [])], steps.step(), steps.step("r0")]
+    batches += [steps.step("r2", "r4")]
+    for id_, made in steps.made.items():
+        assert received(batches, id_) == made
+    assert not steps.held.take()
+
+
+def test_every_step_says_that_tokens_come_and_little_more():
+    steps = Steps({f"r{i}": QUIET for i in range(50)})
+    batches = [steps.step() for _ in range(20)]
+    assert [len(batch) for batch in batches] == [1] * 20
+    assert all(output.new_token_ids for batch in batches for output in batch)
+    assert len({batch[0].request_id for batch in batches}) == 20, "each in its turn"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"output_kind": RequestOutputKind.DELTA}, {"detokenize": True}, {"logprobs": 2}, {"prompt_logprobs": 0}],
+    ids=str,
+)
+def test_what_somebody_reads_goes_on_as_shipped(changes: dict[str, Any]):
+    params = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY, **changes}
+    steps = Steps({"read": SamplingParams(**params), "quiet": QUIET})
+    batches = [steps.step() for _ in range(4)]
+    assert [[output.request_id for output in batch] for batch in batches] == [["read"]] * 4
+    assert received(batches, "read") == steps.made["read"]
+
+
+def test_what_an_aborted_request_had_is_forgotten():
+    steps = Steps({f"r{i}": QUIET for i in range(4)})
+    steps.step()
+    for id_ in ("r0", "r1", "r2"):
+        steps.scheduler.requests.pop(id_)
+    steps.step()
+    assert not {output.request_id for output in steps.held.take().get(0, [])} - {"r3"}
+
+
+def test_numbers_that_come_in_one_array_are_kept_as_those_that_come_one_by_one():
+    delivery._take_arrays(patched := type("Patched", (LogprobsProcessor,), {}))
+    request: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False))
+    ours, theirs = (kind.from_new_request(None, request) for kind in (patched, LogprobsProcessor))
+    ids, values = np.int32([[5], [7], [5]]), np.float32([[-0.25], [-3.0], [-1e-7]])
+    for processor in (ours, theirs):
+        processor._update_sample_logprobs(LogprobsLists(ids, values, np.zeros(3, np.int32)))
+        processor._update_sample_logprobs(LogprobsLists(ids[:1], values[:1], np.zeros(1, np.int32)))
+    assert isinstance(ours.logprobs, FlatLogprobs)
+    assert ours.logprobs == theirs.logprobs
+    assert delivery.sampled_logprobs(ours.logprobs, [5, 7, 5, 5]) == values[[0, 1, 2, 0], 0].tolist()
+    with pytest.raises(ValueError, match="zip"):
+        delivery.sampled_logprobs(ours.logprobs, [5, 7])
+
+
+def test_graphs_are_captured_for_all_that_runs_at_once_unless_the_user_says_otherwise():
+    def sizes(most: int, eager: bool = False, **options: Any) -> list[int] | None:
+        settings = EngineSettings("m", "", "bfloat16", 64, most, enforce_eager=eager, options=options)
+        return engine_arguments(settings).get("cudagraph_capture_sizes")
+
+    assert sizes(512) is None
+    assert sizes(1024, eager=True) is None
+    assert sizes(1024, cudagraph_capture_sizes=[8]) == [8]
+    assert sizes(1024, compilation_config={"cudagraph_mode": "NONE"}) is None
+    for most in (513, 576, 1000, 1024):
+        found = sizes(most)
+        assert found == sorted(set(found))
+        assert found[-1] == most
+        assert max(b - a for a, b in itertools.pairwise(found)) <= 64
