@@ -38,6 +38,9 @@ def run_bridge(
         longest_s = timeout_s + config.inference.start_timeout_s
         return thread.call(engine.held(), longest_s, "the engine to say which version it holds")
 
+    def joined() -> int:
+        return thread.call(engine.joined(), config.inference.start_timeout_s, "dead engines to start again")
+
     bridge = create_bridge(
         name,
         folder=folder,
@@ -47,6 +50,7 @@ def run_bridge(
         num_workers=engine_workers(config),
         between_gpus=model.device.type == "cuda" and config.run.placement == "separate",
         held=held if keeps_copy(config) else None,
+        joined=joined,
     )
     return bridge, model.named_weights
 

@@ -200,7 +200,8 @@ class _Run:
             settings = engine_settings(self.config, str(folder), on_cpu=on_cpu)
             self._engine = self._make_engine(self.config, settings, self.folder / "logs", self.log.event)
             self._exits.callback(self._engine.kill)
-            self.log.event("engine_socket", path=self._engine.socket)
+            for replica, path in enumerate(self._engine.sockets):
+                self.log.event("engine_socket", path=path, replica=replica)
         return self._engine
 
     def _launch_engine(self) -> None:
@@ -416,6 +417,8 @@ class _Run:
         )
         if report.stall_s:
             self.log.note({"update/stall_s": report.stall_s})
+        if self._engine is not None:
+            self.log.note(self._engine.take_metrics())
 
     def _rollouts(
         self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int, turns: Turns

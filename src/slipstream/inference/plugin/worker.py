@@ -59,9 +59,9 @@ class WorkerExtension:
         )
 
     @torch.no_grad()
-    def slipstream_load(self, ticket_json: str) -> str:
-        """Load a version, or what is new in it, into the live weights, from files or from the group. JSON: seconds and
-        bytes."""
+    def slipstream_load(self, ticket_json: str, first_rank: str = "1") -> str:
+        """Load a version, or what is new in it, into the live weights, from files or from the group, in which this
+        engine's workers have the ranks from `first_rank` on. JSON: seconds and bytes."""
         ticket = msgspec.json.decode(ticket_json, type=Ticket)
         started = time.perf_counter()
         model, num_bytes = self._slipstream_model(), 0
@@ -70,7 +70,7 @@ class WorkerExtension:
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
-            for name, tensor in self._slipstream_source(ticket):
+            for name, tensor in self._slipstream_source(ticket, int(first_rank)):
                 num_bytes += tensor.nbytes
                 yield name, tensor
 
@@ -111,12 +111,15 @@ class WorkerExtension:
             torch.cuda.synchronize()
         return "null"
 
-    def _slipstream_source(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
+    def _slipstream_source(self, ticket: Ticket, first_rank: int) -> Iterator[tuple[str, Tensor]]:
         if ticket.bridge != "broadcast":
             return read_model_folder(Path(ticket.location))
         rendezvous = broadcast.rendezvous_of(ticket)
         if self._slipstream_group is None or self._slipstream_group.rendezvous != rendezvous:
-            self._slipstream_group = broadcast.Group(rendezvous, rank=1 + self.rank)
+            if self._slipstream_group is not None:
+                self._slipstream_group.leave()
+                self._slipstream_group = None
+            self._slipstream_group = broadcast.Group(rendezvous, rank=first_rank + self.rank)
         return self._slipstream_group.receive(ticket)
 
     @torch.no_grad()
