@@ -212,12 +212,18 @@ class EngineReplicas:
             if replica.is_serving and not replica.engine.is_up:
                 replica.is_serving = False
                 self._on_event("replica_lost", replica=replica.number, num_requests=replica.in_flight)
-                replica.coming_back = asyncio.create_task(self._bring_back(replica))
+                others = (other for other in self._replicas if other is not replica)
+                self._begin_back(
+                    replica, knows_weights=any(other.is_serving and other.engine.is_up for other in others)
+                )
 
-    async def _bring_back(self, replica: _Replica) -> None:
-        others = (other for other in self._replicas if other is not replica)
+    def _begin_back(self, replica: _Replica, *, knows_weights: bool) -> None:
+        replica.coming_back = asyncio.create_task(self._bring_back(replica, knows_weights))
+
+    async def _bring_back(self, replica: _Replica, knows_weights: bool) -> None:
+        """Start it again; `knows_weights`: somebody else has the weights, if no file has."""
         try:
-            if replica.engine.is_in_memory_only and any(other.is_serving and other.engine.is_up for other in others):
+            if replica.engine.is_in_memory_only and knows_weights:
                 await replica.engine.replace()
             else:
                 await replica.engine.revive()
@@ -252,8 +258,12 @@ class EngineReplicas:
             await self._until_one_is_back()
 
     async def joined(self) -> int:
-        """Wait until every engine runs, in service or not; how often one has been started again."""
+        """Wait until every engine runs, in service or not; how often one has been started again. Asked by a trainer,
+        which has the weights."""
         self._find_dead()
+        for replica in self._replicas:
+            if not replica.engine.is_up and replica.coming_back is None:
+                self._begin_back(replica, knows_weights=True)
         while waits := self._coming_back():
             await asyncio.wait(waits)
         self._raise_failure()
