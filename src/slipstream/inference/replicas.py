@@ -129,6 +129,7 @@ class EngineReplicas:
         self._on_event = on_event
         self._homes: dict[str, _Replica] = {}
         """Who has computed the beginning of a group's requests."""
+        self._updating = asyncio.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
         self._failure: Exception | None = None
@@ -148,6 +149,11 @@ class EngineReplicas:
     def pids(self) -> tuple[int, ...]:
         """The processes that were started for them and run."""
         return tuple(pid for replica in self._replicas for pid in replica.engine.pids)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether none of them is dead or just being started again."""
+        return all(replica.engine.is_up for replica in self._replicas)
 
     @property
     def each(self) -> tuple[Member, ...]:
@@ -272,18 +278,19 @@ class EngineReplicas:
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Have all of them take a version. Until it is proved everywhere no request begins, and after a failure none
         is answered before a later version is."""
-        self._raise_failure()
-        self._settled.clear()
-        proved = [False] * len(self._replicas)
-        try:
-            reports = await self._all(lambda engine: engine.apply(ticket, timeout_s))
-            proved = [not (report.mismatched or report.unverified) for report in reports]
-        finally:
-            for replica, is_proved in zip(self._replicas, proved, strict=True):
-                replica.is_serving = is_proved
-            self._homes.clear()
-            self._settled.set()
-        return _worst(reports)
+        async with self._updating:
+            self._raise_failure()
+            self._settled.clear()
+            proved = [False] * len(self._replicas)
+            try:
+                reports = await self._all(lambda engine: engine.apply(ticket, timeout_s))
+                proved = [not (report.mismatched or report.unverified) for report in reports]
+            finally:
+                for replica, is_proved in zip(self._replicas, proved, strict=True):
+                    replica.is_serving = is_proved
+                self._homes.clear()
+                self._settled.set()
+            return _worst(reports)
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `weights.Engine`."""

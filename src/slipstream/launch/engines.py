@@ -36,6 +36,11 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
         ...
 
     @property
+    def is_up(self) -> bool:
+        """Whether none of its engines is dead or just being started again."""
+        ...
+
+    @property
     def each(self) -> Sequence[rollouts.Engine]:
         """The engines in service, where there are several."""
         ...
