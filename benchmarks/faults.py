@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from safetensors.torch import load_file
 from slipstream.errors import EngineError, SlipstreamError, WeightsError
 from slipstream.inference.client import EngineClient
 from slipstream.inference.engine import SupervisedEngine
+from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence, Ticket
@@ -45,6 +47,7 @@ from slipstream.weights.base import Bridge
 from slipstream.weights.fingerprint import digest
 
 TIMEOUT_S, GROUP_TIMEOUT_S = 60.0, 2.0
+START_S = 300.0
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(12 + 5 * i)] for i in range(4)]
 
 
@@ -91,7 +94,14 @@ class Pair:
         self.bridge = self.to(bridge, timeout_s)
         self.step = 0
 
-    async def _start(self) -> SupervisedEngine:
+    async def _start(self) -> SupervisedEngine | EngineReplicas:
+        engine = self.supervised()
+        engine.launch()
+        await engine.wait_ready()
+        return engine
+
+    def supervised(self, number: int = 0, threads: int = 2) -> SupervisedEngine:
+        """An engine that does not run yet, the one of that number."""
         settings = EngineSettings(
             model=str(self.model),
             socket="",
@@ -99,18 +109,16 @@ class Pair:
             max_model_len=256,
             max_num_seqs=16,
             kv_cache_bytes=1 << 27,
-            threads=2,
+            threads=threads,
+            first_rank=1 + number,
         )
-        engine = SupervisedEngine(
+        return SupervisedEngine(
             settings,
-            self.folder / "engine.log",
+            self.folder / f"engine-{number}.log",
             start_timeout_s=300,
             max_restarts=10_000,
             on_event=lambda *_, **__: None,
         )
-        engine.launch()
-        await engine.wait_ready()
-        return engine
 
     def to(self, bridge: str, timeout_s: float = TIMEOUT_S) -> Bridge:
         """A bridge to the engine."""
@@ -126,7 +134,7 @@ class Pair:
             under_way.append(self.thread.submit(self.bridge.receiver.apply(spoil(ticket), TIMEOUT_S)))
 
         ticket = self.bridge.publisher.publish(self.weights.of(self.step).items(), self.step, 0, announce)
-        check_report(under_way[0].result(2 * TIMEOUT_S), spoil(ticket))
+        check_report(under_way[0].result(START_S), spoil(ticket))
 
     def ask(self) -> list[Completion]:
         """One completion for each prompt; raises when the engine refuses."""
@@ -144,6 +152,74 @@ class Pair:
         """Stop the engine."""
         self.bridge.publisher.close()
         self.thread.stop(self.engine.stop())
+
+
+class Two(Pair):
+    """Two engines as one, which may die any number of times, and a bridge to both."""
+
+    engine: EngineReplicas
+
+    async def _start(self) -> EngineReplicas:
+        engines = [self.supervised(number, threads=1) for number in range(2)]
+        replicas = EngineReplicas(engines, num_places=16, on_event=lambda *_, **__: None)
+        replicas.launch()
+        await replicas.wait_ready()
+        return replicas
+
+    def to(self, bridge: str, timeout_s: float = TIMEOUT_S) -> Bridge:
+        """A bridge to both."""
+
+        def joined() -> int:
+            return self.thread.call(self.engine.joined(), START_S, "both engines")
+
+        folder = self.folder / f"weights-{bridge}"
+        return create_bridge(
+            bridge,
+            folder=folder,
+            source=self.model,
+            engine=self.engine,
+            timeout_s=timeout_s,
+            num_workers=2,
+            joined=joined,
+        )
+
+    def kill(self, number: int) -> None:
+        """The one of that number."""
+        os.kill(self.engine.pids[number], signal.SIGKILL)
+
+
+class Asking:
+    """Somebody who always has eight requests at the engines, as a run has, until `stop`."""
+
+    def __init__(self, two: Two) -> None:
+        self._two = two
+        self._goes_on = True
+        self._asked = 0
+        self.answered: list[tuple[float, Completion]] = []
+        self._running = two.thread.submit(self._all())
+
+    async def _all(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(self._one_after_the_other())
+
+    async def _one_after_the_other(self) -> None:
+        while self._goes_on:
+            number, self._asked = self._asked, self._asked + 1
+            place = number % len(PROMPTS)
+            request = GenerateRequest(
+                f"{number}-{place}", PROMPTS[place], SamplingParams(max_tokens=64), number, 60, f"group {number // 4}"
+            )
+            self.answered.append((time.monotonic(), await self._two.engine.generate(request)))
+
+    def stop(self) -> list[Completion]:
+        """All answers, each asked once; raises what a request raised."""
+        self._goes_on = False
+        self._running.result(TIMEOUT_S)
+        found = [completion for _, completion in self.answered]
+        if len({completion.id for completion in found}) != self._asked or len(found) != self._asked:
+            raise EngineError(f"{self._asked} were asked and {len(found)} answered")
+        return found
 
 
 @dataclass
@@ -173,7 +249,7 @@ def engine_killed(times: int, folder: Path) -> Outcomes:
     pair.publish()
     for _ in track(range(times), "engine killed in an update"):
         delay = random.uniform(0, 0.05)
-        pid = pair.engine.process.process.pid
+        (pid,) = pair.engine.pids
         killer = subprocess.Popen(["sh", "-c", f"sleep {delay:.3f}; kill -9 {pid}"])
         began = time.monotonic()
         pair.publish()
@@ -187,6 +263,65 @@ def engine_killed(times: int, folder: Path) -> Outcomes:
         outcomes.sentences.add("started again on the last verified version, which it proves, and takes the new one")
     pair.close()
     return outcomes
+
+
+def replica_killed(times: int, folder: Path) -> Outcomes:
+    """One replica of two is killed, while it generates and in an update by `disk` in turn: the other goes on, and it is
+    back on the same version."""
+    two, outcomes = Two(folder, "disk"), Outcomes()
+    two.publish()
+    for turn in track(range(times), "one replica of two killed"):
+        asking, in_update = Asking(two), bool(turn % 2)
+        time.sleep(random.uniform(0.1, 0.4))
+        killer = threading.Timer(random.uniform(0, 0.05) * in_update, two.kill, [random.randrange(2)])
+        began = time.monotonic()
+        killer.start()
+        if in_update:
+            two.publish()
+        killer.join()
+        time.sleep(0.5)  # until it is found by those who ask
+        held = two.thread.call(two.engine.held(), START_S, "both engines")
+        outcomes.seconds.append(time.monotonic() - began)
+        meanwhile = [at for at, _ in asking.answered if at > began]
+        time.sleep(0.2)
+        outcomes.expect(holds=bool(meanwhile), otherwise="nobody answered meanwhile")
+        outcomes.expect(holds=held is not None and held.step == two.step, otherwise=f"they hold {held}")
+        outcomes.expect(holds=len(two.engine.each) == 2, otherwise="one is out of service")
+        _note_answers(asking, outcomes, two.weights)
+        outcomes.sentences.add("started again on the last verified version, while the other answers")
+    two.close()
+    return outcomes
+
+
+def replica_killed_without_files(times: int, folder: Path) -> Outcomes:
+    """One replica of two is killed while it generates, under `broadcast`, where no file holds its weights: the other
+    goes on, and both have the next version, which comes whole over a new group."""
+    two, outcomes = Two(folder, "broadcast"), Outcomes()
+    two.publish()
+    for _ in track(range(times), "one replica of two killed under broadcast"):
+        asking = Asking(two)
+        time.sleep(random.uniform(0.1, 0.4))
+        began = time.monotonic()
+        two.kill(random.randrange(2))
+        time.sleep(0.5)
+        two.publish()
+        outcomes.seconds.append(time.monotonic() - began)
+        held = two.thread.call(two.engine.held(), START_S, "both engines")
+        outcomes.expect(holds=held is not None and held.step == two.step, otherwise=f"they hold {held}")
+        outcomes.expect(holds=len(two.engine.each) == 2, otherwise="one is out of service")
+        _note_answers(asking, outcomes, two.weights)
+        outcomes.sentences.add("out of service until the next version, while the other answers")
+    two.close()
+    return outcomes
+
+
+def _note_answers(asking: Asking, outcomes: Outcomes, weights: Weights) -> None:
+    """Every request must have been answered, and once; of the answers 64 by chance are checked."""
+    try:
+        completions = asking.stop()
+        outcomes.check(weights, random.sample(completions, min(64, len(completions))))
+    except EngineError as error:
+        outcomes.unexpected.append(str(error))
 
 
 def disk_full(times: int, folder: Path) -> Outcomes:
@@ -325,13 +460,15 @@ def be_the_trainer(bridge: str, folder: Path) -> None:
     """The process that is killed: publishes versions for ever, as fast as it can."""
     pair = Pair(folder, bridge)
     pair.publish()
-    print(pair.engine.process.process.pid, pair.engine.socket, flush=True)
+    print(*pair.engine.pids, *pair.engine.sockets, flush=True)
     while True:
         pair.publish()
 
 
 FAULTS = {
     "engine-killed": engine_killed,
+    "replica-killed": replica_killed,
+    "replica-killed-without-files": replica_killed_without_files,
     "trainer-killed": trainer_killed,
     "disk-full": disk_full,
     "nobody-joins": nobody_joins,

@@ -239,6 +239,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     seed: int | None = None
     timeout_s: float = 600.0
+    group_id: str = ""
+    """Requests of one group begin alike: the engine that has computed the beginning for one has it for the others."""
 
 
 class Completion(msgspec.Struct):

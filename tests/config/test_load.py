@@ -317,7 +317,7 @@ class TestKnobsWithoutEffect:
             ),
             (
                 MINIMAL,
-                ["--weights.bridge", "single_copy", "--inference.options.tensor_parallel_size", "2"],
+                ["--weights.bridge", "single_copy", "--inference.tensor_parallel_size", "2"],
                 "tensor_parallel_size = 2 divides the weights",
             ),
             (

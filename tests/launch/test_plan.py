@@ -101,6 +101,7 @@ def test_every_auto_gets_its_value_and_reason():
         "weights.bridge": "disk",
         "sampling.max_tokens": 19,  # 1.25 * 12 + 4
         "inference.max_model_len": 80,  # 60 + 19, in multiples of 16
+        "inference.replicas": 1,
         "inference.max_num_seqs": 256,  # 32 * 8
         "inference.kv_cache_gib": 0.25,
         "inference.gpu_memory_utilization": 0.45,
@@ -135,6 +136,7 @@ def test_what_the_user_set_stays():
         "weights.bridge": "restart",
         "sampling.max_tokens": 100,
         "inference.max_model_len": 200,
+        "inference.replicas": 1,
         "inference.max_num_seqs": 3,
         "inference.kv_cache_gib": 1.0,
         "inference.enforce_eager": False,
@@ -334,7 +336,7 @@ class TestGPU:
         assert plan(values, **small).config.inference.sleep is False
 
     def test_the_engine_over_several(self):
-        values = GENERATED | {"inference.options": {"tensor_parallel_size": 2}}
+        values = GENERATED | {"inference.tensor_parallel_size": 2}
         assert plan(values, num_gpus=3, gpu_memory_bytes=80 * GIB, **LARGE).config.run.placement == "separate"
         assert plan(values, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE).config.run.placement == "shared"
         message = refusal(values, num_gpus=1, gpu_memory_bytes=80 * GIB, **LARGE)

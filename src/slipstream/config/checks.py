@@ -22,6 +22,7 @@ OPTIONS_WITH_OWN_KEY = {
     "kv_cache_memory_bytes": "inference.kv_cache_gib",
     "gpu_memory_utilization": "inference.gpu_memory_utilization",
     "enforce_eager": "inference.enforce_eager",
+    "tensor_parallel_size": "inference.tensor_parallel_size",
     "seed": "run.seed",
     "enable_lora": "lora.rank",
     "max_lora_rank": "lora.rank",
@@ -71,10 +72,15 @@ def uses_critic(config: RunConfig) -> bool:
     return isinstance(config.algorithm, RLConfig) and resolved(config.algorithm).advantage == "gae"
 
 
+def num_replicas(config: RunConfig) -> int:
+    """How many engines there are; 1 while nobody has decided."""
+    replicas = config.inference.replicas
+    return replicas if isinstance(replicas, int) else 1
+
+
 def engine_workers(config: RunConfig) -> int:
-    """How many GPUs, or processes on a CPU, the engine's weights are spread over."""
-    size = config.inference.options.get("tensor_parallel_size", 1)
-    return size if isinstance(size, int) and size > 0 else 1
+    """How many GPUs, or processes on a CPU, all engines have together."""
+    return num_replicas(config) * config.inference.tensor_parallel_size
 
 
 def inapplicable(config: RunConfig) -> dict[str, str]:
@@ -317,11 +323,17 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Trainer and engine in one memory."""
     if not shares_weights(config):
         return
-    if (size := engine_workers(config)) > 1:
+    if (size := config.inference.tensor_parallel_size) > 1:
         yield (
-            "inference.options.tensor_parallel_size",
-            f'inference.options.tensor_parallel_size = {size} divides the weights, and weights.bridge = "single_copy" '
+            "inference.tensor_parallel_size",
+            f'inference.tensor_parallel_size = {size} divides the weights, and weights.bridge = "single_copy" '
             "has the trainer hold each in one piece: use 1, or another bridge",
+        )
+    if (replicas := num_replicas(config)) > 1:
+        yield (
+            "inference.replicas",
+            f"inference.replicas = {replicas} keeps the weights {replicas} times, and weights.bridge = "
+            '"single_copy" has one engine whose memory the trainer trains: use 1, or another bridge',
         )
     if config.run.placement == "separate":
         yield (

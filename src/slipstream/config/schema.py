@@ -302,14 +302,21 @@ class TrainingConfig(Section):
 
 
 class InferenceConfig(Section):
-    """The engine."""
+    """The engine, or several of them."""
 
+    replicas: PositiveInt | Literal["auto"] = "auto"
+    """Engines that generate side by side, each with a whole copy of the weights; a version is used when all of them
+    have proved it. `auto`: on GPUs with `run.placement = "separate"` as many as the cards left by the trainer hold, but
+    not more than there are prompts in a batch; otherwise 1."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs (on a CPU: processes) that share each engine's weights."""
     max_model_len: PositiveInt | Literal["auto"] = "auto"
     """Longest prompt plus completion. `auto`: what the tasks need, within the model's context."""
     max_num_seqs: PositiveInt | Literal["auto"] = "auto"
-    """Sequences generated at once."""
+    """Sequences generated at once, by each engine."""
     kv_cache_gib: PositiveFloat | Literal["auto"] = "auto"
-    """Memory for the KV cache. `auto`: what `max_num_seqs` sequences need, if there is room for it."""
+    """Memory for the KV cache, on each GPU of an engine or in each of its processes. `auto`: what `max_num_seqs`
+    sequences need, if there is room for it."""
     gpu_memory_utilization: Fraction | Literal["auto"] = "auto"
     """At most this part of its card's memory is the engine's, on a GPU. `auto`: what its weights and its KV cache
     need."""
@@ -323,7 +330,7 @@ class InferenceConfig(Section):
     request_timeout_s: PositiveFloat = 300.0
     """How long one completion may take."""
     max_restarts: NonNegativeInt = 1
-    """How often a dead engine is started again on the last published version before the run fails."""
+    """How often each engine, once dead, is started again on the last published version before the run fails."""
     options: dict[str, Any] = {}
     """Passed on to vLLM's engine arguments; what vLLM does not know, or Slipstream sets itself, is refused."""
 
@@ -397,11 +404,12 @@ class RunSection(Section):
     save_samples: PositiveInt = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     placement: Literal["auto", "shared", "separate"] = "auto"
-    """Which GPUs are whose. `shared`: trainer and engine are on the first. `separate`: the trainer is on the first,
-    the engine on the next one, or on as many as `inference.options.tensor_parallel_size` asks for. `auto`: separate
-    where there are enough GPUs."""
+    """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
+    first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where
+    there are enough GPUs."""
     threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of trainer and engine. `auto`: all cores this process may use."""
+    """CPU threads of the trainer, and of all engines together, whose processes share them out. `auto`: all cores this
+    process may use."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
     """Where each step's metrics go beside the run folder; each is an extra to install."""
     max_steps_without_signal: PositiveInt = 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ from slipstream.weights.single_copy import SharedWeights
 _HEALTH_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
 """How much longer than a request's own deadline we wait for the engine to say so."""
+_DYING_S = 5.0
+"""How long an engine whose connections break may take to be seen to be dead."""
 
 T = TypeVar("T")
 
@@ -132,8 +135,10 @@ class EngineClient:
             return error
         if isinstance(error, TimeoutError):
             return DeadlineError(f"the engine did not answer {path} within {timeout_s:.0f} s: {self._describe()}")
-        # The connection breaks a moment before the child can be reaped.
-        await asyncio.sleep(0.2)
+        # The connection breaks before the child can be reaped: on a busy machine long before.
+        deadline = time.monotonic() + _DYING_S
+        while self._is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(_DYING_S / 100)
         what = "lost its connection" if self._is_alive() else "died"
         return EngineError(f"the engine {what} during {path} ({error}): {self._describe()}")
 

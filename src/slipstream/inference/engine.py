@@ -55,6 +55,32 @@ class SupervisedEngine:
         """Where it answers, from one restart to the next."""
         return self._process.client.socket
 
+    @property
+    def sockets(self) -> tuple[str, ...]:
+        """The same, of all engines: there is one."""
+        return (self.socket,)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process that was started for it, if it runs."""
+        process = self._process.process
+        return (process.pid,) if process is not None and process.poll() is None else ()
+
+    @property
+    def each(self) -> tuple[SupervisedEngine]:
+        """All engines: itself."""
+        return (self,)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its process runs and is not just being started again."""
+        return self._process.is_alive() and not self._reviving.locked()
+
+    @property
+    def is_in_memory_only(self) -> bool:
+        """Whether no file holds the weights that it has or had."""
+        return bool(self._in_memory_by)
+
     def launch(self) -> None:
         """Begin to start; `wait_ready` ends it. Other work can go on in between."""
         self._process.launch()
@@ -85,19 +111,33 @@ class SupervisedEngine:
                     f"the engine died, and no file holds the weights that it had by {self._in_memory_by}: continue the "
                     f"run with --resume, or use weights.bridge = disk, which can restart it: {why}"
                 )
-            if self.num_restarts >= self._max_restarts:
-                raise EngineError(
-                    f"the engine died, and inference.max_restarts = {self._max_restarts} allows no further restart: "
-                    f"{why}"
-                )
-            self.num_restarts += 1
-            self._on_event("engine_restart", number=self.num_restarts, reason=why)
-            await self._process.stop(0.0)
-            await self._process.start()
+            await self._start_again(why)
+
+    async def replace(self) -> None:
+        """Start a dead engine again where no file holds the weights that it had: on those of its first start, so that
+        nobody may ask it before it has a whole version."""
+        async with self._reviving:
+            if not self._process.is_alive():
+                await self._start_again(self._process.describe())
+                self._in_memory_by = ""
+
+    async def _start_again(self, why: str) -> None:
+        if self.num_restarts >= self._max_restarts:
+            raise EngineError(
+                f"the engine died, and inference.max_restarts = {self._max_restarts} allows no further restart: {why}"
+            )
+        self.num_restarts += 1
+        self._on_event("engine_restart", number=self.num_restarts, reason=why)
+        await self._process.stop(0.0)
+        await self._process.start()
+
+    async def joined(self) -> int:
+        """How often its workers have been replaced by new ones, which are in no group yet."""
+        return self.num_restarts
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `weights.Engine`."""
-        if not self._process.is_alive():
+        if not self.is_up:
             await self.revive()
         try:
             report = await self._process.client.apply(ticket, timeout_s)
@@ -153,6 +193,10 @@ class SupervisedEngine:
         if not self._process.is_alive():
             await self.revive()
         await self._process.client.wake(timeout_s)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Nothing beside what the batch says."""
+        return {}
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `weights.Engine`."""

@@ -93,6 +93,9 @@ class EngineProcess:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.settings.gpus)
         if self.settings.threads is not None:
             environment["OMP_NUM_THREADS"] = str(self.settings.threads)
+            if self.settings.tensor_parallel_size > 1:
+                # Left to itself vLLM wants a NUMA node for each worker.
+                environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
         return environment
 

@@ -55,9 +55,33 @@ class ScriptedEngine:
         self.version: Version | None = None
         self.location = ""
         """Folder of the weights in service; empty before the first version."""
-        self.socket = ""
         self.num_restarts = 0
         self.num_requests = 0
+
+    @property
+    def sockets(self) -> tuple[str, ...]:
+        """It answers nowhere."""
+        return ()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """It has no process."""
+        return ()
+
+    @property
+    def each(self) -> tuple[ScriptedEngine]:
+        """Itself."""
+        return (self,)
+
+    @property
+    def is_up(self) -> bool:
+        """See `SupervisedEngine`."""
+        return self.is_alive
+
+    @property
+    def is_in_memory_only(self) -> bool:
+        """No: there are no weights."""
+        return False
 
     def launch(self) -> None:
         """Nothing: it is there."""
@@ -99,6 +123,18 @@ class ScriptedEngine:
         self.num_restarts += 1
         self.on_event("engine_restart", number=self.num_restarts, reason="it was told to die")
         self.is_alive = True
+
+    async def replace(self) -> None:
+        """See `SupervisedEngine`."""
+        await self.revive()
+
+    async def joined(self) -> int:
+        """See `SupervisedEngine`."""
+        return self.num_restarts
+
+    def take_metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `SupervisedEngine`."""

@@ -25,6 +25,10 @@ class EngineSettings(msgspec.Struct, frozen=True):
     gpu_memory_utilization: float = 0.45
     gpus: tuple[str, ...] = ()
     """The GPUs that it may see, as CUDA_VISIBLE_DEVICES names them; empty: all of this process."""
+    tensor_parallel_size: int = 1
+    """Workers that share the weights."""
+    first_rank: int = 1
+    """Of its workers in a group with the trainer, which is rank 0, and other engines."""
     own_process: bool = False
     """vLLM's engine core has a process to itself, as it has on GPUs, also on a CPU."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"

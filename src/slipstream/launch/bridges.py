@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import RunConfig
-from slipstream.config.checks import apply_timeout_s, engine_workers, keeps_copy, publishes_adapter
+from slipstream.config.checks import apply_timeout_s, engine_workers, keeps_copy, num_replicas, publishes_adapter
+from slipstream.errors import SlipstreamError
 from slipstream.launch.engines import RunEngine
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import Ticket, Version
+from slipstream.runlog import RunLog
 from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
 from slipstream.weights.base import NamedWeights
 
@@ -38,6 +40,9 @@ def run_bridge(
         longest_s = timeout_s + config.inference.start_timeout_s
         return thread.call(engine.held(), longest_s, "the engine to say which version it holds")
 
+    def joined() -> int:
+        return thread.call(engine.joined(), config.inference.start_timeout_s, "dead engines to start again")
+
     bridge = create_bridge(
         name,
         folder=folder,
@@ -47,8 +52,22 @@ def run_bridge(
         num_workers=engine_workers(config),
         between_gpus=model.device.type == "cuda" and config.run.placement == "separate",
         held=held if keeps_copy(config) else None,
+        joined=joined,
     )
     return bridge, model.named_weights
+
+
+def repeats_updates(config: RunConfig, engine: RunEngine, log: RunLog) -> Callable[[SlipstreamError], bool]:
+    """Whether a version whose update failed is published once more: where one engine of several died in a collective,
+    which those that are left cannot end. It then comes whole, over a new group."""
+
+    def publishes_again(error: SlipstreamError) -> bool:
+        is_broken = config.weights.bridge == "broadcast" and num_replicas(config) > 1 and not engine.is_up
+        if is_broken:
+            log.event("update_repeated", reason=str(error))
+        return is_broken
+
+    return publishes_again
 
 
 def update_metrics(ticket: Ticket) -> dict[str, float]:

@@ -23,6 +23,35 @@ TRAINER_RESERVE = 2 * GIB
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Whose each card is, by its number."""
+
+    trainer: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]
+    """Of each engine."""
+
+
+def place(*, ranks: int = 1, replicas: int = 1, tensor_parallel_size: int = 1, separate: bool) -> Placement:
+    """The first cards are the trainer's, one for each of its ranks. Engines have theirs after them, or where they are
+    not `separate` from the first on."""
+    first = ranks if separate else 0
+    cards = range(first, first + replicas * tensor_parallel_size)
+    starts = range(0, len(cards), tensor_parallel_size)
+    engines = tuple(tuple(cards[start : start + tensor_parallel_size]) for start in starts)
+    return Placement(tuple(range(ranks)), engines)
+
+
+def num_cards(placement: Placement) -> int:
+    """How many there must be."""
+    return 1 + max(card for cards in (placement.trainer, *placement.engines) for card in cards)
+
+
+def replicas_beside(num_cards: int, *, ranks: int = 1, tensor_parallel_size: int = 1) -> int:
+    """How many engines the cards hold that the trainer leaves."""
+    return max(0, num_cards - ranks) // tensor_parallel_size
+
+
+@dataclass(frozen=True)
 class Needs:
     """What the two would like to have."""
 

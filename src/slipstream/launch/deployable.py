@@ -153,6 +153,7 @@ def engine_config(
         training=TrainingConfig(steps=1),
         lora=lora,
         inference=InferenceConfig(
+            replicas=1,
             max_model_len=length,
             max_num_seqs=max_num_seqs,
             kv_cache_gib=max(MIN_KV_CACHE_GIB, round_up(need, GIB // 16) / GIB),

@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from slipstream import weights
 from slipstream.config import RunConfig
-from slipstream.config.checks import engine_workers, publishes_adapter
+from slipstream.config.checks import engine_workers, num_replicas, publishes_adapter
 from slipstream.inference.engine import OnEvent, SupervisedEngine
+from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
+from slipstream.launch.cards import place
 from slipstream.orchestrator import rollouts
 from slipstream.records import EngineHealth, ParameterSpec, Ticket, Version
 from slipstream.weights.single_copy import SharedWeights
 
 
 class RunEngine(rollouts.Engine, weights.Engine, Protocol):
-    """An engine as a run owns it: started beside other work, stopped in any case."""
+    """An engine, or several as one, as a run owns it: started beside other work, stopped in any case."""
 
     @property
-    def socket(self) -> str:
-        """The Unix socket that it answers on, for as long as the run lives; empty where there is none."""
+    def sockets(self) -> tuple[str, ...]:
+        """The Unix sockets that its processes answer on, for as long as the run lives."""
+        ...
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that were started for it and run; those have children."""
+        ...
+
+    @property
+    def is_up(self) -> bool:
+        """Whether none of its engines is dead or just being started again."""
+        ...
+
+    @property
+    def each(self) -> Sequence[rollouts.Engine]:
+        """The engines in service, where there are several."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What each of several has done since the last call, for the step's row."""
+        ...
+
+    async def joined(self) -> int:
+        """Wait until all its workers run; how often some were replaced, which then are in no process group."""
         ...
 
     def launch(self) -> None:
@@ -90,7 +118,8 @@ def engine_settings(
         in_flight=config.weights.in_flight,
         can_sleep=inference.sleep is True,
         trust_remote_code=config.model.trust_remote_code,
-        threads=config.run.threads if on_cpu else None,
+        tensor_parallel_size=inference.tensor_parallel_size,
+        threads=max(1, config.run.threads // engine_workers(config)) if on_cpu else None,
         version=version,
         parameters=parameters,
         lora_rank=lora.rank if lora else None,
@@ -100,21 +129,42 @@ def engine_settings(
     )
 
 
-def engine_gpus(config: RunConfig, visible: str | None) -> tuple[str, ...]:
-    """The engine's GPUs when they are not the trainer's, which has the first; `visible` is CUDA_VISIBLE_DEVICES."""
-    if config.run.placement != "separate":
+def engine_gpus(config: RunConfig, visible: str | None, replica: int = 0) -> tuple[str, ...]:
+    """The GPUs that an engine may see, as `visible`, CUDA_VISIBLE_DEVICES, names them; none: all, where the only engine
+    shares the trainer's."""
+    size, separate = config.inference.tensor_parallel_size, config.run.placement == "separate"
+    if not separate and num_replicas(config) == 1:
         return ()
-    number = engine_workers(config)
-    named = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(number + 1)]
-    return tuple(named[1 : number + 1])
+    cards = place(replicas=num_replicas(config), tensor_parallel_size=size, separate=separate).engines[replica]
+    named = [name.strip() for name in visible.split(",")] if visible else None
+    return tuple(named[card] if named else str(card) for card in cards)
 
 
-def create_engine(config: RunConfig, settings: EngineSettings, log_folder: Path, on_event: OnEvent) -> SupervisedEngine:
-    """The engine, not started yet; its output goes to `engine.log` in `log_folder`."""
-    return SupervisedEngine(
-        settings,
-        log_folder / "engine.log",
-        start_timeout_s=config.inference.start_timeout_s,
-        max_restarts=config.inference.max_restarts,
-        on_event=on_event,
-    )
+def create_engine(
+    config: RunConfig, settings: EngineSettings, log_folder: Path, on_event: OnEvent
+) -> SupervisedEngine | EngineReplicas:
+    """The engine, not started yet; its output goes to `engine.log` in `log_folder`. Of several each has its own, and
+    `engine-<number>.log`."""
+
+    def create(settings: EngineSettings, log: str, on_event: OnEvent) -> SupervisedEngine:
+        return SupervisedEngine(
+            settings,
+            log_folder / log,
+            start_timeout_s=config.inference.start_timeout_s,
+            max_restarts=config.inference.max_restarts,
+            on_event=on_event,
+        )
+
+    if num_replicas(config) == 1:
+        return create(settings, "engine.log", on_event)
+    engines: list[SupervisedEngine] = []
+    for number in range(num_replicas(config)):
+        own = msgspec.structs.replace(
+            settings,
+            gpus=engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES"), number)
+            if settings.threads is None
+            else (),
+            first_rank=settings.first_rank + number * settings.tensor_parallel_size,
+        )
+        engines.append(create(own, f"engine-{number}.log", functools.partial(on_event, replica=number)))
+    return EngineReplicas(engines, num_places=settings.max_num_seqs, on_event=on_event)

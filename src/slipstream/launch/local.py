@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slipstream.config import dump_resolved, needs_engine_logprobs
 from slipstream.config.checks import apply_timeout_s, publishes_adapter
 from slipstream.envs.scorer import ScorerPool
-from slipstream.launch.bridges import run_bridge, travelled, update_metrics
+from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.models import build_critic, build_learner, load_reference, share_weights
@@ -200,7 +200,8 @@ class _Run:
             settings = engine_settings(self.config, str(folder), on_cpu=on_cpu)
             self._engine = self._make_engine(self.config, settings, self.folder / "logs", self.log.event)
             self._exits.callback(self._engine.kill)
-            self.log.event("engine_socket", path=self._engine.socket)
+            for replica, path in enumerate(self._engine.sockets):
+                self.log.event("engine_socket", path=path, replica=replica)
         return self._engine
 
     def _launch_engine(self) -> None:
@@ -348,6 +349,7 @@ class _Run:
             wake=turns.wake,
             rest=turns.sleep if config.algorithm.kind == "sft" else lambda: None,
             on_evaluated=self._evaluated,
+            publishes_again=repeats_updates(config, engine, self.log),
             start=start,
             waits=Waits(
                 # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
@@ -416,6 +418,8 @@ class _Run:
         )
         if report.stall_s:
             self.log.note({"update/stall_s": report.stall_s})
+        if self._engine is not None:
+            self.log.note(self._engine.take_metrics())
 
     def _rollouts(
         self, thread: EventLoopThread, versions: Versions, runner: RolloutRunner, first_step: int, turns: Turns

@@ -75,10 +75,15 @@ def logits_bytes_per_token(model: ModelFacts) -> int:
 
 
 def kv_bytes_per_sequence(
-    model: ModelFacts, dtype: str, max_model_len: int, block_tokens: int = CPU_BLOCK_TOKENS
+    model: ModelFacts,
+    dtype: str,
+    max_model_len: int,
+    block_tokens: int = CPU_BLOCK_TOKENS,
+    tensor_parallel_size: int = 1,
 ) -> int:
-    """Keys and values of one sequence of full length, in whole blocks."""
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * BYTES_OF[dtype]
+    """Keys and values of one sequence of full length, in whole blocks, in each worker; a head is in one at least."""
+    num_heads = max(1, model.num_kv_heads // tensor_parallel_size)
+    per_token = 2 * model.num_layers * num_heads * model.head_dim * BYTES_OF[dtype]
     return round_up(max_model_len, block_tokens) * per_token
 
 

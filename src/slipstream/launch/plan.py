@@ -9,14 +9,12 @@ are). What cannot work on this machine, model or data is a ConfigError here, bef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import Derived, RLConfig, RunConfig, with_values
 from slipstream.config.checks import (
     divisor_problem,
-    engine_workers,
     inapplicable,
     shares_weights,
     uses_critic,
@@ -24,7 +22,18 @@ from slipstream.config.checks import (
 )
 from slipstream.config.recipes import choices, resolved
 from slipstream.errors import ConfigError
-from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE, USABLE, Needs, Split, split_card
+from slipstream.launch.cards import (
+    ASLEEP_RESERVE,
+    ENGINE_RESERVE,
+    TRAINER_RESERVE,
+    USABLE,
+    Needs,
+    Split,
+    num_cards,
+    place,
+    replicas_beside,
+    split_card,
+)
 from slipstream.launch.measured import Facts
 from slipstream.launch.memory import (
     CPU_BLOCK_TOKENS,
@@ -40,10 +49,12 @@ from slipstream.launch.memory import (
 from slipstream.launch.totals import (
     Note,
     batch_notes,
+    check_divided,
     check_memory,
     delta_warnings,
     memory_notes,
     parameter_notes,
+    rl_warnings,
     training_state,
 )
 
@@ -106,7 +117,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         draft.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     planned = draft.config()
     if isinstance(planned.algorithm, RLConfig):
-        draft.warnings += _warn_grpo(planned, resolved(planned.algorithm))
+        draft.warnings += rl_warnings(planned, resolved(planned.algorithm))
     draft.warnings += delta_warnings(planned)
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
@@ -156,29 +167,47 @@ def _plan_dtype(draft: _Draft) -> None:
 
 
 def _plan_placement(draft: _Draft) -> None:
-    """`run.placement`: who is on which GPU."""
+    """`inference.replicas` and `run.placement`: how many engines, and who is on which GPU."""
     if not uses_engine(draft.original):
         return
-    num_gpus, needed = draft.facts.num_gpus, engine_workers(draft.original)
-    if num_gpus > needed and not shares_weights(draft.original):
+    num_gpus, size, asked = draft.facts.num_gpus, draft["inference.tensor_parallel_size"], draft["inference.replicas"]
+    check_divided(draft.facts.model, size)
+    least = 1 if asked == "auto" else asked
+    apart, together = (num_cards(place(replicas=least, tensor_parallel_size=size, separate=s)) for s in (True, False))
+    if num_gpus >= apart and not shares_weights(draft.original):
         draft.derive_auto("run.placement", "separate", f"there are {num_gpus} GPUs")
     reason = "there is no GPU" if draft.on_cpu else f"there {'is' if num_gpus == 1 else 'are'} {num_gpus} GPU"
-    if num_gpus > needed:
+    if num_gpus >= apart:
         reason = "trainer and engine have one copy of the weights"
     draft.derive_auto("run.placement", "shared", reason)
     separate = draft["run.placement"] == "separate"
-    if separate and num_gpus <= needed:
+    if separate and num_gpus < apart:
         raise ConfigError(
-            f'run.placement = "separate" needs {needed + 1} GPUs, one for the trainer and {needed} for the engine, and '
+            f'run.placement = "separate" needs {apart} GPUs, one for the trainer and {apart - 1} for the engine, and '
             f'there {"is" if num_gpus == 1 else "are"} {num_gpus}: use "shared"'
         )
-    if not draft.on_cpu and needed > num_gpus:
+    if not draft.on_cpu and together > num_gpus:
         raise ConfigError(
-            f"inference.options.tensor_parallel_size = {needed} needs as many GPUs, and there are {num_gpus}: lower it"
+            f"inference.replicas = {least} with inference.tensor_parallel_size = {size} needs as many GPUs, and there "
+            f"are {num_gpus}: lower one of them"
         )
-    used = needed + separate
-    if used < num_gpus:
+    _plan_replicas(draft, separate)
+    placed = place(replicas=draft["inference.replicas"], tensor_parallel_size=size, separate=separate)
+    if (used := num_cards(placed)) < num_gpus:
         draft.warnings.append(f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses one")
+
+
+def _plan_replicas(draft: _Draft, separate: bool) -> None:
+    prompts, size = draft["training.prompts_per_batch"], draft["inference.tensor_parallel_size"]
+    beside = replicas_beside(draft.facts.num_gpus, tensor_parallel_size=size) if separate else 1
+    count, reason = beside, f"as many as the {draft.facts.num_gpus - 1} GPUs that the trainer leaves hold"
+    if not separate:
+        reason = "one engine uses all cores" if draft.on_cpu else "trainer and engine are on one GPU"
+    elif draft.original.algorithm.kind == "sft":
+        count, reason = 1, "the engine has only evaluations to make"
+    elif prompts < beside:
+        count, reason = prompts, f"a batch has {prompts} prompts, and each is one engine's"
+    draft.derive_auto("inference.replicas", count, reason)
 
 
 def _plan_lora(draft: _Draft) -> None:
@@ -261,7 +290,7 @@ def _plan_lengths(draft: _Draft) -> None:
 
 
 def _sequences(draft: _Draft) -> tuple[int, str]:
-    """How many sequences are worth generating at once, and why."""
+    """How many sequences are worth generating at once in each engine, and why."""
     wanted = {}
     algorithm = draft.original.algorithm
     if isinstance(algorithm, RLConfig):
@@ -269,10 +298,11 @@ def _sequences(draft: _Draft) -> tuple[int, str]:
         wanted[prompts * algorithm.group_size] = f"{prompts} prompts x {algorithm.group_size} completions"
     if draft.original.evaluation is not None:
         wanted[draft.original.evaluation.num_tasks] = "the tasks of an evaluation"
-    most = max(wanted)
-    if most > MAX_SEQUENCES:
-        return MAX_SEQUENCES, f"at most {MAX_SEQUENCES}; there are {most}: {wanted[most]}"
-    return most, wanted[most]
+    most, replicas = max(wanted), draft["inference.replicas"]
+    each, reason = -(-most // replicas), wanted[most] + (f", shared out to {replicas} engines" if replicas > 1 else "")
+    if each > MAX_SEQUENCES:
+        return MAX_SEQUENCES, f"at most {MAX_SEQUENCES}; there are {each}: {reason}"
+    return each, reason
 
 
 def _plan_cpu_cache(draft: _Draft) -> None:
@@ -282,12 +312,14 @@ def _plan_cpu_cache(draft: _Draft) -> None:
     draft.derive_auto("inference.sleep", False, "there is no GPU")
     draft.derive_auto("inference.gpu_memory_utilization", 0.45, "has no effect on a CPU")
     memory, length = draft.facts.memory_bytes, draft["inference.max_model_len"]
-    each = kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length)
+    size, replicas = draft["inference.tensor_parallel_size"], draft["inference.replicas"]
+    each = kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length, tensor_parallel_size=size)
     # vLLM keeps one block to itself.
     spare = each * CPU_BLOCK_TOKENS // round_up(length, CPU_BLOCK_TOKENS)
     given = draft["inference.kv_cache_gib"]
-    room = memory * MAX_KV_PART if given == "auto" else given * GIB
-    source = f"a quarter of the memory ({gib(room)})" if given == "auto" else f"kv_cache_gib = {given:g}"
+    room = memory * MAX_KV_PART / (replicas * size) if given == "auto" else given * GIB
+    part = "a quarter of the memory" + (f" for {replicas * size} processes" if replicas * size > 1 else "")
+    source = f"{part} ({gib(room)})" if given == "auto" else f"kv_cache_gib = {given:g}"
     fitting = int((room - spare) // each)
     if fitting < 1:
         raise ConfigError(
@@ -318,8 +350,8 @@ def _plan_cpu_cache(draft: _Draft) -> None:
 
 def _plan_card(draft: _Draft) -> None:
     """The same on a GPU, and whether the engine sleeps while the trainer works."""
-    card, model, length = draft.facts.gpu_memory_bytes, draft.facts.model, draft["inference.max_model_len"]
-    weights, each = weights_bytes(model, draft["model.dtype"]), _gpu_cache_each(draft)
+    card, length = draft.facts.gpu_memory_bytes, draft["inference.max_model_len"]
+    weights, each = _card_weights(draft), _gpu_cache_each(draft)
     wanted, reason = _sequences(draft)
     split = _split_of(draft)
     share = draft["inference.gpu_memory_utilization"]
@@ -362,10 +394,15 @@ def _plan_card(draft: _Draft) -> None:
     draft.derive_auto("inference.sleep", split.sleeps, reason)
 
 
+def _card_weights(draft: _Draft) -> int:
+    """The engine's weights on one of its cards."""
+    return -(-weights_bytes(draft.facts.model, draft["model.dtype"]) // draft["inference.tensor_parallel_size"])
+
+
 def _gpu_cache_each(draft: _Draft) -> int:
-    """KV cache of one sequence, and a block for what vLLM keeps to itself."""
-    length = draft["inference.max_model_len"] + GPU_BLOCK_TOKENS
-    return kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length, GPU_BLOCK_TOKENS)
+    """KV cache of one sequence on one card, and a block for what vLLM keeps to itself."""
+    length, size = draft["inference.max_model_len"] + GPU_BLOCK_TOKENS, draft["inference.tensor_parallel_size"]
+    return kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length, GPU_BLOCK_TOKENS, size)
 
 
 def _split_of(draft: _Draft) -> Split:
@@ -379,7 +416,7 @@ def _split_of(draft: _Draft) -> Split:
         state=training_state(draft.original, dtype, facts),
         activations=int(tokens * each / ACTIVATION_MARGIN),
         probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model),
-        weights=weights_bytes(facts.model, dtype),
+        weights=_card_weights(draft),
         cache=_gpu_cache_each(draft) * (_sequences(draft)[0] if num_sequences == "auto" else num_sequences),
     )
     sleep, separate = draft["inference.sleep"], draft["run.placement"] == "separate"
@@ -440,7 +477,7 @@ def _activation_room(draft: _Draft) -> float:
     if draft["inference.sleep"]:
         return usable - state - ASLEEP_RESERVE
     cache = draft["inference.kv_cache_gib"] * GIB
-    return usable - state - weights_bytes(draft.facts.model, draft["model.dtype"]) - ENGINE_RESERVE - cache
+    return usable - state - _card_weights(draft) - ENGINE_RESERVE - cache
 
 
 def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:
@@ -453,25 +490,3 @@ def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:
     draft.derive_auto("training.gradient_checkpointing", not fits, reason)
     checkpointing = draft["training.gradient_checkpointing"]
     return activation_bytes_per_token(model, dtype, checkpointing=True) if checkpointing else each
-
-
-def _warn_grpo(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
-    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
-    usual = resolved(RLConfig(kind=algorithm.kind))
-    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
-    if one_update and is_set and algorithm.old_policy == "trainer":
-        yield (
-            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
-            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
-        )
-    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
-    if budget is not None and budget >= longest:
-        yield (
-            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
-            f"{longest}"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield (
-            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
-            ' back: use "k3", or set algorithm.kl_in = "reward"'
-        )

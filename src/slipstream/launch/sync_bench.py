@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Literal
 from slipstream.config import LoraConfig, RunConfig, with_values
 from slipstream.config.checks import publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
-from slipstream.inference.engine import SupervisedEngine
 from slipstream.launch.deployable import engine_config, find_deployable
-from slipstream.launch.engines import create_engine, engine_gpus, engine_settings
+from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_settings
 from slipstream.launch.facts import adapter_config, measure_adapter, measure_gpus, read_model
 from slipstream.launch.models import load_model, share_weights
 from slipstream.launch.stop import StopRequest
@@ -209,7 +208,7 @@ def _started(
             engine.kill()
 
 
-def _bridge(name: BridgeName, config: RunConfig, folder: Path, model: PolicyModel, engine: SupervisedEngine) -> Bridge:
+def _bridge(name: BridgeName, config: RunConfig, folder: Path, model: PolicyModel, engine: RunEngine) -> Bridge:
     if name == "lora":
         assert model.adapter is not None
         return create_adapter_bridge(
@@ -243,7 +242,7 @@ class _Update:
 class _Load:
     """A few long generations at any time, between `start` and `stop`."""
 
-    def __init__(self, engine: SupervisedEngine, thread: EventLoopThread, options: SyncOptions, length: int) -> None:
+    def __init__(self, engine: RunEngine, thread: EventLoopThread, options: SyncOptions, length: int) -> None:
         self._engine = engine
         self._thread = thread
         self._options = options
@@ -294,7 +293,7 @@ class _Bench:
         config: RunConfig,
         options: SyncOptions,
         model: PolicyModel,
-        engine: SupervisedEngine,
+        engine: RunEngine,
         thread: EventLoopThread,
         bridge: Bridge,
         should_stop: Callable[[], bool],
@@ -392,8 +391,7 @@ class _Bench:
     def _memory(self, report: ApplyReport) -> tuple[Memory, Memory]:
         import torch
 
-        process = self._engine.process.process
-        theirs = session_of(process.pid) if process is not None else []
+        theirs = [pid for leader in self._engine.pids for pid in session_of(leader)]
         on_gpu = self._model.device.type == "cuda"
         sides = (([os.getpid()], torch.cuda.memory_allocated() if on_gpu else 0), (theirs, report.memory_bytes))
         ours, others = (

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.config import RLConfig, RunConfig
-from slipstream.config.checks import keeps_copy, shares_weights, uses_critic, uses_engine
+from slipstream.config.checks import engine_workers, keeps_copy, num_replicas, shares_weights, uses_critic, uses_engine
+from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
-from slipstream.launch.measured import Facts
+from slipstream.launch.measured import Facts, ModelFacts
 from slipstream.launch.memory import GIB, activation_bytes_per_token, gib, training_state_bytes, weights_bytes
 
 
@@ -92,9 +93,21 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:
         how = f"weights {gib(engine.kept)}, KV cache {gib(engine.working)}"
+        if engine_workers(config) > 1:
+            how += ", on each of its cards" if facts.num_gpus else f", of {engine_workers(config)} processes together"
         if config.inference.sleep is True:
             how += "; given up while the trainer works"
         yield _memory_note("memory of the engine", engine, how)
+
+
+def check_divided(model: ModelFacts, tensor_parallel_size: int) -> None:
+    """Raises ConfigError for a model whose heads cannot be shared out evenly to so many workers."""
+    heads, kv_heads, size = model.num_heads, model.num_kv_heads, tensor_parallel_size
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise ConfigError(
+            f"inference.tensor_parallel_size = {size} does not divide the model's {heads} attention heads (and "
+            f"{kv_heads} of keys and values) evenly: use a divisor of both, or inference.replicas instead"
+        )
 
 
 def delta_warnings(config: RunConfig) -> Iterator[str]:
@@ -103,6 +116,29 @@ def delta_warnings(config: RunConfig) -> Iterator[str]:
         yield (
             'weights.delta saves nothing while model.dtype = "float32", in which nearly every element changes in every '
             'step: use "bfloat16", or turn it off'
+        )
+
+
+def rl_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
+    """Settings of [algorithm] that will not do what they seem to; `algorithm` is what its recipe makes of it."""
+    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
+    usual = resolved(RLConfig(kind=algorithm.kind))
+    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
+    if one_update and is_set and algorithm.old_policy == "trainer":
+        yield (
+            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
+            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
+        )
+    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
+    if budget is not None and budget >= longest:
+        yield (
+            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
+            f"{longest}"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield (
+            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
+            ' back: use "k3", or set algorithm.kl_in = "reward"'
         )
 
 
@@ -128,8 +164,11 @@ def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     trainer = _Side(training_state(config, dtype, facts), activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):
         return trainer, None
-    cache = int(float(config.inference.kv_cache_gib) * GIB)
-    return trainer, _Side(weights_bytes(facts.model, dtype), cache, ENGINE_RESERVE * on_gpu)
+    cache, size = int(float(config.inference.kv_cache_gib) * GIB), config.inference.tensor_parallel_size
+    if on_gpu:
+        return trainer, _Side(-(-weights_bytes(facts.model, dtype) // size), cache, ENGINE_RESERVE)
+    replicas = num_replicas(config)
+    return trainer, _Side(replicas * weights_bytes(facts.model, dtype), replicas * size * cache, 0)
 
 
 def _memory_note(name: str, side: _Side, how: str) -> Note:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
         found.append(_base(Path(str(read_settings(run).get("model.path", ""))), base))
     if engine is not None or (is_running(run) and tickets):
         try:
-            found.append(asyncio.run(_live(run, engine or _socket(run), timeout_s)))
+            sockets = [engine] if engine is not None else _sockets(run)
+            found += asyncio.run(_live(run, sockets, timeout_s))
         except EngineError:
             raise_unless_right(found)  # what is wrong is worth more than what could not be asked
             raise
@@ -193,21 +194,29 @@ def _differences(
     return problems + [f"{name} is missing" for name in missing]
 
 
-def _socket(run: Path) -> Path:
-    """Where the engine of a run that goes on answers."""
-    paths = [str(event.get("path", "")) for event in read_events(run) if event["kind"] == "engine_socket"]
-    if not paths or not paths[-1]:
+def _sockets(run: Path) -> list[Path]:
+    """Where the engines of a run that goes on answer, of its last start."""
+    paths: list[Path] = []
+    for event in read_events(run):
+        if event["kind"] == "engine_socket" and event.get("path"):
+            paths = [*(paths if event.get("replica") else ()), Path(str(event["path"]))]
+    if not paths:
         raise ConfigError(f"{run} does not say where its engine answers: name its socket with --engine")
-    return Path(paths[-1])
+    return paths
 
 
-async def _live(run: Path, socket: Path, timeout_s: float) -> Verdict:
-    """The weights in the engine's memory against the ticket of the version that it says it holds."""
+async def _live(run: Path, sockets: Sequence[Path], timeout_s: float) -> list[Verdict]:
+    """The weights in each engine's memory against the ticket of the version that it says it holds."""
+    names = [LIVE] if len(sockets) == 1 else [f"{LIVE} {number}" for number in range(len(sockets))]
+    return await asyncio.gather(*(_live_one(run, *each, timeout_s) for each in zip(sockets, names, strict=True)))
+
+
+async def _live_one(run: Path, socket: Path, what: str, timeout_s: float) -> Verdict:
     if not socket.is_socket():
         raise EngineError(f"{socket} is no socket of an engine: is the run still going on, on this machine?")
     client = EngineClient(str(socket), is_alive=socket.exists, describe=lambda: f"asked at {socket}")
     try:
-        return await _ask(run, client, timeout_s)
+        return replace(await _ask(run, client, timeout_s), what=what)
     finally:
         await client.close()
 
@@ -262,7 +271,7 @@ def raise_unless_right(verdicts: Sequence[Verdict]) -> None:
         first = wrong[0]
         shown = ", ".join(first.problems[:3]) + (f" and {len(first.problems) - 3} more" * (len(first.problems) > 3))
         others = f"; {len(wrong) - 1} more of {len(verdicts)} differ" if len(wrong) > 1 else ""
-        remedy = "restart the run with --resume" if first.what == LIVE else "use another one, or make it again"
+        remedy = "restart the run with --resume" if first.what.startswith(LIVE) else "use another one, or make it again"
         raise WeightsError(
             f"{first.what} {first.version}".rstrip() + f" is not what was recorded ({shown}){others}: {remedy}"
         )

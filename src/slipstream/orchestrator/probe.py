@@ -1,4 +1,4 @@
-"""The engine's half of the probe: a few fixed prompts, sampled exactly as rollouts are.
+"""The engine's half of the probe: a few fixed prompts, sampled exactly as rollouts are, by every engine.
 
 The trainer scores the same tokens with the same version of the weights. What differs is numerics, or an engine
 that does not compute with the weights it shows; policy drift has no part in it.
@@ -7,6 +7,7 @@ that does not compute with the weights it shows; policy drift has no part in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -18,12 +19,21 @@ from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.records import Sequence as TokenSequence
 
 
+class Probed(Protocol):
+    """An engine, or several as one."""
+
+    @property
+    def each(self) -> Sequence[Engine]:
+        """Those that answer, one by one."""
+        ...
+
+
 class Probe:
     """Samples from fixed prompts with fixed seeds."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Probed,
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
         *,
@@ -39,7 +49,11 @@ class Probe:
         self._round = 0
 
     async def sample(self) -> list[TokenSequence]:
-        """Prompt and sampled tokens with their behaviour log-probabilities."""
+        """Prompt and sampled tokens with their behaviour log-probabilities; all of one engine, then all of the next."""
+        found = await all_of(self._sample(engine) for engine in self._engine.each)
+        return [sequence for sequences in found for sequence in sequences]
+
+    async def _sample(self, engine: Engine) -> list[TokenSequence]:
         self._round += 1
         requests = [
             GenerateRequest(
@@ -51,7 +65,7 @@ class Probe:
             )
             for place, prompt in enumerate(self._prompts)
         ]
-        completions = await outliving(self._engine, lambda: all_of(map(self._engine.generate, requests)))
+        completions = await outliving(engine, lambda: all_of(map(engine.generate, requests)))
         sequences: list[TokenSequence] = []
         for prompt, completion in zip(self._prompts, completions, strict=True):
             if completion.finish_reason == "abort" or completion.logprobs is None:

@@ -115,6 +115,7 @@ class RolloutRunner:
                 sampling=sampling,
                 seed=seed_of(seed, turn) if turn else seed,
                 timeout_s=self._request_timeout_s,
+                group_id=group_id,
             )
             with own_time.paused():
                 completion = await self._engine.generate(request)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from slipstream.errors import DeadlineError, Interrupted, SlipstreamError, WeightsError
+from slipstream.errors import DeadlineError, EngineError, Interrupted, SlipstreamError, WeightsError
 from slipstream.orchestrator.batches import Batcher
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
@@ -114,9 +114,11 @@ class Orchestrator:
         wake: Callable[[], None] = lambda: None,
         rest: Callable[[], None] = lambda: None,
         on_evaluated: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
+        publishes_again: Callable[[SlipstreamError], bool] = lambda error: False,
     ) -> None:
         """`start` ends when engine and rewards are ready for the first version; awaited before that is applied. `wake`
-        is called before each update and `rest` after each release, both by the trainer's thread."""
+        is called before each update and `rest` after each release, both by the trainer's thread. `publishes_again` says
+        whether an update that failed is made a second time."""
         self._thread = thread
         self._versions = versions
         self._publish = publish
@@ -128,6 +130,7 @@ class Orchestrator:
         self._waits = waits
         self._wake = wake
         self._rest = rest
+        self._publishes_again = publishes_again
         self.last_evaluation: Evaluation | None = None
 
     def update(self, step: int) -> list[TokenSequence]:
@@ -136,6 +139,15 @@ class Orchestrator:
             start, self._start = self._start, None
             self._thread.call(_awaited(start), self._waits.start_s, "the engine to start")
         self._wake()
+        try:
+            return self._bring(step)
+        except (EngineError, WeightsError) as error:
+            if not self._publishes_again(error):
+                raise
+        return self._bring(step)
+
+    def _bring(self, step: int) -> list[TokenSequence]:
+        """Publish the live weights, have them applied, and probe."""
 
         async def apply_and_probe(ticket: Ticket) -> tuple[ApplyReport, list[TokenSequence]]:
             report = await self._versions.apply(ticket)
@@ -154,6 +166,8 @@ class Orchestrator:
             # A receiver that failed is the reason, and the sender's wait only what came of it.
             if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
                 raise cause from error
+            for future in under_way:
+                future.cancel()
             raise
         report, sequences = self._thread.wait(
             under_way[0], self._waits.apply_s, f"the engine to apply version {ticket.version.name}"

@@ -19,7 +19,10 @@ _PAUSE_S = 0.25
 class Revivable(Protocol):
     """An engine that can be started again."""
 
-    num_restarts: int
+    @property
+    def num_restarts(self) -> int:
+        """How often it has been."""
+        ...
 
     async def revive(self) -> None:
         """Bring a dead engine back; nothing when it is alive. Raises when it may not be started again."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.algo.losses import kl_estimate
+from slipstream.config.checks import num_replicas
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
@@ -33,6 +34,7 @@ from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.credit import Credit, assign_credit
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.differences import differences_of, worst_mean
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, score
 from slipstream.trainer.model import PolicyModel
@@ -396,8 +398,8 @@ class TrainingLoop:
         # An engine that shares the card by turns has it now: what is left may hold one sequence, not a full row.
         row = max(map(len, sequences)) if self.config.inference.sleep is True else None
         ours = self.learner.forward(sequences, self.sampling, micro_batch_tokens=row).logprobs
-        differences = [d for s, logprobs in zip(sequences, ours, strict=True) for d in differences_of(s, logprobs)]
-        mean = statistics.fmean(differences)
+        differences = [differences_of(s, logprobs) for s, logprobs in zip(sequences, ours, strict=True)]
+        mean = worst_mean(differences, num_replicas(self.config))
         limits = self.config.weights
         if not mean <= limits.probe_stop:
             raise MismatchError(
@@ -408,7 +410,7 @@ class TrainingLoop:
             text = f"engine and trainer differ by {mean:.3f} per token at version {self.step} (weights.probe_warn)"
             self.log.warning(text, step=self.step)
             self.progress.message(text, "warning")
-        return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(differences)}
+        return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(map(max, differences))}
 
     def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:
         for place, rollout in enumerate(batch.rollouts[: self.config.run.save_samples]):
@@ -449,14 +451,6 @@ class TrainingLoop:
         proof = self.store.read_fingerprints(path)
         digest = proof.digest if proof else ""
         self.log.event("checkpoint", step=self.step, path=str(path.relative_to(self.log.folder)), digest=digest)
-
-
-def differences_of(sequence: records.Sequence, logprobs: Tensor) -> list[float]:
-    """Absolute differences between a sequence's behaviour log-probabilities and the trainer's."""
-    if sequence.logprobs is None:
-        raise TrainingError("the engine's probe came without log-probabilities: it must return those of sampled tokens")
-    theirs = [value for value, trained in zip(sequence.logprobs, sequence.mask, strict=True) if trained]
-    return [abs(a - b) for a, b in zip(theirs, logprobs.tolist(), strict=True)]
 
 
 def rollout_metrics(batch: records.Batch) -> dict[str, float]:

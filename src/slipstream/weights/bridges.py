@@ -35,13 +35,15 @@ def create_bridge(
     num_workers: int = 1,
     between_gpus: bool = False,
     held: Callable[[], Version | None] | None = None,
+    joined: Callable[[], int] = lambda: 0,
 ) -> Bridge:
     """The bridge called `name` for whole models. `folder` takes published versions; `source` is the model's own
     folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`, which goes over NCCL
-    `between_gpus`. With `held`, which asks the engine what it has verified, `disk` and `broadcast` send deltas."""
+    `between_gpus`; `joined` waits for them all and says how often some were replaced. With `held`, which asks the
+    engine what it has verified, `disk` and `broadcast` send deltas."""
     if name == "broadcast":
         backend = "nccl" if between_gpus else "gloo"
-        carrier = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend)
+        carrier = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend, joined=joined)
         return _Bridge(name, DeltaPublisher(carrier, held) if held else carrier, BroadcastReceiver(engine))
     if name == "single_copy":
         return _Bridge(name, SharedPublisher(), DiskReceiver(engine), engine.fence)

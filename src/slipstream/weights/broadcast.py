@@ -132,6 +132,11 @@ class Group:
                 raise RuntimeError("the other side ended without it" if ended else "the deadline passed")
             time.sleep(_POLL_S)
 
+    def leave(self) -> None:
+        """End the membership, also where others of the group are dead."""
+        if self.device.type != "cpu":
+            self._group.abort()
+
     def receive(self, ticket: Ticket, memory: Memory = lambda _: None) -> Iterator[list[tuple[str, Tensor]]]:
         """The tensors that travel for a version, message by message, where the group works; those that `memory` has a
         place for are received there and not told of. A message's tensors are valid until the next but one is asked
@@ -234,7 +239,17 @@ def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> Ite
 class BroadcastPublisher:
     """The trainer's half. Owns the rendezvous folder until `close`."""
 
-    def __init__(self, *, num_workers: int, timeout_s: float, backend: Literal["gloo", "nccl"] = "gloo") -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        joined: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`joined` waits until all workers run, and says how often some were replaced: then a new group is made."""
+        self._joined = joined
+        self._num_replaced = 0
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-group-"))
         self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s, backend)
         self._group: Group | None = None
@@ -243,6 +258,7 @@ class BroadcastPublisher:
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
     ) -> Ticket:
         """Describe, announce, send. Raises `WeightsError` when nobody receives within the deadline."""
+        self._meet_anew()
         weights = list(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
@@ -269,6 +285,19 @@ class BroadcastPublisher:
                 f"{self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {_first_line(error)}"
             ) from error
         return ticket
+
+    def _meet_anew(self) -> None:
+        """Give up the group when workers have come that are not in it; everybody makes the one that the next ticket
+        names."""
+        num_replaced = self._joined()
+        if num_replaced == self._num_replaced:
+            return
+        self._num_replaced = num_replaced
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+        store = str(self._folder / f"store-{num_replaced}")
+        self._rendezvous = msgspec.structs.replace(self._rendezvous, store=store)
 
     def close(self) -> None:
         """Leave the group and remove its folder."""

@@ -35,6 +35,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "trust_remote_code": settings.trust_remote_code,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "tensor_parallel_size": settings.tensor_parallel_size,
         **({"enable_sleep_mode": True} if settings.can_sleep else {}),
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,

@@ -219,8 +219,8 @@ class EngineServer:
 
     async def _load(self, ticket: Ticket) -> tuple[float, int]:
         """A whole model, in place; seconds and bytes."""
-        text = msgspec.json.encode(ticket).decode()
-        loads = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_load", text)]
+        text, first_rank = msgspec.json.encode(ticket).decode(), str(self.settings.first_rank)
+        loads = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_load", text, first_rank)]
         return max(load["seconds"] for load in loads), sum(load["num_bytes"] for load in loads)
 
     async def _load_adapter(self, ticket: Ticket) -> tuple[float, int]:

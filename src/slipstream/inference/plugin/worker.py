@@ -60,14 +60,14 @@ class WorkerExtension:
         )
 
     @torch.no_grad()
-    def slipstream_load(self, ticket_json: str) -> str:
-        """Load a version, or what is new in it, into the live weights, from files or from the group. JSON: seconds and
-        bytes."""
+    def slipstream_load(self, ticket_json: str, first_rank: str = "1") -> str:
+        """Load a version, or what is new in it, into the live weights, from files or from the group, in which this
+        engine's workers have the ranks from `first_rank` on. JSON: seconds and bytes."""
         ticket = msgspec.json.decode(ticket_json, type=Ticket)
         started = time.perf_counter()
         model, num_bytes = self._slipstream_model(), 0
         # Recorded before the first load: afterwards a layer's parameters are the same objects, but cheaper to know now.
-        located = self._slipstream_locate(ticket.parameters)
+        located, first = self._slipstream_locate(ticket.parameters), int(first_rank)
 
         def counted(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
@@ -77,16 +77,16 @@ class WorkerExtension:
 
         if ticket.delta is not None:
             for patch in delta.patched(
-                ticket, counted(self._slipstream_source(ticket)), next(model.parameters()).device
+                ticket, counted(self._slipstream_source(ticket, first)), next(model.parameters()).device
             ):
                 located.write(*patch)
         elif ticket.bridge == "broadcast":
             num_bytes = ticket.num_bytes
-            left = self._slipstream_receive(ticket, located)
+            left = self._slipstream_receive(ticket, first, located)
             if left:
                 model.load_weights(left)
         elif ticket.bridge != "single_copy":
-            model.load_weights(counted(self._slipstream_source(ticket)))
+            model.load_weights(counted(self._slipstream_source(ticket, first)))
         if ticket.bridge == "broadcast" and self._slipstream_group is not None:
             self._slipstream_group.finish()
         patches.repack(model)
@@ -119,20 +119,25 @@ class WorkerExtension:
             torch.cuda.synchronize()
         return "null"
 
-    def _slipstream_source(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
+    def _slipstream_source(self, ticket: Ticket, first_rank: int) -> Iterator[tuple[str, Tensor]]:
         if ticket.bridge != "broadcast":
             return read_model_folder(Path(ticket.location))
-        return itertools.chain.from_iterable(self._slipstream_join(ticket).receive(ticket))
+        return itertools.chain.from_iterable(self._slipstream_join(ticket, first_rank).receive(ticket))
 
-    def _slipstream_join(self, ticket: Ticket) -> broadcast.Group:
+    def _slipstream_join(self, ticket: Ticket, first_rank: int) -> broadcast.Group:
         rendezvous = broadcast.rendezvous_of(ticket)
         if self._slipstream_group is None or self._slipstream_group.rendezvous != rendezvous:
-            self._slipstream_group = broadcast.Group(rendezvous, rank=1 + self.rank)
+            if self._slipstream_group is not None:
+                self._slipstream_group.leave()
+                self._slipstream_group = None
+            self._slipstream_group = broadcast.Group(rendezvous, rank=first_rank + self.rank)
         return self._slipstream_group
 
-    def _slipstream_receive(self, ticket: Ticket, located: tensor_map.TensorMap) -> list[tuple[str, Tensor]]:
+    def _slipstream_receive(
+        self, ticket: Ticket, first_rank: int, located: tensor_map.TensorMap
+    ) -> list[tuple[str, Tensor]]:
         """Whole parameters from the group, to where the map says; those that it cannot place, in the ticket's order."""
-        group = self._slipstream_join(ticket)
+        group = self._slipstream_join(ticket, first_rank)
         is_here = next(self._slipstream_model().parameters()).device == group.device
         left: dict[str, Tensor] = {}
         for arrived in group.receive(ticket, located.memory if is_here else lambda _: None):

@@ -1,0 +1,220 @@
+"""Two real engines as one: versions for both, one that is killed while it generates or takes a version."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.errors import SlipstreamError
+from slipstream.inference.engine import SupervisedEngine
+from slipstream.inference.replicas import EngineReplicas
+from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.records import GenerateRequest, SamplingParams, Sequence
+from slipstream.trainer.learner import score
+from slipstream.trainer.model import PolicyModel
+from slipstream.weights import check_report, create_bridge
+
+from .conftest import PROMPTS, LiveEngine, perturbed, settings_for
+
+pytestmark = pytest.mark.engine
+GROUP_TIMEOUT_S = 20.0
+
+
+class Several(LiveEngine):
+    """Two engines that may die as often as a test asks for, and a trainer of versions that follow from their number."""
+
+    engine: EngineReplicas
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.original = load_file(self.model / "model.safetensors")
+        self.policy = PolicyModel.load(self.model)
+        self.step = 0
+        self.bridges = {}
+
+    def bridge(self, name):
+        if name not in self.bridges:
+            self.bridges[name] = create_bridge(
+                name,
+                folder=self.model.parent / "replica-weights",
+                source=self.model,
+                engine=self.engine,
+                timeout_s=GROUP_TIMEOUT_S,
+                num_workers=2,
+                joined=lambda: self.call(self.engine.joined()),
+            )
+        return self.bridges[name]
+
+    def publish(self, name):
+        self.step += 1
+        under_way = []
+
+        def announce(ticket):
+            under_way.append(self.thread.submit(self.bridge(name).receiver.apply(ticket, 120)))
+            return under_way[0].done
+
+        weights = perturbed(self.original, self.step)
+        ticket = self.bridge(name).publisher.publish(weights.items(), self.step, 0, announce)
+        report = under_way[0].result(180)
+        check_report(report, ticket)
+        return report
+
+    def ask(self, tag, number=16, length=24):
+        sampling = SamplingParams(max_tokens=length)
+        requests = [
+            GenerateRequest(f"{tag}-{n}", PROMPTS[n % 8], sampling, seed=n, timeout_s=60, group_id=f"{tag}.{n % 8}")
+            for n in range(number)
+        ]
+
+        async def all_of_them():
+            return await asyncio.gather(*map(self.engine.generate, requests))
+
+        return self.thread.submit(all_of_them())
+
+    def check(self, completions):
+        """Every token is what the version that it names gives."""
+        for completion in completions:
+            prompt = PROMPTS[int(completion.id.rpartition("-")[2]) % 8]
+            (span,) = completion.versions
+            self.policy.network.load_state_dict(perturbed(self.original, int(span.version.split(".")[1])), strict=False)
+            tokens = [*prompt, *completion.token_ids]
+            mask = [False] * len(prompt) + [True] * len(completion.token_ids)
+            (ours,) = score(self.policy, [Sequence(tokens, mask)], micro_batch_tokens=1024).logprobs
+            assert (ours - torch.tensor(completion.logprobs)).abs().max() < 1e-3
+
+    def pid(self, number):
+        return self.engine.pids[number]
+
+    def requests(self):
+        metrics = self.engine.take_metrics()
+        return [metrics[f"replica_{number}/requests"] for number in range(2)]
+
+    def kinds(self):
+        kinds = [kind for kind, _ in self.events]
+        self.events.clear()
+        return kinds
+
+
+@pytest.fixture(scope="module")
+def several(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    events = []
+
+    def note(kind, **fields):
+        events.append((kind, fields))
+
+    async def create():
+        settings = settings_for(tiny_model)
+        engines = [
+            SupervisedEngine(
+                msgspec.structs.replace(settings, threads=1, first_rank=1 + number),
+                folder / f"engine-{number}.log",
+                start_timeout_s=300,
+                max_restarts=10,
+                on_event=note,
+            )
+            for number in range(2)
+        ]
+        return EngineReplicas(engines, num_places=settings.max_num_seqs, on_event=note)
+
+    thread = EventLoopThread(lambda: False)
+    several = Several(thread.call(create(), 10, "the engine objects"), thread, tiny_model, events)
+    several.engine.launch()
+    several.call(several.engine.wait_ready(), 320)
+    yield several
+    for bridge in several.bridges.values():
+        bridge.publisher.close()
+    thread.stop(several.engine.stop())
+
+
+def test_both_prove_a_version_and_share_the_work(several):
+    several.engine.take_metrics()
+    report = several.publish("disk")
+    assert report.num_bytes > 0
+    completions = several.ask("shared").result(60)
+    several.check(completions)
+    assert {span.version for c in completions for span in c.versions} == {f"0.{several.step}"}
+    assert several.requests() == [8, 8]
+
+
+def test_which_one_answers_makes_no_difference(several):
+    async def ask_each():
+        sampling = SamplingParams(max_tokens=24)
+        return [
+            await asyncio.gather(
+                *(engine.generate(GenerateRequest(f"each-{place}-{n}", PROMPTS[n], sampling, seed=n)) for n in range(8))
+            )
+            for place, engine in enumerate(several.engine.each)
+        ]
+
+    first, second = several.call(ask_each())
+    assert [(c.token_ids, c.logprobs) for c in first] == [(c.token_ids, c.logprobs) for c in second]
+
+
+def test_one_is_killed_while_it_generates(several):
+    asked = several.ask("killed", number=64, length=200)
+    time.sleep(0.1)
+    os.kill(several.pid(0), signal.SIGKILL)
+    completions = asked.result(60)
+    assert sorted(c.id for c in completions) == sorted(f"killed-{n}" for n in range(64))
+    several.check(completions)
+    assert several.call(several.engine.joined(), 200) == 1
+    assert several.kinds() == ["replica_lost", "engine_restart"]
+    several.engine.take_metrics()
+    several.check(several.ask("back").result(60))
+    assert several.requests() == [8, 8]
+
+
+def test_one_is_killed_while_it_takes_a_version(several):
+    killer = subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -9 {several.pid(1)}"])
+    several.publish("disk")
+    killer.wait()
+    assert several.call(several.engine.held(), 200).name == f"0.{several.step}"
+    several.engine.take_metrics()
+    completions = several.ask("taken").result(60)
+    several.check(completions)
+    assert {span.version for c in completions for span in c.versions} == {f"0.{several.step}"}
+    assert several.requests() == [8, 8]
+
+
+def test_without_files_the_other_goes_on_alone_until_the_next_version(several):
+    for _ in range(2):
+        several.publish("broadcast")
+    several.check(several.ask("sent").result(60))
+    several.engine.take_metrics()
+    asked = several.ask("alone", number=64, length=200)
+    time.sleep(0.1)
+    os.kill(several.pid(1), signal.SIGKILL)
+    several.check(asked.result(60))
+    several.check(several.ask("still alone").result(60))
+    for _ in range(2):  # the first makes a new group, to which all belong
+        several.publish("broadcast")
+    several.engine.take_metrics()
+    completions = several.ask("again").result(60)
+    several.check(completions)
+    assert {span.version for c in completions for span in c.versions} == {f"0.{several.step}"}
+    assert several.requests() == [8, 8]
+
+
+def test_one_is_killed_in_the_middle_of_a_collective(several):
+    several.publish("broadcast")
+    pid = several.pid(1)
+    os.kill(pid, signal.SIGSTOP)
+    killer = subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {pid}"])
+    began = time.monotonic()
+    with pytest.raises(SlipstreamError):
+        several.publish("broadcast")
+    assert time.monotonic() - began < GROUP_TIMEOUT_S + 10
+    killer.wait()
+    with pytest.raises(SlipstreamError, match="no engine is in service"):
+        several.ask("refused").result(60)
+    several.publish("broadcast")
+    several.check(several.ask("whole again").result(60))

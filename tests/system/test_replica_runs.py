@@ -1,0 +1,80 @@
+"""Whole runs with two engines, through the real command with real vLLM: each bridge, and one engine that is killed."""
+
+import json
+
+import pytest
+
+from slipstream.runlog import read_events, read_metrics, read_samples
+
+from .test_real_runs import COIN, check_run, num_steps
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TWO = ("--inference.replicas", "2", "--run.threads", "2", "--run.save_samples", "16")
+
+
+def train(command, run_file, folder, *options):
+    run = command("train", run_file, *COIN, *TWO, *options, "--run.folder", folder)
+    code, _, err = run.wait(400)
+    assert code == 0, err
+    assert run.left_behind() == []
+
+
+def check_versions(folder, staleness=0):
+    """Within a rollout versions only rise, and none is older than allowed."""
+    for sample in read_samples(folder):
+        for sequence in sample["sequences"]:
+            steps = [int(name.split(".")[1]) for _, name in sequence["versions"]]
+            assert steps == sorted(steps)
+            assert sample["step"] - staleness <= steps[0]
+            assert steps[-1] <= sample["step"]
+
+
+def test_from_files_in_flight(command, run_file, tmp_path):
+    train(command, run_file, tmp_path, "--training.steps", 4, "--training.staleness", 1)
+    check_run(tmp_path, steps=4)
+    check_versions(tmp_path, staleness=1)
+    for row in read_metrics(tmp_path)[1:]:
+        # A batch is four groups of four.
+        assert row["replica_0/requests"] + row["replica_1/requests"] >= 16
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["engine-0.log", "engine-1.log"]
+
+
+def test_divided_over_two_workers_each_with_deltas_over_one_group(command, run_file, tmp_path):
+    options = ("--inference.tensor_parallel_size", 2, "--weights.bridge", "broadcast", "--weights.delta", "true")
+    shape = ("--hidden-size", 64, "--num-layers", 1, "--num-heads", 2, "--num-kv-heads", 2, "--context-length", 64)
+    assert command("model", "new", tmp_path / "model", *shape).wait()[0] == 0
+    folder, slowly = tmp_path / "run", ("--model.dtype", "bfloat16", "--training.learning_rate", 1e-5)
+    train(command, run_file, folder, "--training.steps", 2, *options, *slowly, "--model.path", tmp_path / "model")
+    published = [event for event in read_events(folder) if event["kind"] == "publish"]
+    assert [event.get("delta_of") for event in published] == [None, "0.0", "0.1"]
+    check_versions(folder)
+
+
+def test_an_adapter(command, run_file, tmp_path):
+    train(command, run_file, tmp_path, "--lora.rank", 4, "--training.steps", 3, "--training.staleness", 1)
+    check_versions(tmp_path, staleness=1)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("bridge", ["disk", "broadcast"])
+def test_one_of_two_is_killed(command, run_file, tmp_path, bridge):
+    folder = tmp_path / "run"
+    run = command(
+        "train", run_file, *COIN, *TWO, "--training.steps", 60, "--weights.bridge", bridge, "--run.folder", folder
+    )
+    run.until(lambda: num_steps(folder) >= 2)
+    asked = command("verify", folder, "--json")
+    code, out, err = asked.wait()
+    assert code == 0, err
+    live = [verdict["what"] for verdict in json.loads(out) if verdict["what"].startswith("live engine")]
+    assert live == ["live engine 0", "live engine 1"]
+    run.engines()[0].kill()
+    code, _, err = run.wait(400)
+    assert code == 0, err
+    check_run(folder, steps=60)
+    check_versions(folder)
+    kinds = [event["kind"] for event in read_events(folder)]
+    assert kinds.count("engine_restart") == 1
+    assert [row["rollout/num"] for row in read_metrics(folder)[1:]] == [16.0] * 60
+    assert run.left_behind() == []
