@@ -71,6 +71,11 @@ def uses_critic(config: RunConfig) -> bool:
     return isinstance(config.algorithm, RLConfig) and resolved(config.algorithm).advantage == "gae"
 
 
+def starts_teacher(config: RunConfig) -> bool:
+    """Whether a second engine of ours, the teacher's, belongs to the run."""
+    return config.teacher is not None and config.teacher.path is not None
+
+
 def engine_workers(config: RunConfig) -> int:
     """How many GPUs, or processes on a CPU, the engine's weights are spread over."""
     size = config.inference.options.get("tensor_parallel_size", 1)
@@ -85,6 +90,9 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
     if not uses_critic(config):
         found["critic"] = 'has no effect without algorithm.advantage = "gae", the recipe ppo'
+    if config.teacher is not None and config.teacher.url is None:
+        for name in ("name", "key_variable"):
+            found[f"teacher.{name}"] = "has no effect without teacher.url"
     if isinstance(algorithm, RLConfig):
         if config.data is not None:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
@@ -94,6 +102,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
         return found | _inapplicable_to(resolved(algorithm))
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
+    found["teacher"] = "applies to distill and other recipes of reinforcement learning, not to sft"
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["training.staleness"] = "applies to grpo, not to sft, whose batches no engine makes"
@@ -149,6 +158,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _optimizer(config)
     yield from _lora(config)
     yield from _critic(config)
+    yield from _teacher(config)
     if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
     yield from _delta(config)
@@ -223,6 +233,38 @@ def _critic(config: RunConfig) -> Iterator[tuple[str, str]]:
             "critic.warmup_steps",
             f"critic.warmup_steps = {warmup} is not below training.steps = {steps}, so the policy would never be "
             f"trained: use at most {steps - 1}",
+        )
+
+
+def _teacher(config: RunConfig) -> Iterator[tuple[str, str]]:
+    teacher, algorithm = config.teacher, config.algorithm
+    if not isinstance(algorithm, RLConfig):
+        return
+    if teacher is None:
+        if resolved(algorithm).advantage == "none":
+            yield (
+                "algorithm.advantage",
+                f'algorithm.kind = "{algorithm.kind}" with advantage "none" learns from a teacher only, and there is '
+                "none: set teacher.path, or use another advantage",
+            )
+        return
+    if (teacher.path is None) == (teacher.url is None):
+        both = "both given" if teacher.path is not None else "neither given"
+        yield "teacher.path", f"teacher.path and teacher.url are {both}: give one of them"
+    if teacher.path is not None and not teacher.path.strip():
+        yield "teacher.path", 'teacher.path = "" is empty: give a model folder or a hub id'
+    if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
+        yield "teacher.url", f'teacher.url = "{teacher.url}" is no address: write http://host:8000/v1'
+    if teacher.url is not None and config.sampling.temperature != 1.0:
+        yield (
+            "sampling.temperature",
+            f"sampling.temperature = {config.sampling.temperature:g} is not what a server at teacher.url scores at, "
+            "which is always 1: use 1, or give the teacher as teacher.path",
+        )
+    if teacher.path == config.model.path and (config.lora is None or config.lora.path is None):
+        yield (
+            "teacher.path",
+            f'teacher.path = "{teacher.path}" is the model itself, from which it can learn nothing: give another one',
         )
 
 

@@ -101,8 +101,8 @@ class SFTConfig(Section):
     """Which assistant turns of a conversation carry loss."""
 
 
-Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
-AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean", "gae"]
+Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "distill"]
+AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean", "gae", "none"]
 LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
 Scale = Literal["std", "batch", "whiten", "none"]
 Normalize = Literal["token", "sequence", "constant"]
@@ -118,7 +118,7 @@ class RLConfig(Section):
 
     kind: Recipe = "grpo"
     """`grpo` (this project's, with DAPO's token mean and clip-higher), `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
-    `reinforce_pp`, `ppo` (with a critic, [critic])."""
+    `reinforce_pp`, `ppo` (with a critic, [critic]), `distill` (from a teacher, [teacher])."""
     group_size: PositiveInt = 8
     """Completions for each prompt; their rewards make the baseline. 1 where nothing is compared within a group: `gae`,
     `batch_mean`."""
@@ -143,8 +143,8 @@ class RLConfig(Section):
     advantage: Literal["auto"] | AdvantageName | str = "auto"
     """What rewards are compared with: `group_mean` (GRPO), `leave_one_out` (the group's other completions, RLOO),
     `batch_mean` (REINFORCE++), or what a critic expects before each token (`gae`, PPO: arXiv 1506.02438, with the
-    settings in [critic]); or your own: `path/to/file.py:function` or an entry point of the group
-    `slipstream.advantages`, called with rewards and group numbers."""
+    settings in [critic]); `none`: with nothing, only a teacher teaches. Or your own: `path/to/file.py:function` or an
+    entry point of the group `slipstream.advantages`, called with rewards and group numbers."""
     scale_rewards: Literal["auto"] | Scale = "auto"
     """Advantages are divided by the standard deviation of their group's rewards (`std`, GRPO), of all the batch's
     rewards (`batch`), brought to mean 0 and standard deviation 1 over the batch (`whiten`, REINFORCE++; under `gae`
@@ -211,6 +211,26 @@ class CriticConfig(Section):
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
     """Between one-step differences of the critic's predictions (0) and the rewards themselves, less the prediction
     (1)."""
+
+
+class TeacherConfig(Section):
+    """On-policy distillation: the policy samples, a frozen teacher scores the very tokens, and each token's advantage
+    is raised by `coef` times what the teacher's log-probability of it is above the policy's: the gradient of the
+    reverse KL divergence (GKD, arXiv 2306.13649). The recipe `distill` has nothing but that; with any other it is added
+    to what rewards say. The teacher chooses from all tokens, at `sampling.temperature`. Either `path` or `url`."""
+
+    path: str | None = None
+    """A model folder or a hub id, for an engine of its own that this run starts and never updates: in the type of
+    `model.dtype`, with the tokenizer of `model.path`."""
+    url: str | None = None
+    """An OpenAI-compatible vLLM server that somebody else runs, such as `http://host:8000/v1`. It scores at temperature
+    1 only."""
+    name: str = ""
+    """Under which name that server has the teacher. Not set: the only one that it has."""
+    key_variable: str = ""
+    """The environment variable that holds that server's API key. Not set: it asks for none."""
+    coef: PositiveFloat = 1.0
+    """Weight of the teacher's part of an advantage."""
 
 
 class LoraConfig(Section):
@@ -416,6 +436,8 @@ class RunConfig(Section):
     data: DataConfig | None = None
     algorithm: AlgorithmConfig
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig | None = None
+    """Not set: nobody teaches but the rewards."""
     lora: LoraConfig | None = None
     """Not set: all parameters are trained."""
     sampling: SamplingConfig = SamplingConfig()

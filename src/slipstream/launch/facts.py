@@ -74,7 +74,18 @@ def gather_facts(
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
         adapter=measure_adapter(config),
+        teacher=read_teacher(config),
     )
+
+
+def read_teacher(config: RunConfig) -> ModelFacts | None:
+    """The shape of the model at `teacher.path`."""
+    if config.teacher is None or config.teacher.path is None:
+        return None
+    try:
+        return read_model(config.teacher.path, trust_remote_code=config.model.trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
 
 
 def measure_adapter(config: RunConfig) -> AdapterFacts | None:

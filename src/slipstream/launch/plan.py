@@ -9,7 +9,6 @@ are). What cannot work on this machine, model or data is a ConfigError here, bef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ from slipstream.config.checks import (
     engine_workers,
     inapplicable,
     shares_weights,
+    starts_teacher,
     uses_critic,
     uses_engine,
 )
@@ -37,6 +37,7 @@ from slipstream.launch.memory import (
     round_up,
     weights_bytes,
 )
+from slipstream.launch.teacher_room import TeacherRoom, planned_teacher, teacher_room
 from slipstream.launch.totals import (
     Note,
     batch_notes,
@@ -44,6 +45,7 @@ from slipstream.launch.totals import (
     delta_warnings,
     memory_notes,
     parameter_notes,
+    policy_warnings,
     training_state,
 )
 
@@ -69,6 +71,8 @@ class Plan:
     derived: tuple[Derived, ...]
     notes: tuple[Note, ...]
     warnings: tuple[str, ...]
+    teacher: TeacherRoom | None = None
+    """How its engine is started, where there is a teacher of ours."""
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
@@ -106,11 +110,11 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         draft.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     planned = draft.config()
     if isinstance(planned.algorithm, RLConfig):
-        draft.warnings += _warn_grpo(planned, resolved(planned.algorithm))
+        draft.warnings += policy_warnings(planned, resolved(planned.algorithm))
     draft.warnings += delta_warnings(planned)
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
-    return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings))
+    return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings), planned_teacher(planned, facts))
 
 
 @dataclass
@@ -176,9 +180,19 @@ def _plan_placement(draft: _Draft) -> None:
         raise ConfigError(
             f"inference.options.tensor_parallel_size = {needed} needs as many GPUs, and there are {num_gpus}: lower it"
         )
-    used = needed + separate
+    used = needed + separate + (starts_teacher(draft.original) and num_gpus > needed + separate)
     if used < num_gpus:
         draft.warnings.append(f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses one")
+
+
+def _teacher_beside(draft: _Draft, *, trainer: bool) -> int:
+    """Bytes of the teacher on the trainer's GPU, or on the engine's."""
+    separate = draft["run.placement"] == "separate"
+    length = draft["inference.max_model_len"]
+    room = teacher_room(draft.original, draft.facts, length=length, dtype=draft["model.dtype"], separate=separate)
+    if room is None or room.has_own_gpu or (trainer and separate):
+        return 0
+    return room.total
 
 
 def _plan_lora(draft: _Draft) -> None:
@@ -381,6 +395,7 @@ def _split_of(draft: _Draft) -> Split:
         probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model),
         weights=weights_bytes(facts.model, dtype),
         cache=_gpu_cache_each(draft) * (_sequences(draft)[0] if num_sequences == "auto" else num_sequences),
+        teacher=_teacher_beside(draft, trainer=False),
     )
     sleep, separate = draft["inference.sleep"], draft["run.placement"] == "separate"
     if sleep is True and separate:
@@ -434,6 +449,8 @@ def _plan_micro_batch(draft: _Draft) -> None:
 def _activation_room(draft: _Draft) -> float:
     """Bytes for activations on the trainer's GPU."""
     usable = draft.facts.gpu_memory_bytes * USABLE
+    if uses_engine(draft.original):
+        usable -= _teacher_beside(draft, trainer=True)
     state = training_state(draft.original, draft["model.dtype"], draft.facts) + TRAINER_RESERVE
     if not uses_engine(draft.original) or draft["run.placement"] == "separate":
         return usable - state
@@ -453,25 +470,3 @@ def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:
     draft.derive_auto("training.gradient_checkpointing", not fits, reason)
     checkpointing = draft["training.gradient_checkpointing"]
     return activation_bytes_per_token(model, dtype, checkpointing=True) if checkpointing else each
-
-
-def _warn_grpo(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
-    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
-    usual = resolved(RLConfig(kind=algorithm.kind))
-    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
-    if one_update and is_set and algorithm.old_policy == "trainer":
-        yield (
-            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
-            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
-        )
-    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
-    if budget is not None and budget >= longest:
-        yield (
-            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
-            f"{longest}"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield (
-            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
-            ' back: use "k3", or set algorithm.kl_in = "reward"'
-        )

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from slipstream.config import RLConfig, RunConfig
 from slipstream.config.checks import keeps_copy, shares_weights, uses_critic, uses_engine
+from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts
 from slipstream.launch.memory import GIB, activation_bytes_per_token, gib, training_state_bytes, weights_bytes
+from slipstream.launch.teacher_room import planned_teacher
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,12 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         if config.inference.sleep is True:
             how += "; given up while the trainer works"
         yield _memory_note("memory of the engine", engine, how)
+    if (room := planned_teacher(config, facts)) is not None:
+        how = (
+            f"weights {gib(room.weights)}, KV cache {gib(room.cache)} for {room.max_num_seqs} sequences of "
+            f"{room.max_model_len} tokens, {gib(room.reserve)} for logits and contexts; {room.where}"
+        )
+        yield Note("memory of the teacher", round(room.total / GIB, 2), "GiB", how)
 
 
 def delta_warnings(config: RunConfig) -> Iterator[str]:
@@ -103,6 +111,29 @@ def delta_warnings(config: RunConfig) -> Iterator[str]:
         yield (
             'weights.delta saves nothing while model.dtype = "float32", in which nearly every element changes in every '
             'step: use "bfloat16", or turn it off'
+        )
+
+
+def policy_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
+    """Settings that never act; `algorithm` has no `auto` left."""
+    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
+    usual = resolved(RLConfig(kind=algorithm.kind))
+    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
+    if one_update and is_set and algorithm.old_policy == "trainer":
+        yield (
+            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
+            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
+        )
+    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
+    if budget is not None and budget >= longest:
+        yield (
+            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
+            f"{longest}"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield (
+            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
+            ' back: use "k3", or set algorithm.kl_in = "reward"'
         )
 
 
@@ -151,9 +182,14 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
             needed, where = max(awake, trainer.total + ASLEEP_RESERVE), "the GPU has"
         else:
             needed = trainer.total + engine.total
+    room = planned_teacher(config, facts)
+    if room is not None and not room.has_own_gpu:
+        on_engines_card = facts.num_gpus > 0 and config.run.placement == "separate" and engine is not None
+        needed = max(trainer.total, engine.total + room.total) if on_engines_card and engine else needed + room.total
     available = facts.gpu_memory_bytes if facts.num_gpus else facts.memory_bytes
     if needed > available:
         parts = f"trainer {gib(trainer.total)}" + (f", engine {gib(engine.total)}" if engine else "")
+        parts += f", teacher {gib(room.total)}" if room is not None else ""
         raise ConfigError(
             f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: use a smaller model, "
             '[lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
