@@ -50,6 +50,12 @@ def publishes_adapter(config: RunConfig) -> bool:
     return config.lora is not None and config.weights.bridge in ("lora", "single_copy")
 
 
+def _bridge_of(config: RunConfig) -> str:
+    """`weights.bridge`, or what its `auto` becomes under an adapter that vLLM loads."""
+    by_itself = config.lora is not None and not config.lora.dora
+    return "lora" if config.weights.bridge == "auto" and by_itself else config.weights.bridge
+
+
 def apply_timeout_s(config: RunConfig) -> float:
     """How long an update may take, the completions included that it waits for under `drain`."""
     waits = config.weights.in_flight == "drain" and config.training.staleness > 0
@@ -98,7 +104,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
         if not config.training.staleness:
             found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
-        elif config.lora is not None and config.weights.bridge in ("auto", "lora", "single_copy"):
+        elif config.lora is not None and _bridge_of(config) in ("lora", "single_copy"):
             found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
         return found | _inapplicable_to(resolved(algorithm))
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
@@ -284,6 +290,12 @@ def _lora(config: RunConfig) -> Iterator[tuple[str, str]]:
             sentence = 'weights.bridge = "lora" needs an adapter to publish, and there is no [lora]: set lora.rank'
             yield "weights.bridge", sentence
         return
+    if lora.dora and config.weights.bridge in ("lora", "single_copy"):
+        yield (
+            "lora.dora",
+            f'lora.dora = true needs an engine with the adapter merged, and weights.bridge = "{config.weights.bridge}" '
+            'publishes it alone, which vLLM does not load: use weights.bridge = "disk", "broadcast" or "restart"',
+        )
     if not isinstance(lora.target_modules, str) and not all(name.strip(". ") for name in lora.target_modules):
         yield "lora.target_modules", "lora.target_modules has an empty name: remove it"
     if lora.path is not None and not lora.path.strip():
@@ -381,7 +393,7 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _delta(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What a delta can be of."""
-    bridge = "lora" if config.weights.bridge == "auto" and config.lora is not None else config.weights.bridge
+    bridge = _bridge_of(config)
     if not config.weights.delta or bridge in ("auto", "disk", "broadcast"):
         return
     reasons = {

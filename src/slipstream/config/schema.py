@@ -248,9 +248,11 @@ class LoraConfig(Section):
     plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
     """LoRA+ (arXiv 2402.12354): the second matrix, which starts at zero, learns at so many times the rate of the first,
     `training.learning_rate`. The paper uses 16, with rates half as large."""
+    dora: bool = False
+    """DoRA (arXiv 2402.09353): beside the two matrices the length of each row of the weight is learnt. vLLM loads no
+    such adapter, so the engine gets the whole model with the adapter in it, by `disk`, `broadcast` or `restart`."""
     path: str | None = None
-    """An adapter folder in PEFT's format to start from, which must fit the three settings above. Not set: a fresh
-    adapter."""
+    """An adapter folder in PEFT's format to start from, which must fit the settings above. Not set: a fresh adapter."""
 
 
 AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]
@@ -356,8 +358,8 @@ class WeightsConfig(Section):
     `restart`: the engine is started anew. `lora`: the engine keeps the base and loads the adapter beside it.
     `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU, and the engine stands
     still while they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
-    `lora` when [lora] is set, otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two and `restart`
-    publish the whole model with the adapter merged into it."""
+    `lora` when [lora] is set (and not DoRA), otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two
+    and `restart` publish the whole model with the adapter merged into it."""
     delta: bool = False
     """Under `disk` and `broadcast`: where the engine holds the version before it, only those elements of a new version
     travel that changed, each with its place; otherwise, and where that saves less than half, the whole version. In

@@ -99,7 +99,7 @@ def measure_adapter(config: RunConfig) -> AdapterFacts | None:
     model, lora = config.model, config.lora
     adapter = blank_adapter(model.path, adapter_config(config), trust_remote_code=model.trust_remote_code)
     if lora.path is not None:
-        check_adapter_fits(Path(lora.path), lora.rank, lora.alpha, adapter.shapes())
+        check_adapter_fits(Path(lora.path), adapter.config, adapter.shapes())
     return AdapterFacts(adapter.num_parameters, tuple(sorted({name.rpartition(".")[2] for name in adapter.layers})))
 
 
@@ -110,7 +110,7 @@ def adapter_config(config: RunConfig) -> AdapterConfig:
     lora = config.lora
     assert lora is not None
     targets = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
-    return AdapterConfig(lora.rank, lora.alpha, targets, config.model.path)
+    return AdapterConfig(lora.rank, lora.alpha, targets, config.model.path, dora=lora.dora)
 
 
 def usable_cpus() -> int:

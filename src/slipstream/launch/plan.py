@@ -202,7 +202,7 @@ def _plan_lora(draft: _Draft) -> None:
         reason = "all-linear: every linear layer but the output head"
         draft.derive("lora.target_modules", adapter.target_modules, reason)
     if uses_engine(draft.original):
-        if lora:
+        if lora and not lora.dora:
             choice, reason = "lora", "[lora] is set: only the adapter is published"
         elif draft["run.placement"] == "separate":
             choice, reason = "broadcast", "from GPU to GPU"
