@@ -107,6 +107,9 @@ class Sequence(msgspec.Struct):
     advantages: list[float] | None = None
     """Per-token advantages, when whoever made the rollout has them; otherwise the trainer makes them."""
     media: list[Media] = []
+    teacher_logprobs: list[float] | None = None
+    """Under distillation, the teacher's log-probability of each sampled token at the sampling temperature; 0.0
+    elsewhere."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -241,6 +244,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     timeout_s: float = 600.0
     group_id: str = ""
     """Requests of one group begin alike: the engine that has computed the beginning for one has it for the others."""
+    scores_prompt: bool = False
+    """Also return the log-probabilities of the prompt's own tokens, at `sampling.temperature` and among all tokens."""
 
 
 class Completion(msgspec.Struct):
@@ -255,6 +260,8 @@ class Completion(msgspec.Struct):
     """The decoded completion up to its stop string, when stop strings were asked for; empty otherwise."""
     error: str = ""
     """Why it was aborted: a passed deadline, or the engine's refusal."""
+    prompt_logprobs: list[float] | None = None
+    """Of each token of the prompt, when they were asked for; 0.0 for the first, before which nothing comes."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ def reference(groups, scale, baseline="group_mean"):
                 compared = group
             else:
                 compared = every if baseline == "batch_mean" else others or [reward]
-            advantages.append(reward - statistics.fmean(compared))
+            advantages.append(0.0 if baseline == "none" else reward - statistics.fmean(compared))
     if scale == "std":
         spreads = [spread(group) for group in groups for _ in group]
         advantages = [a / s for a, s in zip(advantages, spreads, strict=True)]

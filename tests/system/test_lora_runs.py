@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from slipstream.config import load_config
+from slipstream.errors import ConfigError
 from slipstream.launch.export import export
 from slipstream.runlog import read_events, read_metrics
 from slipstream.weights.adapter import read_adapter_config, read_adapter_tensors
@@ -102,3 +104,40 @@ def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command,
     code, _, err = command("export", tmp_path / "grpo/checkpoints/step-000006", tmp_path / "whole").wait()
     assert code == 2
     assert "exists already" in err
+
+
+def test_dora_is_published_merged(scripted, model):
+    assert scripted.run(*LORA, "--lora.dora", "true").status == "finished"
+    rows = scripted.metrics
+    assert all(row["probe/abs_logprob_diff"] < 1e-5 for row in rows)
+    assert all(row["train/grad_norm"] > 0 for row in rows[1:])
+    weights = scripted.folder / "checkpoints" / "step-000003" / "weights"
+    assert read_adapter_config(weights).dora
+    base, published = (dict(read_model_folder(folder)) for folder in (model, scripted.folder / "weights" / "0.3"))
+    assert sum(not base[name].equal(published[name]) for name in base) == 7
+
+
+@pytest.mark.parametrize("bridge", ["lora", "single_copy"])
+def test_dora_is_refused_where_the_adapter_travels_alone(run_file, bridge):
+    with pytest.raises(ConfigError, match=f'lora.dora = true needs an engine .* weights.bridge = "{bridge}"'):
+        load_config(run_file, (*LORA, "--lora.dora", "true", "--weights.bridge", bridge))
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_dora_with_a_live_engine_then_evaluated_from_its_folder(command, run_file, tmp_path):
+    """bfloat16, from memory to memory, only what changed."""
+    options = (*LORA, "--lora.dora", "true", "--environment.settings", "{coin = true}", "--model.dtype", "bfloat16")
+    more = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--run.folder", tmp_path / "run", "--json")
+    code, out, err = command("train", run_file, *options, *more).wait()
+    assert code == 0, err
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 4
+    assert all(row["probe/abs_logprob_diff"] < 0.03 for row in rows)
+    assert all(0 < row["update/changed_fraction"] < 1 for row in rows[2:])
+    adapter = json.loads(out)["weights"]
+    code, out, err = command("eval", run_file, *options, "--lora.path", adapter, "--json").wait()
+    assert code == 0, err
+    code, _, err = command("chat", adapter, "--json").wait()
+    assert code == 2
+    assert "slipstream export --merged" in err

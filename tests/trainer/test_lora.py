@@ -241,8 +241,8 @@ def test_shapes_are_compared_and_other_kinds_of_adapter_are_refused(make_lora, t
     with pytest.raises(ConfigError, match=f"{name} has shape"):
         make_lora(("q_proj",), path=tmp_path / "a")
     file = tmp_path / "a" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
-    with pytest.raises(ConfigError, match=r"use_dora = true, which is not plain LoRA"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
+    with pytest.raises(ConfigError, match=r"use_rslora = true, which is neither plain LoRA nor DoRA"):
         make_lora(("q_proj",), path=tmp_path / "a")
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
         read_adapter_config(tmp_path)

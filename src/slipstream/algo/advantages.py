@@ -60,12 +60,18 @@ def batch_mean(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
     return _centred(rewards_S, torch.zeros_like(group_ids_S))[0]
 
 
+def no_advantage(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
+    """Exactly 0 for each: rewards are measured and teach nothing."""
+    return torch.zeros_like(rewards_S)
+
+
 Baseline = Callable[[Tensor, Tensor], Tensor]
 """(rewards `[S]` in float64, group numbers `[S]`) -> advantages `[S]`."""
 BASELINES: dict[str, Baseline] = {
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
     "batch_mean": batch_mean,
+    "none": no_advantage,
 }
 
 

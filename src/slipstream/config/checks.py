@@ -51,6 +51,12 @@ def publishes_adapter(config: RunConfig) -> bool:
     return config.lora is not None and config.weights.bridge in ("lora", "single_copy")
 
 
+def _bridge_of(config: RunConfig) -> str:
+    """`weights.bridge`, or what its `auto` becomes under an adapter that vLLM loads."""
+    by_itself = config.lora is not None and not config.lora.dora
+    return "lora" if config.weights.bridge == "auto" and by_itself else config.weights.bridge
+
+
 def apply_timeout_s(config: RunConfig) -> float:
     """How long an update may take, the completions included that it waits for under `drain`."""
     waits = config.weights.in_flight == "drain" and config.training.staleness > 0
@@ -78,6 +84,11 @@ def num_replicas(config: RunConfig) -> int:
     return replicas if isinstance(replicas, int) else 1
 
 
+def starts_teacher(config: RunConfig) -> bool:
+    """Whether a second engine of ours, the teacher's, belongs to the run."""
+    return config.teacher is not None and config.teacher.path is not None
+
+
 def engine_workers(config: RunConfig) -> int:
     """How many GPUs, or processes on a CPU, all engines have together."""
     return num_replicas(config) * config.inference.tensor_parallel_size
@@ -91,15 +102,19 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
     if not uses_critic(config):
         found["critic"] = 'has no effect without algorithm.advantage = "gae", the recipe ppo'
+    if config.teacher is not None and config.teacher.url is None:
+        for name in ("name", "key_variable"):
+            found[f"teacher.{name}"] = "has no effect without teacher.url"
     if isinstance(algorithm, RLConfig):
         if config.data is not None:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
         if not config.training.staleness:
             found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
-        elif config.lora is not None and config.weights.bridge in ("auto", "lora", "single_copy"):
+        elif config.lora is not None and _bridge_of(config) in ("lora", "single_copy"):
             found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
         return found | _inapplicable_to(resolved(algorithm))
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
+    found["teacher"] = "applies to distill and other recipes of reinforcement learning, not to sft"
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["training.staleness"] = "applies to grpo, not to sft, whose batches no engine makes"
@@ -155,6 +170,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _optimizer(config)
     yield from _lora(config)
     yield from _critic(config)
+    yield from _teacher(config)
     if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
     yield from _delta(config)
@@ -232,6 +248,38 @@ def _critic(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
+def _teacher(config: RunConfig) -> Iterator[tuple[str, str]]:
+    teacher, algorithm = config.teacher, config.algorithm
+    if not isinstance(algorithm, RLConfig):
+        return
+    if teacher is None:
+        if resolved(algorithm).advantage == "none":
+            yield (
+                "algorithm.advantage",
+                f'algorithm.kind = "{algorithm.kind}" with advantage "none" learns from a teacher only, and there is '
+                "none: set teacher.path, or use another advantage",
+            )
+        return
+    if (teacher.path is None) == (teacher.url is None):
+        both = "both given" if teacher.path is not None else "neither given"
+        yield "teacher.path", f"teacher.path and teacher.url are {both}: give one of them"
+    if teacher.path is not None and not teacher.path.strip():
+        yield "teacher.path", 'teacher.path = "" is empty: give a model folder or a hub id'
+    if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
+        yield "teacher.url", f'teacher.url = "{teacher.url}" is no address: write http://host:8000/v1'
+    if teacher.url is not None and config.sampling.temperature != 1.0:
+        yield (
+            "sampling.temperature",
+            f"sampling.temperature = {config.sampling.temperature:g} is not what a server at teacher.url scores at, "
+            "which is always 1: use 1, or give the teacher as teacher.path",
+        )
+    if teacher.path == config.model.path and (config.lora is None or config.lora.path is None):
+        yield (
+            "teacher.path",
+            f'teacher.path = "{teacher.path}" is the model itself, from which it can learn nothing: give another one',
+        )
+
+
 def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.training.optimizer == "adamw_bf16" and config.model.dtype == "float32":
         yield (
@@ -248,6 +296,12 @@ def _lora(config: RunConfig) -> Iterator[tuple[str, str]]:
             sentence = 'weights.bridge = "lora" needs an adapter to publish, and there is no [lora]: set lora.rank'
             yield "weights.bridge", sentence
         return
+    if lora.dora and config.weights.bridge in ("lora", "single_copy"):
+        yield (
+            "lora.dora",
+            f'lora.dora = true needs an engine with the adapter merged, and weights.bridge = "{config.weights.bridge}" '
+            'publishes it alone, which vLLM does not load: use weights.bridge = "disk", "broadcast" or "restart"',
+        )
     if not isinstance(lora.target_modules, str) and not all(name.strip(". ") for name in lora.target_modules):
         yield "lora.target_modules", "lora.target_modules has an empty name: remove it"
     if lora.path is not None and not lora.path.strip():
@@ -351,7 +405,7 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _delta(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What a delta can be of."""
-    bridge = "lora" if config.weights.bridge == "auto" and config.lora is not None else config.weights.bridge
+    bridge = _bridge_of(config)
     if not config.weights.delta or bridge in ("auto", "disk", "broadcast"):
         return
     reasons = {

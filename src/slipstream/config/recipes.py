@@ -66,6 +66,10 @@ RECIPES: dict[str, Recipe] = {
         "PPO, arXiv 1707.06347, with GAE, arXiv 1506.02438",
         {"advantage": "gae", "scale_rewards": "whiten", "clip_high": 0.2, "kl_in": "reward"},
     ),
+    "distill": Recipe(
+        "on-policy distillation, GKD, arXiv 2306.13649, as a policy gradient (Thinking Machines, 2025)",
+        {"advantage": "none", "scale_rewards": "none", "loss": "policy_gradient"},
+    ),
 }
 
 

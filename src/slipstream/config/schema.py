@@ -101,8 +101,8 @@ class SFTConfig(Section):
     """Which assistant turns of a conversation carry loss."""
 
 
-Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
-AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean", "gae"]
+Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "distill"]
+AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean", "gae", "none"]
 LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
 Scale = Literal["std", "batch", "whiten", "none"]
 Normalize = Literal["token", "sequence", "constant"]
@@ -118,7 +118,7 @@ class RLConfig(Section):
 
     kind: Recipe = "grpo"
     """`grpo` (this project's, with DAPO's token mean and clip-higher), `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
-    `reinforce_pp`, `ppo` (with a critic, [critic])."""
+    `reinforce_pp`, `ppo` (with a critic, [critic]), `distill` (from a teacher, [teacher])."""
     group_size: PositiveInt = 8
     """Completions for each prompt; their rewards make the baseline. 1 where nothing is compared within a group: `gae`,
     `batch_mean`."""
@@ -143,8 +143,8 @@ class RLConfig(Section):
     advantage: Literal["auto"] | AdvantageName | str = "auto"
     """What rewards are compared with: `group_mean` (GRPO), `leave_one_out` (the group's other completions, RLOO),
     `batch_mean` (REINFORCE++), or what a critic expects before each token (`gae`, PPO: arXiv 1506.02438, with the
-    settings in [critic]); or your own: `path/to/file.py:function` or an entry point of the group
-    `slipstream.advantages`, called with rewards and group numbers."""
+    settings in [critic]); `none`: with nothing, only a teacher teaches. Or your own: `path/to/file.py:function` or an
+    entry point of the group `slipstream.advantages`, called with rewards and group numbers."""
     scale_rewards: Literal["auto"] | Scale = "auto"
     """Advantages are divided by the standard deviation of their group's rewards (`std`, GRPO), of all the batch's
     rewards (`batch`), brought to mean 0 and standard deviation 1 over the batch (`whiten`, REINFORCE++; under `gae`
@@ -213,6 +213,26 @@ class CriticConfig(Section):
     (1)."""
 
 
+class TeacherConfig(Section):
+    """On-policy distillation: the policy samples, a frozen teacher scores the very tokens, and each token's advantage
+    is raised by `coef` times what the teacher's log-probability of it is above the policy's: the gradient of the
+    reverse KL divergence (GKD, arXiv 2306.13649). The recipe `distill` has nothing but that; with any other it is added
+    to what rewards say. The teacher chooses from all tokens, at `sampling.temperature`. Either `path` or `url`."""
+
+    path: str | None = None
+    """A model folder or a hub id, for an engine of its own that this run starts and never updates: in the type of
+    `model.dtype`, with the tokenizer of `model.path`."""
+    url: str | None = None
+    """An OpenAI-compatible vLLM server that somebody else runs, such as `http://host:8000/v1`. It scores at temperature
+    1 only."""
+    name: str = ""
+    """Under which name that server has the teacher. Not set: the only one that it has."""
+    key_variable: str = ""
+    """The environment variable that holds that server's API key. Not set: it asks for none."""
+    coef: PositiveFloat = 1.0
+    """Weight of the teacher's part of an advantage."""
+
+
 class LoraConfig(Section):
     """LoRA (arXiv 2106.09685): only small matrices beside the linear layers are trained; the model stays as it is. With
     `algorithm.kl_coef` the divergence is from that model, which needs no second copy. Learning rates are usually ten
@@ -228,9 +248,11 @@ class LoraConfig(Section):
     plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
     """LoRA+ (arXiv 2402.12354): the second matrix, which starts at zero, learns at so many times the rate of the first,
     `training.learning_rate`. The paper uses 16, with rates half as large."""
+    dora: bool = False
+    """DoRA (arXiv 2402.09353): beside the two matrices the length of each row of the weight is learnt. vLLM loads no
+    such adapter, so the engine gets the whole model with the adapter in it, by `disk`, `broadcast` or `restart`."""
     path: str | None = None
-    """An adapter folder in PEFT's format to start from, which must fit the three settings above. Not set: a fresh
-    adapter."""
+    """An adapter folder in PEFT's format to start from, which must fit the settings above. Not set: a fresh adapter."""
 
 
 AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]
@@ -343,8 +365,8 @@ class WeightsConfig(Section):
     `restart`: the engine is started anew. `lora`: the engine keeps the base and loads the adapter beside it.
     `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU, and the engine stands
     still while they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
-    `lora` when [lora] is set, otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two and `restart`
-    publish the whole model with the adapter merged into it."""
+    `lora` when [lora] is set (and not DoRA), otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two
+    and `restart` publish the whole model with the adapter merged into it."""
     delta: bool = False
     """Under `disk` and `broadcast`: where the engine holds the version before it, only those elements of a new version
     travel that changed, each with its place; otherwise, and where that saves less than half, the whole version. In
@@ -424,6 +446,8 @@ class RunConfig(Section):
     data: DataConfig | None = None
     algorithm: AlgorithmConfig
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig | None = None
+    """Not set: nobody teaches but the rewards."""
     lora: LoraConfig | None = None
     """Not set: all parameters are trained."""
     sampling: SamplingConfig = SamplingConfig()

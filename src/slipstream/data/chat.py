@@ -81,6 +81,22 @@ class ChatTokenizer:
         """The text of tokens, without special tokens and without tidying up spaces."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def plain_tokens(self, text: str) -> list[int]:
+        """The tokens of a text by itself, outside any conversation."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def differs_from(self, path: str | Path, trust_remote_code: bool = False) -> str:
+        """How the vocabulary of the tokenizer in `path` differs from this one's; empty when every token is the same.
+        Raises OSError or ValueError when there is none."""
+        from transformers import AutoTokenizer
+
+        other: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        ours, theirs = self._tokenizer.get_vocab(), other.get_vocab()
+        different = [token for token, number in ours.items() if theirs.get(token) != number]
+        if different:
+            return f"{len(different)} of {len(ours)} tokens differ, such as {min(different)!r}"
+        return f"it has {len(theirs)} tokens, not {len(ours)}" if len(theirs) != len(ours) else ""
+
     def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"] = "all") -> TokenSequence:
         """The tokens of a conversation, up to the end of its last assistant turn.
 

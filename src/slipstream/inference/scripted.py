@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.records import (
     ApplyReport,
@@ -101,6 +103,8 @@ class ScriptedEngine:
             await asyncio.sleep(request.timeout_s)
             raise DeadlineError(f"the engine did not answer /generate in {request.timeout_s:g} s: it is told to hang")
         self._check_alive()
+        if request.scores_prompt:
+            return Completion(request.id, [], None, "length", prompt_logprobs=self._scores(request))
         wanted = self._script(request.prompt_ids, request.seed or 0)
         tokens = wanted[: request.sampling.max_tokens]
         ended = len(tokens) == len(wanted) and tokens[-1:] and tokens[-1] in request.sampling.stop_token_ids
@@ -110,6 +114,10 @@ class ScriptedEngine:
             logprobs = [value + self.logprob_offset for value in exact]
         spans = [VersionSpan(0, self.version.name)] if self.version else []
         return Completion(request.id, tokens, logprobs, "stop" if ended else "length", spans)
+
+    def _scores(self, request: GenerateRequest) -> list[float]:
+        first, given = msgspec.structs.replace(request, prompt_ids=request.prompt_ids[:1]), request.prompt_ids[1:]
+        return [0.0, *(self._logprobs(self.location, first, given) if self._logprobs else [0.0] * len(given))]
 
     async def revive(self) -> None:
         """See `SupervisedEngine`."""

@@ -65,6 +65,8 @@ class Needs:
     """The engine's."""
     cache: int
     """KV cache of all sequences that are worth generating at once."""
+    teacher: int = 0
+    """All of a teacher's engine on the same card as the policy's; it never sleeps."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def split_card(card: int, needs: Needs, *, shared: bool, may_sleep: bool, must_s
     usable = int(card * USABLE)
     engine, trainer = needs.weights + ENGINE_RESERVE, needs.state + TRAINER_RESERVE
     if not shared:
-        return _split(usable - engine, usable - trainer, needs, sleeps=False)
+        return _split(usable - engine - needs.teacher, usable - trainer, needs, sleeps=False)
+    usable -= needs.teacher
     left = usable - engine - trainer
     side_by_side = _split(left - needs.activations, left - needs.cache, needs, sleeps=False)
     if must_sleep or (may_sleep and not side_by_side.fits):

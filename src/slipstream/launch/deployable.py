@@ -144,6 +144,11 @@ def engine_config(
     lora = None
     if deployable.adapter is not None:
         adapter = read_adapter_config(deployable.adapter)
+        if adapter.dora:
+            raise ConfigError(
+                f"the adapter in {deployable.adapter} is DoRA, which vLLM does not load: make a whole model of it with "
+                "slipstream export --merged"
+            )
         modules = adapted_modules(read_adapter_shapes(deployable.adapter))
         targets = tuple(sorted({name.rpartition(".")[2] for name in modules}))
         lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets, path=str(deployable.adapter))

@@ -13,6 +13,7 @@ from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import create_engine, engine_settings
 from slipstream.launch.facts import adapter_config
 from slipstream.launch.local import Progress
+from slipstream.launch.models import load_model, with_adapter
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.stop import StopRequest
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
@@ -93,7 +94,7 @@ def verified_settings(config: RunConfig, scratch: Path) -> EngineSettings:
 
     from slipstream.trainer.model import resolve_folder
     from slipstream.weights.adapter import read_adapter_tensors
-    from slipstream.weights.files import read_model_folder
+    from slipstream.weights.files import read_model_folder, write_model_folder
     from slipstream.weights.fingerprint import describe, digest
     from slipstream.weights.lora import AdapterPublisher
 
@@ -105,6 +106,11 @@ def verified_settings(config: RunConfig, scratch: Path) -> EngineSettings:
         config, parameters = with_values(config, {"weights.bridge": "disk"}), describe(weights)
         version = Version(0, 0, digest(parameters))
         return engine_settings(config, str(folder), on_cpu=on_cpu, version=version, parameters=parameters)
+    if lora.dora:
+        model = with_adapter(config, load_model(config))
+        write_model_folder(scratch / "merged", model.named_weights(), folder)
+        merged = {"lora": None, "model": config.model.model_copy(update={"path": str(scratch / "merged")})}
+        return verified_settings(config.model_copy(update=merged), scratch)
     adapter = [(name, tensor.to(dtype)) for name, tensor in read_adapter_tensors(Path(lora.path)).items()]
     publisher = AdapterPublisher(scratch / "adapter", adapter_config(config), weights)
     ticket = publisher.publish(adapter, 0, 0, lambda ticket: None)

@@ -74,7 +74,18 @@ def gather_facts(
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
         adapter=measure_adapter(config),
+        teacher=read_teacher(config),
     )
+
+
+def read_teacher(config: RunConfig) -> ModelFacts | None:
+    """The shape of the model at `teacher.path`."""
+    if config.teacher is None or config.teacher.path is None:
+        return None
+    try:
+        return read_model(config.teacher.path, trust_remote_code=config.model.trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
 
 
 def measure_adapter(config: RunConfig) -> AdapterFacts | None:
@@ -88,7 +99,7 @@ def measure_adapter(config: RunConfig) -> AdapterFacts | None:
     model, lora = config.model, config.lora
     adapter = blank_adapter(model.path, adapter_config(config), trust_remote_code=model.trust_remote_code)
     if lora.path is not None:
-        check_adapter_fits(Path(lora.path), lora.rank, lora.alpha, adapter.shapes())
+        check_adapter_fits(Path(lora.path), adapter.config, adapter.shapes())
     return AdapterFacts(adapter.num_parameters, tuple(sorted({name.rpartition(".")[2] for name in adapter.layers})))
 
 
@@ -99,7 +110,7 @@ def adapter_config(config: RunConfig) -> AdapterConfig:
     lora = config.lora
     assert lora is not None
     targets = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
-    return AdapterConfig(lora.rank, lora.alpha, targets, config.model.path)
+    return AdapterConfig(lora.rank, lora.alpha, targets, config.model.path, dora=lora.dora)
 
 
 def usable_cpus() -> int:

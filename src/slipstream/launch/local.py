@@ -24,6 +24,7 @@ from slipstream.launch.prepare import Prepared
 from slipstream.launch.resume import changed_settings, refuse_ended
 from slipstream.launch.sleep import Turns
 from slipstream.launch.stop import StopRequest
+from slipstream.launch.teacher import RunTeacher, launch_teacher
 from slipstream.orchestrator.batches import Batcher
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.gold import GoldReader
@@ -156,14 +157,16 @@ class _Run:
         self._draws = Draws(prepared)
         self._make_engine = make_engine
         self._engine: RunEngine | None = None
+        self._teacher: RunTeacher | None = None
         self._health: EngineHealth | None = None
         self._thread: EventLoopThread | None = None
         self._scorer: ScorerPool | None = None
         stop.at_once = self._kill
 
     def _kill(self) -> None:
-        if self._engine is not None:
-            self._engine.kill()
+        for child in (self._engine, self._teacher):
+            if child is not None:
+                child.kill()
 
     def stop(self) -> None:
         """End everything that was started, in the opposite order."""
@@ -174,6 +177,9 @@ class _Run:
         config = self.config
         if self.prepared.uses_engine and config.weights.bridge != "restart":
             self._launch_engine()
+        if config.teacher is not None:
+            self._teacher = launch_teacher(self.prepared, self.folder, self.log, self.progress, self._make_engine)
+            self._exits.callback(self._teacher.kill)
         loop = self._build_loop(resume)
         title = f"{Path(config.model.path).name} {config.algorithm.kind}"
         if config.environment is not None:
@@ -225,7 +231,9 @@ class _Run:
         loop = TrainingLoop(
             config=config,
             learner=learner,
-            objective=SFTObjective() if algorithm.kind == "sft" else PolicyObjective(algorithm, sampling),
+            objective=SFTObjective()
+            if algorithm.kind == "sft"
+            else PolicyObjective(algorithm, sampling, config.teacher.coef if config.teacher else None),
             reader=GoldReader(
                 self.prepared.conversations,
                 self.prepared.tokenizer,
@@ -244,6 +252,8 @@ class _Run:
         )
         if resume:
             self._resume(loop)
+        elif self._teacher is not None:
+            self._teacher.refuse_itself(learner.named_weights)
         if self.prepared.uses_engine:
             self._attach_orchestrator(loop)
         return loop
@@ -256,8 +266,9 @@ class _Run:
             async def close() -> None:
                 if self._scorer is not None:
                     await self._scorer.__aexit__(None, None, None)
-                if self._engine is not None:
-                    await self._engine.stop()
+                for child in (self._engine, self._teacher):
+                    if child is not None:
+                        await child.stop()
 
             def wind_up() -> None:
                 if not thread.stop(close()):
@@ -315,6 +326,8 @@ class _Run:
             waits: list[Coroutine[Any, Any, object]] = [scorer.__aenter__()]
             if config.weights.bridge != "restart":
                 waits.append(start_engine())
+            if self._teacher is not None:
+                waits.append(self._teacher.start())
             await all_of(waits)
 
         runner = RolloutRunner(
@@ -441,6 +454,7 @@ class _Run:
             staleness=config.training.staleness,
             refills=self._draws.refills(begin),
             on_rollout=self.progress.advance,
+            teacher=self._teacher,
         )
         reader = RolloutReader(
             thread,

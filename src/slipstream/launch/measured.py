@@ -63,3 +63,5 @@ class Facts:
     """Of one GPU."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
+    teacher: ModelFacts | None = None
+    """Of the teacher that the run starts, if it does."""

@@ -48,7 +48,7 @@ def load_reference(config: RunConfig, model: PolicyModel) -> PolicyModel | None:
 
 def build_learner(config: RunConfig, shared: SharedTensors | None) -> Learner:
     """Model, adapter if there is one, and optimizer."""
-    return _learner(config, _with_adapter(config, load_model(config, shared)))
+    return _learner(config, with_adapter(config, load_model(config, shared)))
 
 
 def build_critic(config: RunConfig) -> Critic | None:
@@ -57,10 +57,11 @@ def build_critic(config: RunConfig) -> Critic | None:
 
     if not uses_critic(config):
         return None
-    return Critic(_learner(config, ValueModel(_with_adapter(config, load_model(config)))), config.critic)
+    return Critic(_learner(config, ValueModel(with_adapter(config, load_model(config)))), config.critic)
 
 
-def _with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
+def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
+    """`model`, and beside it the adapter that [lora] asks for."""
     if (lora := config.lora) is not None:
         model.add_adapter(adapter_config(config), Path(lora.path) if lora.path else None)
     return model

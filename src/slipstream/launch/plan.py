@@ -17,6 +17,7 @@ from slipstream.config.checks import (
     divisor_problem,
     inapplicable,
     shares_weights,
+    starts_teacher,
     uses_critic,
     uses_engine,
 )
@@ -46,6 +47,7 @@ from slipstream.launch.memory import (
     round_up,
     weights_bytes,
 )
+from slipstream.launch.teacher_room import TeacherRoom, planned_teacher, teacher_room
 from slipstream.launch.totals import (
     Note,
     batch_notes,
@@ -80,6 +82,8 @@ class Plan:
     derived: tuple[Derived, ...]
     notes: tuple[Note, ...]
     warnings: tuple[str, ...]
+    teacher: TeacherRoom | None = None
+    """How its engine is started, where there is a teacher of ours."""
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
@@ -121,7 +125,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     draft.warnings += delta_warnings(planned)
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
-    return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings))
+    return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings), planned_teacher(planned, facts))
 
 
 @dataclass
@@ -193,14 +197,17 @@ def _plan_placement(draft: _Draft) -> None:
         )
     _plan_replicas(draft, separate)
     placed = place(replicas=draft["inference.replicas"], tensor_parallel_size=size, separate=separate)
-    if (used := num_cards(placed)) < num_gpus:
+    used = num_cards(placed)
+    used += starts_teacher(draft.original) and num_gpus > used
+    if used < num_gpus:
         draft.warnings.append(f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses one")
 
 
 def _plan_replicas(draft: _Draft, separate: bool) -> None:
     prompts, size = draft["training.prompts_per_batch"], draft["inference.tensor_parallel_size"]
-    beside = replicas_beside(draft.facts.num_gpus, tensor_parallel_size=size) if separate else 1
-    count, reason = beside, f"as many as the {draft.facts.num_gpus - 1} GPUs that the trainer leaves hold"
+    num_gpus = draft.facts.num_gpus - (starts_teacher(draft.original) and draft.facts.num_gpus > size + 1)
+    beside = replicas_beside(num_gpus, tensor_parallel_size=size) if separate else 1
+    count, reason = beside, f"as many as the {num_gpus - 1} GPUs hold that are left to them"
     if not separate:
         reason = "one engine uses all cores" if draft.on_cpu else "trainer and engine are on one GPU"
     elif draft.original.algorithm.kind == "sft":
@@ -210,6 +217,19 @@ def _plan_replicas(draft: _Draft, separate: bool) -> None:
     draft.derive_auto("inference.replicas", count, reason)
 
 
+def _teacher_beside(draft: _Draft, *, trainer: bool) -> int:
+    """Bytes of the teacher on the trainer's GPU, or on the engine's."""
+    separate = draft["run.placement"] == "separate"
+    length = draft["inference.max_model_len"]
+    used = draft["inference.replicas"] * draft["inference.tensor_parallel_size"] + separate
+    room = teacher_room(
+        draft.original, draft.facts, length=length, dtype=draft["model.dtype"], separate=separate, used_cards=used
+    )
+    if room is None or room.has_own_gpu or (trainer and separate):
+        return 0
+    return room.total
+
+
 def _plan_lora(draft: _Draft) -> None:
     """`weights.bridge` and `lora.target_modules`."""
     adapter, lora = draft.facts.adapter, draft.original.lora
@@ -217,7 +237,7 @@ def _plan_lora(draft: _Draft) -> None:
         reason = "all-linear: every linear layer but the output head"
         draft.derive("lora.target_modules", adapter.target_modules, reason)
     if uses_engine(draft.original):
-        if lora:
+        if lora and not lora.dora:
             choice, reason = "lora", "[lora] is set: only the adapter is published"
         elif draft["run.placement"] == "separate":
             choice, reason = "broadcast", "from GPU to GPU"
@@ -418,6 +438,7 @@ def _split_of(draft: _Draft) -> Split:
         probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model),
         weights=_card_weights(draft),
         cache=_gpu_cache_each(draft) * (_sequences(draft)[0] if num_sequences == "auto" else num_sequences),
+        teacher=_teacher_beside(draft, trainer=False),
     )
     sleep, separate = draft["inference.sleep"], draft["run.placement"] == "separate"
     if sleep is True and separate:
@@ -471,6 +492,8 @@ def _plan_micro_batch(draft: _Draft) -> None:
 def _activation_room(draft: _Draft) -> float:
     """Bytes for activations on the trainer's GPU."""
     usable = draft.facts.gpu_memory_bytes * USABLE
+    if uses_engine(draft.original):
+        usable -= _teacher_beside(draft, trainer=True)
     state = training_state(draft.original, draft["model.dtype"], draft.facts) + TRAINER_RESERVE
     if not uses_engine(draft.original) or draft["run.placement"] == "separate":
         return usable - state

@@ -21,6 +21,7 @@ from slipstream.launch.engine_options import check_options
 from slipstream.launch.facts import gather_facts, read_model
 from slipstream.launch.model_folder import check_model
 from slipstream.launch.plan import Plan, make_plan
+from slipstream.launch.teacher import check_teacher
 from slipstream.records import Message, SamplingParams, Task
 from slipstream.sinks import require_sinks
 
@@ -87,6 +88,7 @@ def prepare(loaded: Loaded) -> Prepared:
     tokenizer = ChatTokenizer(
         model.path, system, model.trust_remote_code, model.chat_template_kwargs, thinking=model.thinking
     )
+    check_teacher(config, tokenizer)
     environment = load_environment(section) if section else None
     train_tasks: list[Task] = []
     eval_tasks: list[Task] = []

@@ -12,6 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts, ModelFacts
 from slipstream.launch.memory import GIB, activation_bytes_per_token, gib, training_state_bytes, weights_bytes
+from slipstream.launch.teacher_room import planned_teacher
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         if config.inference.sleep is True:
             how += "; given up while the trainer works"
         yield _memory_note("memory of the engine", engine, how)
+    if (room := planned_teacher(config, facts)) is not None:
+        how = (
+            f"weights {gib(room.weights)}, KV cache {gib(room.cache)} for {room.max_num_seqs} sequences of "
+            f"{room.max_model_len} tokens, {gib(room.reserve)} for logits and contexts; {room.where}"
+        )
+        yield Note("memory of the teacher", round(room.total / GIB, 2), "GiB", how)
 
 
 def check_divided(model: ModelFacts, tensor_parallel_size: int) -> None:
@@ -190,9 +197,14 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
             needed, where = max(awake, trainer.total + ASLEEP_RESERVE), "the GPU has"
         else:
             needed = trainer.total + engine.total
+    room = planned_teacher(config, facts)
+    if room is not None and not room.has_own_gpu:
+        on_engines_card = facts.num_gpus > 0 and config.run.placement == "separate" and engine is not None
+        needed = max(trainer.total, engine.total + room.total) if on_engines_card and engine else needed + room.total
     available = facts.gpu_memory_bytes if facts.num_gpus else facts.memory_bytes
     if needed > available:
         parts = f"trainer {gib(trainer.total)}" + (f", engine {gib(engine.total)}" if engine else "")
+        parts += f", teacher {gib(room.total)}" if room is not None else ""
         raise ConfigError(
             f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: use a smaller model, "
             '[lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'

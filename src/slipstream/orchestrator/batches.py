@@ -19,6 +19,7 @@ from slipstream.orchestrator.refills import Refills, choose
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of
+from slipstream.orchestrator.teaching import Scores
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 
 
@@ -37,7 +38,9 @@ class Batcher:
         staleness: int = 0,
         refills: Refills | None = None,
         on_rollout: Callable[[], None] = lambda: None,
+        teacher: Scores | None = None,
     ) -> None:
+        """`teacher`: who scores each rollout as soon as it has ended."""
         self._runner = runner
         self._group_size = group_size
         self._sampling = sampling
@@ -47,6 +50,7 @@ class Batcher:
         self._staleness = staleness
         self._refills = refills
         self._on_rollout = on_rollout
+        self._teacher = teacher
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
         """Run `group_size` attempts at every task, all at once; with refills, more rounds of it."""
@@ -99,6 +103,8 @@ class Batcher:
             sampling=self._sampling,
             seed=seed_of(self._seed, step, place, number),
         )
+        if self._teacher is not None and rollout.outcome in TRAINABLE_OUTCOMES:
+            await self._teacher.score(rollout)
         self._on_rollout()
         return rollout
 

@@ -55,9 +55,10 @@ class StepBatch:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any sequence has an advantage other than 0; if none has, a policy gradient is exactly 0."""
+        """Whether any sequence has an advantage other than 0, or a teacher's opinion; if none has, a policy gradient is
+        exactly 0."""
         own = any(any(sequence.advantages or ()) for sequence in self.sequences)
-        return own or any(self.advantages or ())
+        return own or any(self.advantages or ()) or any(s.teacher_logprobs is not None for s in self.sequences)
 
     @property
     def num_sequences(self) -> int:
@@ -88,6 +89,7 @@ class MicroBatch:
     reference_logprobs_N: Tensor | None = None
     old_values_N: Tensor | None = None
     returns_N: Tensor | None = None
+    teacher_logprobs_N: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -208,7 +210,8 @@ def _micro_batch(
         sequence_index_N=torch.tensor(owners).to(device),
         sequences=indices,
         counts=counts,
-        behaviour_logprobs_N=_behaviour(batch, indices, targets, device),
+        behaviour_logprobs_N=_of_targets([s.logprobs for s in batch.sequences], indices, targets, device),
+        teacher_logprobs_N=_of_targets([s.teacher_logprobs for s in batch.sequences], indices, targets, device),
         advantages_N=_advantages(batch, indices, targets, device),
         old_logprobs_N=_joined(batch.old_logprobs, indices, device),
         reference_logprobs_N=_joined(batch.reference_logprobs, indices, device),
@@ -221,13 +224,13 @@ def _joined(values: list[Tensor] | None, indices: list[int], device: torch.devic
     return None if values is None else torch.cat([values[index] for index in indices]).to(device)
 
 
-def _behaviour(
-    batch: StepBatch, indices: list[int], targets: list[_Targets], device: torch.device | str
+def _of_targets(
+    all_logprobs: list[list[float] | None], indices: list[int], targets: list[_Targets], device: torch.device | str
 ) -> Tensor | None:
-    """The engine's log-probabilities; None as soon as one sequence has none."""
+    """An engine's log-probabilities, given for all tokens of each sequence; None as soon as one sequence has none."""
     values: list[float] = []
     for index, target in zip(indices, targets, strict=True):
-        logprobs = batch.sequences[index].logprobs
+        logprobs = all_logprobs[index]
         if logprobs is None:
             return None
         values += [logprobs[position] for position in target.positions]

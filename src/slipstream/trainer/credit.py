@@ -85,7 +85,8 @@ def assign_credit(
     for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
     metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
-    return Credit(advantages, carries_loss, metrics, has_signal=any(advantages))
+    taught = any(sequence.teacher_logprobs for rollout in rollouts for sequence in rollout.sequences)
+    return Credit(advantages, carries_loss, metrics, has_signal=taught or any(advantages))
 
 
 def _best(rewards_S: Tensor, group_ids_S: Tensor, config: RLConfig) -> Tensor:

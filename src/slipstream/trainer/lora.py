@@ -1,4 +1,5 @@
-"""LoRA (arXiv 2106.09685): a trainable product of two small matrices beside each chosen linear layer.
+"""LoRA (arXiv 2106.09685): a trainable product of two small matrices beside each chosen linear layer; and DoRA, which
+trains the lengths of the sum's rows as well.
 
 Guarantees: the base is frozen and is the same memory whether the adapter is on or off; names, initialization and
 arithmetic are PEFT's, so that its adapters can be continued here and ours used there. There is no dropout: equal
@@ -19,10 +20,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from slipstream.errors import ConfigError
-from slipstream.weights.adapter import AdapterConfig, adapter_parameter, check_adapter_fits, read_adapter_tensors
+from slipstream.weights.adapter import (
+    AdapterConfig,
+    adapter_parameter,
+    check_adapter_fits,
+    magnitude_parameter,
+    read_adapter_tensors,
+)
 
 ALL_LINEAR = "all-linear"
-_BASE, _A, _B = "base_layer", "lora_A", "lora_B"
+_BASE, _A, _B, _MAGNITUDE = "base_layer", "lora_A", "lora_B", "lora_magnitude"
 
 
 class LoraLinear(nn.Module):
@@ -62,6 +69,39 @@ class LoraLinear(nn.Module):
         return output + linear(linear(x, self.lora_A), self.lora_B) * self.scaling
 
 
+class DoraLinear(LoraLinear):
+    """`m V / |V| x` with `V = W + scaling * B A`: the rows of V give directions, and `m` how long they are (DoRA, arXiv
+    2402.09353, equation 5). It starts as the base, with `m = |W|`. No gradient goes through `|V|` (section 4.3)."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
+        super().__init__(base_layer, rank, scaling)
+        self.lora_magnitude = nn.Parameter(self._lengths())
+
+    def _direction(self) -> Tensor:
+        """V, in float32."""
+        return self.weight.float() + self.scaling * (self.lora_B.float() @ self.lora_A.float())
+
+    @torch.no_grad()
+    def _lengths(self) -> Tensor:
+        """|V|, rounded as `m` is: while nothing has been learnt their quotient is exactly 1."""
+        return torch.linalg.vector_norm(self._direction(), dim=1).to(self.weight.dtype)
+
+    def _factor(self) -> Tensor:
+        return self.lora_magnitude.float() / self._lengths().float()
+
+    def merged_weight(self) -> Tensor:
+        """See `LoraLinear`."""
+        return (self._direction() * self._factor()[:, None]).to(self.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        if not self.enabled:
+            return self.base_layer(x)
+        output = linear(x, self.weight) + linear(linear(x, self.lora_A), self.lora_B) * self.scaling
+        output = output * self._factor().to(x.dtype)
+        return output if self.bias is None else output + self.bias
+
+
 class Adapter:
     """All LoRA layers of one network."""
 
@@ -77,10 +117,11 @@ class Adapter:
         """
         targets = ALL_LINEAR if config.target_modules == (ALL_LINEAR,) else config.target_modules
         layers: dict[str, LoraLinear] = {}
+        kind = DoraLinear if config.dora else LoraLinear
         network.requires_grad_(False)
         for name in target_layers(network, targets):
             parent, _, leaf = name.rpartition(".")
-            module = LoraLinear(network.get_submodule(name), config.rank, config.scaling)  # pyright: ignore[reportArgumentType]
+            module = kind(network.get_submodule(name), config.rank, config.scaling)  # pyright: ignore[reportArgumentType]
             setattr(network.get_submodule(parent), leaf, module)
             layers[name] = module
         if targets == ALL_LINEAR:
@@ -99,6 +140,8 @@ class Adapter:
         for name, layer in self.layers.items():
             yield adapter_parameter(name, "A"), layer.lora_A
             yield adapter_parameter(name, "B"), layer.lora_B
+            if isinstance(layer, DoraLinear):
+                yield magnitude_parameter(name), layer.lora_magnitude
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every adapter tensor."""
@@ -107,7 +150,7 @@ class Adapter:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Take over the adapter in `folder`. Raises ConfigError unless it has exactly this shape."""
-        check_adapter_fits(folder, self.config.rank, self.config.alpha, self.shapes())
+        check_adapter_fits(folder, self.config, self.shapes())
         live = dict(self.named_weights())
         for name, tensor in read_adapter_tensors(folder).items():
             live[name].copy_(tensor)
@@ -130,7 +173,7 @@ class Adapter:
         plain: dict[str, Tensor] = {}
         for key, tensor in state.items():
             module, _, last = key.rpartition(".")
-            if last in (_A, _B) and module in self.layers:
+            if last in (_A, _B, _MAGNITUDE) and module in self.layers:
                 continue
             owner = module.removesuffix(f".{_BASE}")
             if owner == module or owner not in self.layers:
@@ -167,8 +210,9 @@ def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]
 
 
 def rate_in_adapter(ratio: float, name: str) -> float:
-    """LoRA+ (arXiv 2402.12354): by what the learning rate of the parameter `name` is multiplied."""
-    return ratio if name.rpartition(".")[2] == _B else 1.0
+    """LoRA+ (arXiv 2402.12354): by what the learning rate of the parameter `name` is multiplied; as in PEFT, DoRA's
+    lengths learn like B."""
+    return ratio if name.rpartition(".")[2] in (_B, _MAGNITUDE) else 1.0
 
 
 def blank_adapter(model: str, config: AdapterConfig, *, trust_remote_code: bool = False) -> Adapter:

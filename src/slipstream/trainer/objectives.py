@@ -73,11 +73,14 @@ class PolicyObjective:
 
     Log-probabilities are those of the distribution that was sampled from (`sampling`). Per token:
     `importance weight * loss + kl_coef * kl`, averaged as `config.normalize` says, less `entropy_coef` times the mean
-    entropy of a token, whatever the loss is averaged over.
+    entropy of a token, whatever the loss is averaged over. With a teacher, a token's advantage is raised by
+    `teacher_coef * (teacher - old)`: over tokens of the policy, on average, the gradient of the reverse KL divergence.
     """
 
-    def __init__(self, config: RLConfig, sampling: records.SamplingParams) -> None:
+    def __init__(self, config: RLConfig, sampling: records.SamplingParams, teacher_coef: float | None = None) -> None:
+        """`teacher_coef`: weight of what a teacher says; None where there is none."""
         self.config = resolved(config)
+        self._teacher_coef = teacher_coef
         self.sampling = sampling
         self._loss: LossFunction = LOSSES.get(self.config.loss) or user_function("loss", self.config.loss)
         self._has_kl_term = config.kl_coef > 0.0 and self.config.kl_in == "loss"
@@ -103,6 +106,8 @@ class PolicyObjective:
             "ratio_histogram": log_ratio_histogram(policy.log_ratio_N),
             **{name: mask_N.sum() for name, mask_N in policy.counts.items()},
         }
+        if self._teacher_coef is not None and micro.teacher_logprobs_N is not None:
+            sums |= _teacher_sums(micro.teacher_logprobs_N, old_N)
         if micro.behaviour_logprobs_N is not None:
             sums |= _behaviour_sums(micro.behaviour_logprobs_N, logprobs_N.detach(), old_N)
         if config.importance_sampling != "none":
@@ -139,7 +144,7 @@ class PolicyObjective:
         return LossInputs(
             logprobs_N,
             old_N,
-            micro.advantages_N,
+            self._taught(micro, micro.advantages_N, old_N),
             micro.sequence_index_N,
             micro.num_sequences,
             clip_low=float(config.clip_low),
@@ -147,6 +152,14 @@ class PolicyObjective:
             clip_dual=config.clip_dual,
             behaviour_logprobs_N=micro.behaviour_logprobs_N,
         )
+
+    def _taught(self, micro: MicroBatch, advantages_N: Tensor, old_N: Tensor) -> Tensor:
+        """Advantages with the teacher's part."""
+        if self._teacher_coef is None:
+            return advantages_N
+        if micro.teacher_logprobs_N is None:
+            raise TrainingError("a sequence has no log-probabilities of the teacher: every rollout must be scored")
+        return advantages_N + self._teacher_coef * (micro.teacher_logprobs_N - old_N.detach())
 
     def _policy_loss(self, inputs: LossInputs) -> PolicyLoss:
         result = self._loss(inputs)
@@ -182,6 +195,10 @@ class PolicyObjective:
             "importance_capped": "importance_capped_fraction",
             "abs_logprob_diff": "mismatch/abs_logprob_diff",
             "mismatch_kl": "mismatch/kl",
+            "teacher_kl": "teacher/kl",
+            "teacher_kl_k3": "teacher/kl_k3",
+            "teacher_logprob": "teacher/logprob",
+            "teacher_abs_difference": "teacher/abs_difference",
         }
         hidden = ("loss", "off_policy", "off_policy_squared")
         metrics |= {names.get(key, key): value / tokens for key, value in numbers.items() if key not in hidden}
@@ -205,6 +222,16 @@ def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> d
         "mismatch_histogram": log_ratio_histogram(old_N - behaviour_N),
         "off_policy": ratio_N.sum(),
         "off_policy_squared": ratio_N.square().sum(),
+    }
+
+
+def _teacher_sums(teacher_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
+    """How far the policy that a batch is begun with is from its teacher: the reverse KL divergence by k1 and k3."""
+    return {
+        "teacher_kl": kl_estimate(old_N, teacher_N, "k1").sum(),
+        "teacher_kl_k3": kl_estimate(old_N, teacher_N, "k3").clamp(max=math.exp(20.0)).sum(),
+        "teacher_logprob": teacher_N.sum(),
+        "teacher_abs_difference": (teacher_N - old_N).abs().sum(),
     }
 
 

@@ -1,7 +1,7 @@
 """LoRA adapters as folders in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Guarantees: a folder is whole under its name or not there; PEFT and vLLM load it; an adapter of another kind than plain
-LoRA, which would compute something else here, is refused when it is read.
+Guarantees: a folder is whole under its name or not there; PEFT loads it, and vLLM one that is not DoRA; an adapter of
+another kind, which would compute something else here, is refused when it is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
     "fan_in_fan_out": (False,),
     "use_rslora": (False,),
-    "use_dora": (False,),
     "lora_bias": (False,),
     "modules_to_save": (),
     "rank_pattern": (),
@@ -51,6 +50,8 @@ class AdapterConfig:
     alpha: float
     target_modules: tuple[str, ...]
     base: str
+    dora: bool = False
+    """Weight-decomposed (DoRA, arXiv 2402.09353): beside both matrices a length for each row of the weight."""
 
     @property
     def scaling(self) -> float:
@@ -61,6 +62,11 @@ class AdapterConfig:
 def adapter_parameter(module: str, half: Literal["A", "B"]) -> str:
     """PEFT's name for one matrix of the adapter of `module`."""
     return f"{_PREFIX}{module}.lora_{half}.weight"
+
+
+def magnitude_parameter(module: str) -> str:
+    """PEFT's name for the lengths of DoRA."""
+    return f"{_PREFIX}{module}.lora_magnitude_vector"
 
 
 def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
@@ -88,7 +94,7 @@ def write_adapter_folder(
             "init_lora_weights": True,
             "inference_mode": True,
             "use_rslora": False,
-            "use_dora": False,
+            "use_dora": config.dora,
             "modules_to_save": None,
         }
         (temporary / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -123,10 +129,11 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         value = content.get(name)
         if value and value not in allowed:
             raise ConfigError(
-                f"the adapter in {folder} has {name} = {json.dumps(value)}, which is not plain LoRA: merge it into its "
-                "model with PEFT and train on that"
+                f"the adapter in {folder} has {name} = {json.dumps(value)}, which is neither plain LoRA nor DoRA: merge"
+                " it into its model with PEFT and train on that"
             )
-    return AdapterConfig(rank, alpha, (targets,) if isinstance(targets, str) else tuple(targets or ()), base)
+    names = (targets,) if isinstance(targets, str) else tuple(targets or ())
+    return AdapterConfig(rank, alpha, names, base, dora=bool(content.get("use_dora")))
 
 
 def read_adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -147,11 +154,18 @@ def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def check_adapter_fits(
-    folder: Path, rank: int, alpha: float, shapes: dict[str, tuple[int, ...]], origin: str = "lora"
+    folder: Path, wanted_config: AdapterConfig, shapes: dict[str, tuple[int, ...]], origin: str = "lora"
 ) -> None:
-    """Raise ConfigError unless the adapter in `folder` has this rank and alpha and exactly the tensors of `shapes`."""
+    """Raise ConfigError unless the adapter in `folder` is of this kind, rank and alpha, and has exactly the tensors of
+    `shapes`."""
     found = read_adapter_config(folder)
-    for name, wanted, there in (("rank", rank, found.rank), ("alpha", alpha, found.alpha)):
+    if found.dora != wanted_config.dora:
+        kind, setting = ("DoRA", "true") if found.dora else ("plain LoRA", "false")
+        raise ConfigError(f"the adapter in {folder} is {kind}: set {origin}.dora = {setting}")
+    for name, wanted, there in (
+        ("rank", wanted_config.rank, found.rank),
+        ("alpha", wanted_config.alpha, found.alpha),
+    ):
         if wanted != there:
             raise ConfigError(
                 f"{origin}.{name} = {wanted:g}, and the adapter in {folder} has {there:g}: "

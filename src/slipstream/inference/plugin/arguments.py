@@ -75,6 +75,7 @@ def sampling_arguments(request: GenerateRequest) -> Any:
         stop_token_ids=list(s.stop_token_ids) or None,
         logprobs=0,
         flat_logprobs=True,
+        prompt_logprobs=0 if request.scores_prompt else None,
         detokenize=bool(s.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -32,6 +32,12 @@ def applied() -> tuple[str, ...]:
     return tuple(_applied)
 
 
+def note(name: str) -> None:
+    """Report a patch that is made elsewhere in this package, on objects that exist only once a model is loaded."""
+    if name not in _applied:
+        _applied.append(name)
+
+
 def apply_all() -> tuple[str, ...]:
     """Apply every patch that this vLLM needs; safe to call again."""
     from vllm.platforms import current_platform

@@ -26,7 +26,7 @@ import msgspec
 from aiohttp import web
 
 import slipstream
-from slipstream.inference.plugin import ENGINE_VARIABLE, delivery, lifeline, tensor_map
+from slipstream.inference.plugin import ENGINE_VARIABLE, delivery, lifeline, scoring, tensor_map
 from slipstream.inference.plugin.arguments import engine_arguments, sampling_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.plugin.labels import Spans
@@ -335,6 +335,8 @@ class EngineServer:
             self._request_ended.set()
 
     async def _generate(self, request: GenerateRequest) -> Completion:
+        if request.scores_prompt:
+            scoring.check(request, self.patches)
         before, adapter = self.version.name if self.version else "", self.adapter
         prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_arguments(request)
         if adapter is not None:
@@ -354,7 +356,8 @@ class EngineServer:
         logprobs = delivery.sampled_logprobs(out.logprobs, token_ids)
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         text = out.text if request.sampling.stop else ""
-        return Completion(request.id, token_ids, logprobs, reason, versions, text)
+        scores = scoring.prompt_logprobs(output, request) if request.scores_prompt else None
+        return Completion(request.id, token_ids, logprobs, reason, versions, text, prompt_logprobs=scores)
 
     async def _generate_on_kept_context(self, request: GenerateRequest, params: Any) -> tuple[Any, Spans]:
         """Blocks of the prefix cache are told apart by the version that they are begun with; see `_begin_anew`."""

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipstream.inference.plugin import adapter_map, patches, tensor_map
+from slipstream.inference.plugin import adapter_map, patches, scoring, tensor_map
 from slipstream.records import ParameterSpec, Ticket
 from slipstream.weights import broadcast, delta, single_copy
 from slipstream.weights.files import read_model_folder
@@ -55,6 +55,7 @@ class WorkerExtension:
 
     def slipstream_describe(self) -> str:
         """JSON: patches in force and whether the live weights are verifiable here."""
+        scoring.at_request_temperature(self.model_runner)
         return json.dumps(
             {"patches": patches.applied(), "device": str(next(self._slipstream_model().parameters()).device)}
         )

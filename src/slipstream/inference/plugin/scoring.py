@@ -1,0 +1,107 @@
+"""Log-probabilities of given tokens, at the temperature that the request names.
+
+vLLM scores the tokens of a prompt at temperature 1, whatever the request says; a student that samples at another one
+has to be compared with its teacher at that one. The patch divides the logits, in float32 as the sampler does, before
+they are normalised. It acts on the model runner that this engine really has: the one of vLLM 0.26 and of 0.32 on a CPU
+(`_get_prompt_logprobs_dict`), or the newer one of GPUs (`PromptLogprobsWorker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.inference.plugin import patches
+from slipstream.records import GenerateRequest
+
+PATCH = "scores_at_temperature"
+
+
+def check(request: GenerateRequest, applied: tuple[str, ...]) -> None:
+    """Raises ValueError for a request whose scores would not be what it asks for."""
+    temperature = request.sampling.temperature
+    if temperature <= 0.0:
+        raise ValueError(f"temperature {temperature:g} has no log-probabilities: score at one above 0")
+    if temperature != 1.0 and PATCH not in applied:
+        raise ValueError(
+            f"this vLLM scores given tokens at temperature 1 only, and {temperature:g} is asked for: use "
+            "sampling.temperature = 1"
+        )
+
+
+def prompt_logprobs(output: Any, request: GenerateRequest) -> list[float]:
+    """Of each token of the request's prompt, out of vLLM's output for it."""
+    entries = output.prompt_logprobs
+    if entries is None or len(entries) != len(request.prompt_ids):
+        found = "none" if entries is None else f"{len(entries)}"
+        raise RuntimeError(f"vLLM scored {found} of {len(request.prompt_ids)} tokens")
+    pairs = zip(entries, request.prompt_ids, strict=True)
+    return [0.0 if entry is None else entry[token].logprob for entry, token in pairs]
+
+
+def at_request_temperature(runner: Any) -> None:
+    """Have `runner`, vLLM's model runner, score at each request's temperature; safe to call again. Where it has neither
+    of the two known ways of scoring nothing is changed, and nothing reported."""
+    if PATCH in patches.applied():
+        return
+    if hasattr(runner, "_get_prompt_logprobs_dict") and hasattr(runner, "num_prompt_logprobs"):
+        _patch_runner(runner)
+    elif hasattr(getattr(runner, "prompt_logprobs_worker", None), "compute_prompt_logprobs"):
+        _patch_prompt_worker(runner.prompt_logprobs_worker)
+    else:
+        return
+    patches.note(PATCH)
+
+
+def _patch_runner(runner: Any) -> None:
+    original: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
+    normalise: Callable[[Tensor], Tensor] = runner.sampler.compute_logprobs
+
+    def scored(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        wanted: dict[str, int] = runner.num_prompt_logprobs
+        by_temperature: dict[float, dict[str, int]] = {}
+        for name, number in wanted.items():
+            params = runner.requests[name].sampling_params
+            by_temperature.setdefault(params.temperature or 1.0, {})[name] = number
+        found: dict[str, Any] = {}
+        try:
+            for temperature, group in by_temperature.items():
+                runner.num_prompt_logprobs = group  # it takes out whose last token was scored
+                runner.sampler.compute_logprobs = lambda logits, by=temperature: normalise(logits.float() / by)
+                found |= original(hidden_states, num_scheduled_tokens)
+        finally:
+            runner.sampler.compute_logprobs = normalise
+            runner.num_prompt_logprobs = wanted
+        left = {name for group in by_temperature.values() for name in group}
+        for name in [name for name in wanted if name not in left]:
+            del wanted[name]
+        return found
+
+    runner._get_prompt_logprobs_dict = scored
+
+
+def _patch_prompt_worker(worker: Any) -> None:
+    add, remove, compute = worker.add_request, worker.remove_request, worker.compute_prompt_logprobs
+    temperatures: dict[str, float] = {}
+
+    def add_request(name: str, index: int, params: Any) -> None:
+        add(name, index, params)
+        if params.prompt_logprobs is not None:
+            temperatures[name] = params.temperature or 1.0
+
+    def remove_request(name: str) -> None:
+        temperatures.pop(name, None)
+        remove(name)
+
+    def compute_prompt_logprobs(logits_of: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        # One call computes all requests of the step: all scoring requests of a run have one temperature.
+        distinct = set(temperatures.values()) or {1.0}
+        if len(distinct) > 1:
+            raise RuntimeError(f"requests to be scored at temperatures {sorted(distinct)} run at the same time")
+        by = distinct.pop()
+        return compute(logits_of if by == 1.0 else lambda hidden: logits_of(hidden).float() / by, *args, **kwargs)
+
+    worker.add_request, worker.remove_request = add_request, remove_request
+    worker.compute_prompt_logprobs = compute_prompt_logprobs

@@ -1,0 +1,182 @@
+"""On-policy distillation through the whole loop: with scripted engines, and with two real ones."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.config import load_config
+from slipstream.errors import ConfigError
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.launch.local import train
+from slipstream.launch.prepare import prepare
+from slipstream.launch.teacher import agreement_warning
+from slipstream.runlog import read_events, read_metrics
+from slipstream.trainer.new_model import new_model
+from slipstream.view import make_view
+
+DISTILL = ("--algorithm.kind", "distill", "--evaluation", "false")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """Of the student's family, with other weights."""
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    return new_model(folder, hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, context_length=96, seed=7)
+
+
+class Pair:
+    """A run whose two engines are scripted: the teacher's scores are those of its folder."""
+
+    def __init__(self, scripted, run_file, teacher):
+        self.scripted, self.run_file, self.teacher = scripted, run_file, teacher
+        self.engine = None
+        """The teacher's."""
+
+    def run(self, *overrides, change=lambda teacher: None):
+        def make_engine(config, settings, logs, on_event):
+            engine = ScriptedEngine(
+                self.scripted.letter,
+                self.scripted._logprobs,
+                max_restarts=config.inference.max_restarts,
+                on_event=on_event,
+            )
+            if settings.model == str(self.teacher):
+                engine.location, self.engine, self.settings = settings.model, engine, settings
+                change(engine)
+            return engine
+
+        options = (*DISTILL, "--teacher.path", str(self.teacher), *overrides)
+        prepared = prepare(load_config(self.run_file, options))
+        train(prepared, self.scripted.folder, make_view("none"), make_engine=make_engine)
+        return read_metrics(self.scripted.folder)
+
+
+@pytest.fixture
+def pair(scripted, run_file, teacher):
+    return Pair(scripted, run_file, teacher)
+
+
+def test_a_run_learns_from_its_teacher_alone(pair):
+    rows = pair.run("--training.steps", "4", "--algorithm.group_size", "1")
+    assert [row["teacher/kl_k3"] > 0 and row["train/grad_norm"] > 0 for row in rows[1:]] == [True] * 4
+    assert all(row["teacher/logprob"] < 0 for row in rows[1:])
+    assert pair.settings.version.digest == pair.scripted.events("teacher")[0]["digest"]
+
+
+def test_a_reward_may_have_its_say_as_well(pair):
+    rows = pair.run("--algorithm.kind", "grpo", "--teacher.coef", "0.1", "--training.staleness", "1")
+    assert all("teacher/kl" in row and "reward/signal_fraction" in row for row in rows[1:])
+
+
+def test_a_teacher_that_dies_comes_back(pair):
+    def die_once(teacher):
+        def on_request(request):
+            if teacher.num_requests == 5 and not teacher.num_restarts:
+                teacher.is_alive = False
+
+        teacher.on_request = on_request
+
+    rows = pair.run(change=die_once)
+    assert len(rows) == 4
+    assert len(pair.scripted.events("teacher_restart")) == 1
+    assert not pair.scripted.events("engine_restart")
+
+
+def test_one_that_may_not_come_back_ends_the_run_in_one_sentence(pair):
+    def die(teacher):
+        teacher.on_request = lambda request: setattr(teacher, "is_alive", teacher.num_requests < 5)
+
+    with pytest.raises(Exception, match=r"the teacher's engine: the engine died, and inference\.max_restarts = 0"):
+        pair.run("--inference.max_restarts", "0", change=die)
+
+
+def test_one_that_hangs_ends_it_at_the_deadline(pair):
+    with pytest.raises(Exception, match="the teacher's engine: the engine did not answer"):
+        pair.run("--inference.request_timeout_s", "1", change=lambda teacher: setattr(teacher, "is_hanging", True))
+
+
+def test_the_model_itself_can_teach_nothing(pair, model, tmp_path):
+    pair.teacher = shutil.copytree(model, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="the very weights that the run starts from"):
+        pair.run()
+
+
+def test_a_teacher_with_nothing_more_to_teach_is_told_of_once():
+    warned, told = [], []
+    log = SimpleNamespace(warning=lambda message, **fields: warned.append(message))
+    listen = agreement_warning(log, told.append)
+    listen(0, {"probe/abs_logprob_diff": 1e-3})
+    listen(1, {"probe/abs_logprob_diff": 1e-3, "teacher/abs_difference": 0.3})
+    assert not told
+    for step in (2, 3):
+        listen(step, {"probe/abs_logprob_diff": 1e-3, "teacher/abs_difference": 1.5e-3})
+    assert len(told) == len(warned) == 1
+    assert "nothing more to teach" in told[0]
+
+
+def test_another_vocabulary_is_refused_before_anything_starts(run_file, teacher, tmp_path):
+    other = shutil.copytree(teacher, tmp_path / "other")
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a":', '"a ":', 1))
+    with pytest.raises(ConfigError, match=r"teacher.path has another tokenizer than model.path \(1 of .* differ"):
+        prepare(load_config(run_file, (*DISTILL, "--teacher.path", str(other))))
+    with pytest.raises(ConfigError, match=r"^teacher.path = .* does not exist"):
+        prepare(load_config(run_file, (*DISTILL, "--teacher.path", str(tmp_path / "none"))))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--teacher.path", "x", "--teacher.url", "http://h/v1"), "are both given"),
+        (("--teacher.coef", "2.0"), "are neither given"),
+        ((), "learns from a teacher only"),
+        (("--teacher.url", "host:8000"), "is no address"),
+        (("--teacher.url", "http://h/v1", "--sampling.temperature", "0.7"), "which is always 1"),
+        (("--teacher.path", "x", "--teacher.key_variable", "KEY"), "has no effect without teacher.url"),
+        (("--algorithm.kind", "sft", "--teacher.path", "x"), "not to sft"),
+    ],
+)
+def test_contradictions_are_said_before_the_start(run_file, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(run_file, (*DISTILL, *options))
+
+
+def test_the_model_as_its_own_teacher_is_refused(run_file, model):
+    with pytest.raises(ConfigError, match="the model itself"):
+        load_config(run_file, (*DISTILL, "--teacher.path", str(model)))
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_tiny_student_comes_nearer_to_a_trained_teacher(command, run_file, model, teacher, tmp_path):
+    """Two engines and a trainer, after a teacher that imitated for longer than its student. Rewards are measured and
+    not trained on."""
+    sft_file = run_file.with_name("sft.toml")
+    sft_file.write_text(sft_file.read_text().replace("[weights]\nprobe_tasks = 2\n", ""))
+    for name, folder, steps in (("student", model, 20), ("taught", teacher, 60)):
+        options = ("--training.steps", steps, "--training.learning_rate", 3e-3, "--evaluation", "false")
+        code, _, err = command(
+            "sft", sft_file, "--model.path", folder, "--run.folder", tmp_path / name, *options
+        ).wait()
+        assert code == 0, err
+    start, taught = (next((tmp_path / name / "checkpoints").glob(f"step-{steps:06}/weights"))
+                     for name, steps in (("student", 20), ("taught", 60)))  # fmt: skip
+    options = ("--model.path", start, "--teacher.path", taught, "--run.folder", tmp_path / "run",
+               "--training.steps", 30, "--training.learning_rate", 3e-3, "--sampling.temperature", 0.8,
+               "--training.prompts_per_batch", 16, "--algorithm.kind", "distill")  # fmt: skip
+    run = command("train", run_file, *options)
+    code, _, err = run.wait(400)
+    assert code == 0, err
+    assert not run.left_behind()
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 31
+    assert all(row["probe/abs_logprob_diff"] < 0.001 for row in rows)
+    first, last = ([row["teacher/kl"] for row in part] for part in (rows[1:4], rows[-3:]))
+    assert sum(last) < 0.5 * sum(first)
+    assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"]
+    # Two unbiased estimators of one number, on real scores at the sampling temperature.
+    means = [sum(row[name] for row in rows[1:]) / 30 for name in ("teacher/kl", "teacher/kl_k3")]
+    assert means[0] == pytest.approx(means[1], rel=0.2)
+    event = next(event for event in read_events(tmp_path / "run") if event["kind"] == "teacher")
+    assert "scores_at_temperature" in event["patches"]

@@ -1,0 +1,168 @@
+"""On-policy distillation: the objective's gradient against that of the exact reverse KL divergence."""
+
+import pytest
+import torch
+
+from slipstream import records
+from slipstream.config.schema import RLConfig
+from slipstream.errors import TrainingError
+from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.objectives import PolicyObjective
+
+VOCABULARY, POSITIONS = 7, 3
+
+
+class Table:
+    """A policy whose logits at each position are given, whatever came before."""
+
+    def __init__(self, logits_PV):
+        self.logits_PV = logits_PV
+
+    def logits(self, micro):
+        return torch.cat([self.logits_PV for _ in micro.sequences])
+
+
+def logits_of(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return 1.5 * torch.randn(POSITIONS, VOCABULARY, generator=generator, dtype=torch.float64)
+
+
+def every_sequence():
+    """All that can be sampled after a prompt of one token."""
+    grids = torch.meshgrid(*[torch.arange(VOCABULARY)] * POSITIONS, indexing="ij")
+    return torch.stack([grid.flatten() for grid in grids], -1)
+
+
+def sequence(tokens, teacher_PV, temperature, advantages=None):
+    logprobs = (teacher_PV / temperature).log_softmax(-1)
+    scores = [logprobs[place, token].item() for place, token in enumerate(tokens)]
+    return records.Sequence(
+        [0, *tokens], [False] + [True] * len(tokens), [0.0] * (1 + len(tokens)),
+        advantages=advantages, teacher_logprobs=[0.0, *scores],
+    )  # fmt: skip
+
+
+def objective(temperature=1.0, coef=1.0, **algorithm):
+    config = RLConfig(kind="distill", importance_sampling="none", **algorithm)
+    return PolicyObjective(config, records.SamplingParams(max_tokens=POSITIONS, temperature=temperature), coef)
+
+
+def expected_gradient(student_PV, teacher_PV, temperature=1.0, coef=1.0, **algorithm):
+    """The objective's gradient, averaged over every sequence with its probability under the policy."""
+    ours = objective(temperature, coef, **algorithm)
+    with torch.no_grad():
+        logprobs_PV = (student_PV / temperature).log_softmax(-1)
+    total = torch.zeros_like(student_PV)
+    means = {}
+    for tokens in every_sequence().tolist():
+        probability = sum(logprobs_PV[place, token] for place, token in enumerate(tokens)).exp().item()
+        logits = student_PV.detach().clone().requires_grad_()
+        batch = StepBatch([sequence(tokens, teacher_PV, temperature)], [0.0])
+        (micro,) = micro_batches(batch, 64)
+        divisors = ours.counts(batch)
+        loss, sums = ours.terms(Table(logits), micro, divisors)
+        loss.backward()
+        total += probability * logits.grad
+        for name, value in ours.summarize(sums, divisors).items():
+            means[name] = means.get(name, 0.0) + probability * value
+    return total, means
+
+
+def reverse_kl(student_PV, teacher_PV, temperature):
+    """Mean over positions of KL(policy || teacher), over the whole vocabulary in float64."""
+    ours, theirs = (x.div(temperature).log_softmax(-1) for x in (student_PV, teacher_PV))
+    return (ours.exp() * (ours - theirs)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("loss", ["policy_gradient", "clip", "cispo"])
+def test_over_all_samples_it_is_the_gradient_of_the_reverse_kl(temperature, loss):
+    student, teacher = logits_of(1).requires_grad_(), logits_of(2)
+    exact = reverse_kl(student, teacher, temperature)
+    exact.backward()
+    gradient, metrics = expected_gradient(student, teacher, temperature, loss=loss)
+    # The objective keeps the teacher's log-probabilities in float32.
+    torch.testing.assert_close(gradient, student.grad, atol=2e-6, rtol=1e-5)
+    assert metrics["teacher/kl"] == pytest.approx(exact.item(), rel=1e-5)
+    assert metrics["teacher/kl_k3"] == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_the_coefficient_is_a_factor():
+    student, teacher = logits_of(3), logits_of(4)
+    once, _ = expected_gradient(student, teacher)
+    twice, _ = expected_gradient(student, teacher, coef=2.0)
+    torch.testing.assert_close(twice, 2 * once, atol=1e-9, rtol=1e-6)
+
+
+def test_a_teacher_that_agrees_in_everything_teaches_nothing():
+    student = logits_of(5)
+    tokens = [1, 2, 3]
+    with torch.no_grad():
+        batch = StepBatch([sequence(tokens, student, 1.0)], [0.0])
+    logits = student.clone().requires_grad_()
+    ours = objective()
+    (micro,) = micro_batches(batch, 64)
+    loss, sums = ours.terms(Table(logits), micro, ours.counts(batch))
+    loss.backward()
+    assert logits.grad.abs().max() < 1e-7
+    metrics = ours.summarize(sums, ours.counts(batch))
+    assert abs(metrics["teacher/kl"]) < 1e-7
+    assert metrics["teacher/abs_difference"] < 1e-7
+
+
+def test_it_is_added_to_what_rewards_say():
+    student, teacher, tokens = logits_of(6), logits_of(7), [4, 0, 6]
+    gradients = []
+    for kind, coef, advantage in (("grpo", 0.3, 0.8), ("grpo", None, 0.8), ("distill", 0.3, 0.0)):
+        logits = student.clone().requires_grad_()
+        batch = StepBatch([sequence(tokens, teacher, 1.0)], [advantage])
+        config = RLConfig(kind=kind, loss="policy_gradient", importance_sampling="none")
+        ours = PolicyObjective(config, records.SamplingParams(max_tokens=3), coef)
+        (micro,) = micro_batches(batch, 64)
+        loss, _ = ours.terms(Table(logits), micro, ours.counts(batch))
+        loss.backward()
+        gradients.append(logits.grad)
+    torch.testing.assert_close(gradients[0], gradients[1] + gradients[2])
+
+
+def test_samples_of_another_distribution_are_corrected_by_their_weights():
+    """Tokens of an engine that is not quite the policy: with importance weights the expectation is the same."""
+    student, teacher, engine = logits_of(8).requires_grad_(), logits_of(9), logits_of(10)
+    reverse_kl(student, teacher, 1.0).backward()
+    config = RLConfig(kind="distill", importance_cap=1e9)
+    ours = PolicyObjective(config, records.SamplingParams(max_tokens=1), 1.0)
+    drawn_PV, total = engine.log_softmax(-1), torch.zeros_like(student)
+    for place in range(POSITIONS):
+        for token in range(VOCABULARY):
+            logits = student.detach()[place : place + 1].clone().requires_grad_()
+            own = sequence([token], teacher[place : place + 1], 1.0)
+            own.logprobs = [0.0, drawn_PV[place, token].item()]
+            batch = StepBatch([own], [0.0])
+            (micro,) = micro_batches(batch, 64)
+            loss, _ = ours.terms(Table(logits), micro, ours.counts(batch))
+            loss.backward()
+            total[place] += drawn_PV[place, token].exp() * logits.grad[0] / POSITIONS
+    torch.testing.assert_close(total, student.grad, atol=2e-6, rtol=1e-5)
+
+
+def test_how_a_step_is_cut_changes_nothing():
+    teacher, student = logits_of(11), logits_of(12)
+    batch = StepBatch([sequence(tokens, teacher, 1.0) for tokens in every_sequence().tolist()[::40]], [])
+    batch.advantages = [0.0] * len(batch.sequences)
+    gradients = []
+    for room, packing in ((4096, True), (16, True), (4096, False)):
+        logits = student.clone().requires_grad_()
+        ours = objective()
+        divisors = ours.counts(batch)
+        for micro in micro_batches(batch, room, packing=packing):
+            ours.terms(Table(logits), micro, divisors)[0].backward()
+        gradients.append(logits.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(gradients[0], gradients[2], atol=1e-12, rtol=1e-9)
+
+
+def test_a_sequence_that_nobody_scored_is_refused():
+    batch = StepBatch([records.Sequence([0, 1], [False, True], [0.0, -1.0])], [1.0])
+    (micro,) = micro_batches(batch, 64)
+    with pytest.raises(TrainingError, match="every rollout must be scored"):
+        objective().terms(Table(logits_of(1)[:1]), micro, objective().counts(batch))
