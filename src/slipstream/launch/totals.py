@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.config import RLConfig, RunConfig
 from slipstream.config.checks import keeps_copy, shares_weights, uses_critic, uses_engine
+from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts
@@ -66,6 +68,24 @@ def _state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool 
     )
 
 
+def activation_bytes_of(config: RunConfig, dtype: str, facts: Facts, **changes: Any) -> int:
+    """Bytes that a trained token keeps as the layers are computed under `config`, or under it with `changes`."""
+    training = config.training
+    options: dict[str, Any] = {
+        "checkpointing": training.gradient_checkpointing,
+        "compiled": training.compile is True,
+        "offload": training.offload_activations,
+    }
+    return activation_bytes_per_token(facts.model, dtype, **options | changes)
+
+
+def trainer_bytes(config: RunConfig, facts: Facts) -> int:
+    """What a planned run's trainer will hold at most, without contexts and workspaces: what `slipstream plan` says and
+    the run compares with what it sees."""
+    trainer, _ = _memory(config, facts)
+    return trainer.kept + trainer.working
+
+
 def parameter_notes(facts: Facts) -> Iterator[Note]:
     """What LoRA trains."""
     if facts.adapter is not None:
@@ -106,6 +126,29 @@ def delta_warnings(config: RunConfig) -> Iterator[str]:
         )
 
 
+def policy_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
+    """What in [algorithm] never acts, or does nothing."""
+    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
+    usual = resolved(RLConfig(kind=algorithm.kind))
+    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
+    if one_update and is_set and algorithm.old_policy == "trainer":
+        yield (
+            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
+            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
+        )
+    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
+    if budget is not None and budget >= longest:
+        yield (
+            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
+            f"{longest}"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield (
+            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
+            ' back: use "k3", or set algorithm.kl_in = "reward"'
+        )
+
+
 @dataclass(frozen=True)
 class _Side:
     """Bytes of the trainer or the engine."""
@@ -122,8 +165,7 @@ class _Side:
 
 def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
-    checkpointing = config.training.gradient_checkpointing is True
-    activations = tokens * activation_bytes_per_token(facts.model, dtype, checkpointing=checkpointing)
+    activations = tokens * activation_bytes_of(config, dtype, facts)
     on_gpu = facts.num_gpus > 0
     trainer = _Side(training_state(config, dtype, facts), activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):
