@@ -82,6 +82,10 @@ def plan(values=None, config=GRPO, **changes):
     return make_plan(with_values(config, values or {}), facts(**changes))
 
 
+def reasons(made):
+    return {item.name: item.reason for item in made.derived}
+
+
 def refusal(values=None, config=GRPO, **changes):
     with pytest.raises(ConfigError) as caught:
         plan(values, config, **changes)
@@ -111,6 +115,7 @@ def test_every_auto_gets_its_value_and_reason():
         "environment.num_train_tasks": 1000,
         "training.micro_batch_tokens": 8192,
         "training.gradient_checkpointing": False,
+        "training.compile": False,
         "run.threads": 2,
         "run.checkpoint_every": 4,
         "evaluation.temperature": 1.0,
@@ -146,6 +151,7 @@ def test_what_the_user_set_stays():
         "environment.num_train_tasks": 500,
         "training.micro_batch_tokens": 512,
         "training.gradient_checkpointing": False,
+        "training.compile": False,
         "run.threads": 1,
         "run.checkpoint_every": 7,
         "evaluation.temperature": 0.0,
@@ -378,7 +384,56 @@ class TestMicroBatch:
 
     def test_logits_count(self):
         large = dataclasses.replace(TINY, vocab_size=150_000)
-        assert activation_bytes_per_token(large, "bfloat16") > 12 * 150_000
+        assert activation_bytes_per_token(large, "bfloat16") > 4 * 150_000
+
+    def test_what_attention_and_matrices_gave_is_kept_where_that_fits(self):
+        deep = {"num_layers": 64, "memory_bytes": 2 * GIB}
+        row = {"training.micro_batch_tokens": 520}
+        made = plan(row, **deep)
+        assert made.config.training.gradient_checkpointing == "selective"
+        assert "do not fit" in (reason := reasons(made)["training.gradient_checkpointing"])
+        assert reason.endswith("they do")
+        # Compiled layers do so by themselves.
+        made = plan(row | {"training.compile": True}, **deep)
+        assert made.config.training.gradient_checkpointing is True
+
+    def test_each_way_keeps_less_than_the_one_before(self):
+        ways = [{}, {"compiled": True}, {"checkpointing": "selective"}, {"checkpointing": True}]
+        ways.append({"checkpointing": True, "offload": True})
+        deep = dataclasses.replace(TINY, num_layers=32)
+        sizes = [activation_bytes_per_token(deep, "bfloat16", **way) for way in ways]
+        assert sizes == sorted(set(sizes), reverse=True)
+        assert activation_bytes_per_token(deep, "bfloat16", checkpointing="selective", compiled=True) == sizes[1]
+
+    def test_moving_activations_needs_a_gpu_and_layers_that_are_computed_again(self):
+        values = {"training.offload_activations": True}
+        assert "there is no GPU: remove it" in refusal(values)
+        made = plan(values, num_gpus=1, gpu_memory_bytes=80 * GIB)
+        assert made.config.training.gradient_checkpointing is True
+        for other in (False, "selective"):
+            assert "set training.gradient_checkpointing = true" in refusal_of_file(
+                values | {"training.gradient_checkpointing": other}
+            )
+
+
+CARD = {"num_gpus": 1, "gpu_memory_bytes": 139 * GIB, **LARGE}
+
+
+class TestCompile:
+    def test_where_training_is_long_enough(self):
+        long = plan(GENERATED | {"training.steps": 500}, **CARD)
+        short = plan(GENERATED | {"training.steps": 5}, **CARD)
+        assert long.config.training.compile is True
+        assert short.config.training.compile is False
+        assert "compiling takes about 60 s" in reasons(short)["training.compile"]
+        # Compiled layers keep less, so rows are longer, or the same.
+        assert long.config.training.micro_batch_tokens >= short.config.training.micro_batch_tokens
+
+    def test_what_was_asked_for_stays(self):
+        values = {"training.steps": 5000, "training.packing": False}
+        assert plan(GENERATED | values, **CARD).config.training.compile is False
+        assert plan({"training.compile": True}).config.training.compile is True
+        assert plan({"training.steps": 50_000}).config.training.compile is False, "there is no GPU"
 
 
 class TestSFT:
@@ -389,11 +444,11 @@ class TestSFT:
         assert made.config.inference == InferenceConfig()
         assert {item.name for item in made.derived} == {
             "model.dtype", "environment.num_train_tasks", "training.micro_batch_tokens",
-            "training.gradient_checkpointing", "run.threads", "run.checkpoint_every",
+            "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
         }  # fmt: skip
         assert [note.name for note in made.notes if note.unit] == ["memory of the trainer"]
         on_gpu = dataclasses.replace(FACTS, data=SFT_DATA, num_gpus=1, gpu_memory_bytes=8 * GIB)
-        assert make_plan(config, on_gpu).config.training.micro_batch_tokens == 32_768
+        assert make_plan(config, on_gpu).config.training.micro_batch_tokens == 16_384
 
     def test_with_evaluation_it_has_one(self):
         made = make_plan(SFT, dataclasses.replace(FACTS, data=SFT_DATA))

@@ -31,7 +31,7 @@ def save_model():
 
     def save(folder, kind, **changes):
         torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**SMALL, **changes)
+        config = getattr(transformers, f"{kind}Config")(**SMALL | changes)
         network = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
         # Wider than usual, so that what one token does to another is far above rounding.
         for parameter in network.parameters():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import torch
@@ -52,6 +53,11 @@ def importance_weights(
     return ratio_N.clamp(floor, cap), outside_N
 
 
+def sequence_lengths(sequence_index_N: Tensor, num_sequences: int) -> Tensor:
+    """Tokens of each sequence, `[S]`, float32."""
+    return sequence_sums(torch.ones_like(sequence_index_N, dtype=torch.float32), sequence_index_N, num_sequences)
+
+
 def sequence_sums(values_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
     """The sum over each sequence's tokens, `[S]`; differentiable."""
     return values_N.new_zeros(num_sequences).index_add(0, sequence_index_N, values_N)
@@ -67,6 +73,7 @@ def effective_sample_size(log_ratio_N: Tensor) -> float:
     return min(1.0, (twice.exp() / log_ratio_N.numel()).item())
 
 
+@cache
 def _edges(device: torch.device | str = "cpu") -> Tensor:
     """Of the histogram's bins: fine around 0, where ratios are, out to where a ratio says nothing but "broken"."""
     upward = torch.logspace(math.log10(_NEAREST), math.log10(_FARTHEST), _EDGES, dtype=torch.float64)
@@ -77,7 +84,9 @@ def log_ratio_histogram(log_ratio_N: Tensor) -> Tensor:
     """Number of tokens in each bin, float64: histograms of micro-batches add up to that of the step."""
     edges = _edges(log_ratio_N.device)
     bins_N = torch.bucketize(log_ratio_N.detach().double(), edges)
-    return torch.bincount(bins_N, minlength=len(edges) + 1).double()
+    # Not bincount, for which a GPU's host waits to learn the largest bin; whole numbers add up exactly in any order.
+    counts = torch.zeros(len(edges) + 1, dtype=torch.float64, device=edges.device)
+    return counts.index_add_(0, bins_N, torch.ones_like(log_ratio_N, dtype=torch.float64))
 
 
 def ratio_quantiles(histogram: Tensor, quantiles: Sequence[float]) -> list[float]:

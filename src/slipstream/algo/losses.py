@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.algo.importance import sequence_sums
+from slipstream.algo.importance import sequence_lengths, sequence_sums
 
 
 class ClippedLoss(NamedTuple):
@@ -47,7 +47,7 @@ class LossInputs:
 
     def sequence_means(self, values_N: Tensor) -> Tensor:
         """The mean over a token's own sequence, `[N]`; differentiable."""
-        lengths_S = torch.bincount(self.sequence_index_N, minlength=self.num_sequences)
+        lengths_S = sequence_lengths(self.sequence_index_N, self.num_sequences)
         sums_S = sequence_sums(values_N, self.sequence_index_N, self.num_sequences)
         return (sums_S / lengths_S)[self.sequence_index_N]
 
@@ -166,5 +166,4 @@ def token_weights(
     """
     if normalize != "sequence":
         return torch.ones(sequence_index_N.shape, dtype=torch.float32, device=sequence_index_N.device)
-    lengths_S = torch.bincount(sequence_index_N, minlength=num_sequences)
-    return (1.0 / lengths_S.to(torch.float32))[sequence_index_N]
+    return (1.0 / sequence_lengths(sequence_index_N, num_sequences))[sequence_index_N]

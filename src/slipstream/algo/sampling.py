@@ -2,7 +2,8 @@
 
 Guarantees: the same rules in the same order as vLLM's sampler (temperature; min-p; then top-k and top-p over
 logits sorted in ascending order), computed in float32 at least, differentiable, entropy included. Beside the logits
-as they come and their gradient nothing of size `[N, V]` exists: float32 only in chunks of rows. Stateful processors
+as they come and their gradient nothing of size `[N, V]` exists: float32 only in chunks of rows, and on a GPU, where
+every token can be sampled, only in registers. Stateful processors
 (penalties, grammars) are left to the engine's refusal: nothing here can repeat them.
 """
 
@@ -103,6 +104,13 @@ _CHUNK_ELEMENTS = 2**24
 _Rules = tuple[float, int, float, float]
 
 
+def _has_kernel(logits_NV: Tensor, rules: _Rules) -> bool:
+    """Whether one kernel does it: on a GPU, where every token can be sampled."""
+    _, top_k, top_p, min_p = rules
+    everything = top_k <= 0 and top_p >= 1.0 and min_p <= 0.0
+    return logits_NV.is_cuda and everything and logits_NV.dtype != torch.float64 and logits_NV.numel() > 0
+
+
 def _chunks(logits_NV: Tensor) -> Iterator[slice]:
     """Rows that are computed together."""
     num_rows = max(1, _CHUNK_ELEMENTS // max(1, logits_NV.shape[-1]))
@@ -116,6 +124,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rules = rules
+        ctx.set_materialize_grads(False)
+        if _has_kernel(logits_NV, rules):
+            from slipstream.algo import logprobs_gpu
+
+            logprobs_N, entropy_N, lse_N = logprobs_gpu.forward(logits_NV, token_ids_N, rules[0])
+            ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
+            return logprobs_N, entropy_N
         dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
         logprobs_N = torch.empty(len(logits_NV), dtype=dtype, device=logits_NV.device)
         entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
@@ -127,8 +143,6 @@ class _TokenLogprobs(torch.autograd.Function):
             # entr(p) = -p ln p is 0 at p = 0, where p times a logit of -inf would not be a number.
             entropy_N[rows] = torch.special.entr((wide_NV - lse_N[rows, None]).exp_()).sum(-1)
         ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
-        ctx.rules = rules
-        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -136,6 +150,11 @@ class _TokenLogprobs(torch.autograd.Function):
         logits_NV, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
         if grad_logprobs_N is None and grad_entropy_N is None:
             return None, None, None
+        if _has_kernel(logits_NV, ctx.rules):
+            from slipstream.algo import logprobs_gpu
+
+            saved = (logits_NV, token_ids_N, lse_N, entropy_N)
+            return logprobs_gpu.backward(*saved, grad_logprobs_N, grad_entropy_N, ctx.rules[0]), None, None
         result_NV = torch.empty_like(logits_NV)
         for rows in _chunks(logits_NV):
             ids_N = token_ids_N[rows]

@@ -168,6 +168,12 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
     yield from _optimizer(config)
+    if config.training.offload_activations and config.training.gradient_checkpointing in (False, "selective"):
+        yield (
+            "training.offload_activations",
+            "training.offload_activations moves the inputs of layers that are computed again: set "
+            "training.gradient_checkpointing = true, or leave it out",
+        )
     yield from _lora(config)
     yield from _critic(config)
     yield from _teacher(config)

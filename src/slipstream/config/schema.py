@@ -318,9 +318,17 @@ class TrainingConfig(Section):
     """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
     packing: bool = True
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row."""
-    gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, about a third more
-    time, the same gradients. `auto`: where the longest sequence would not fit otherwise."""
+    gradient_checkpointing: bool | Literal["auto", "selective"] = "auto"
+    """What is computed again in the backward pass, with the same bits. `true`: all but each layer's input, about a
+    third more time. `"selective"`: all but what matrix multiplications and attention gave, which compiled layers do by
+    themselves. `auto`: the least that lets the longest sequence fit."""
+    offload_activations: bool = False
+    """The inputs of layers wait for the backward pass in the CPU's memory; they come and go while the GPU works. For
+    long sequences on a GPU; implies `gradient_checkpointing = true`."""
+    compile: bool | Literal["auto"] = "auto"
+    """Fuse what lies between a layer's matrix multiplications and its attention (torch.compile), for rows of any
+    length; the last digits round otherwise. Where the compiler fails, the run says so and goes on without. `auto`: on
+    a GPU, where training is long enough to win back the time that compiling takes."""
 
 
 class InferenceConfig(Section):

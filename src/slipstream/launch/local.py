@@ -168,6 +168,10 @@ class _Run:
             if child is not None:
                 child.kill()
 
+    def _warn(self, text: str) -> None:
+        self.log.warning(text)
+        self.progress.message(text, "warning")
+
     def stop(self) -> None:
         """End everything that was started, in the opposite order."""
         self._exits.close()
@@ -225,7 +229,7 @@ class _Run:
         assert isinstance(config.run.threads, int)
         torch.set_num_threads(config.run.threads)
         torch.manual_seed(config.run.seed)
-        learner = build_learner(config, self._share_weights())
+        learner = build_learner(config, self._share_weights(), self._warn)
         store = CheckpointStore(self.folder / "checkpoints", config.run.keep_checkpoints)
         sampling = self.prepared.sampling() if self.prepared.uses_engine else SamplingParams(max_tokens=1)
         loop = TrainingLoop(
@@ -246,7 +250,7 @@ class _Run:
             progress=self.progress,
             sampling=sampling,
             reference=load_reference(config, learner.model),
-            critic=build_critic(config),
+            critic=build_critic(config, self._warn),
             should_stop=self.should_stop,
             num_items=self.prepared.num_items,
         )

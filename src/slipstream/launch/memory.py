@@ -5,9 +5,13 @@ The figures are estimates from shapes: allocator slack, Python and its libraries
 
 from __future__ import annotations
 
+from typing import Literal
+
 from slipstream.config.schema import OptimizerName
 from slipstream.launch.measured import ModelFacts
 
+Checkpointing = bool | Literal["auto", "selective"]
+"""`training.gradient_checkpointing`; as long as it is "auto", as if nothing were computed again."""
 GIB = 1 << 30
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_BLOCK_TOKENS = 128
@@ -53,25 +57,50 @@ def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelF
     return (4 + masters + 8) * num_parameters
 
 
-def activation_bytes_per_token(model: ModelFacts, dtype: str, *, checkpointing: bool = False) -> int:
+def activation_bytes_per_token(
+    model: ModelFacts,
+    dtype: str,
+    *,
+    checkpointing: Checkpointing = False,
+    compiled: bool = False,
+    offload: bool = False,
+) -> int:
     """What one trained token keeps until its backward pass.
 
-    Per layer: eight vectors of the hidden size (the residual stream twice, both norms with their fp32
-    copies, the two projections' outputs), q, k and v before and after the rotation, the attention's output,
-    and four vectors of the MLP's size. Logits: three fp32 rows of the vocabulary (logits, log-softmax,
-    gradient), as if every token carried loss. With `checkpointing` every layer keeps its input, and one at a time
-    the rest.
+    Every layer keeps what `layer_elements` says; where it is computed again, its input (which `offload` moves away, but
+    for two), and one layer at a time the rest. Logits: as if every token carried loss.
     """
-    heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads
-    per_layer = 8 * model.hidden_size + heads * model.head_dim + 4 * model.intermediate_size
-    layers = model.num_layers * model.hidden_size + per_layer if checkpointing else model.num_layers * per_layer
-    return layers * BYTES_OF[dtype] + logits_bytes_per_token(model)
+    whole = layer_elements(model, compiled=compiled)
+    if checkpointing is True:
+        inputs = 2 if offload else model.num_layers
+        elements = inputs * model.hidden_size + whole
+    elif checkpointing == "selective" and not compiled:
+        elements = model.num_layers * layer_elements(model, selective=True) + whole
+    else:
+        elements = model.num_layers * whole
+    return elements * BYTES_OF[dtype] + logits_bytes_per_token(model, dtype)
 
 
-def logits_bytes_per_token(model: ModelFacts) -> int:
-    """What a scored token takes at the end of a forward pass: three fp32 rows of the vocabulary (logits, log-softmax,
-    gradient)."""
-    return 3 * 4 * model.vocab_size
+def layer_elements(model: ModelFacts, *, compiled: bool = False, selective: bool = False) -> int:
+    """Numbers that a layer keeps of a token.
+
+    As it comes: eight vectors of the hidden size (the residual stream twice, both norms with their fp32 copies, the two
+    projections' outputs), q, k and v before and after the rotation, the attention's output, and four vectors of the
+    MLP's size. Compiled: the residual stream twice, both norms' outputs, q, k and v after the rotation, the attention's
+    output, and three of the MLP. `selective`: the input, and the outputs of q, k, v, attention, all projections.
+    """
+    queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    if selective:
+        return 3 * model.hidden_size + 2 * queries + keys + 2 * model.intermediate_size
+    if compiled:
+        return 4 * model.hidden_size + 2 * queries + keys + 3 * model.intermediate_size
+    return 8 * model.hidden_size + 3 * queries + 2 * keys + 4 * model.intermediate_size
+
+
+def logits_bytes_per_token(model: ModelFacts, dtype: str) -> int:
+    """What a scored token takes at the end of a forward pass: its logits and their gradient, in the model's dtype; fp32
+    is there in small chunks only."""
+    return 2 * BYTES_OF[dtype] * model.vocab_size
 
 
 def kv_bytes_per_sequence(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from slipstream.trainer.optimizer import Optimizer
 
 
+Warn = Callable[[str], None]
+
+
 def load_model(config: RunConfig, shared: SharedTensors | None = None) -> PolicyModel:
     """The model on the trainer's device; its parameters are `shared`, or its own."""
     import torch
@@ -34,7 +38,8 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None) -> Policy
         "cuda" if torch.cuda.is_available() else "cpu",
         model.trust_remote_code,
         packing=training.packing,
-        checkpointing=training.gradient_checkpointing is True,
+        checkpointing=False if training.gradient_checkpointing == "auto" else training.gradient_checkpointing,
+        offload=training.offload_activations,
         shared=shared,
     )
 
@@ -46,18 +51,18 @@ def load_reference(config: RunConfig, model: PolicyModel) -> PolicyModel | None:
     return load_model(config) if model.adapter is None else model.without_adapter()
 
 
-def build_learner(config: RunConfig, shared: SharedTensors | None) -> Learner:
-    """Model, adapter if there is one, and optimizer."""
-    return _learner(config, with_adapter(config, load_model(config, shared)))
+def build_learner(config: RunConfig, shared: SharedTensors | None, warn: Warn) -> Learner:
+    """Model, adapter if there is one, and optimizer. `warn` hears what could not be done as the config asks."""
+    return _learner(config, with_adapter(config, load_model(config, shared)), warn)
 
 
-def build_critic(config: RunConfig) -> Critic | None:
+def build_critic(config: RunConfig, warn: Warn) -> Critic | None:
     """The critic, where advantages are one's: made of a copy of the start model of its own, adapter included."""
     from slipstream.trainer.critic import Critic, ValueModel
 
     if not uses_critic(config):
         return None
-    return Critic(_learner(config, ValueModel(with_adapter(config, load_model(config)))), config.critic)
+    return Critic(_learner(config, ValueModel(with_adapter(config, load_model(config))), warn), config.critic)
 
 
 def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
@@ -67,10 +72,13 @@ def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
     return model
 
 
-def _learner(config: RunConfig, model: PolicyModel) -> Learner:
+def _learner(config: RunConfig, model: PolicyModel, warn: Warn) -> Learner:
+    from slipstream.trainer.compiled import compile_layers
     from slipstream.trainer.learner import Learner
 
     assert isinstance(config.training.micro_batch_tokens, int)
+    if config.training.compile is True and (problem := compile_layers(model)):
+        warn(f"training.compile: the layers could not be compiled and run as they are ({problem})")
     optimizer = build_optimizer(config, model.network)
     return Learner(model, optimizer, micro_batch_tokens=config.training.micro_batch_tokens)
 

@@ -40,16 +40,17 @@ from slipstream.launch.memory import (
     CPU_BLOCK_TOKENS,
     GIB,
     GPU_BLOCK_TOKENS,
-    activation_bytes_per_token,
     gib,
     kv_bytes_per_sequence,
     logits_bytes_per_token,
     round_up,
     weights_bytes,
 )
+from slipstream.launch.speed import compiling_pays
 from slipstream.launch.teacher_room import TeacherRoom, planned_teacher, teacher_room
 from slipstream.launch.totals import (
     Note,
+    activation_bytes_of,
     batch_notes,
     check_divided,
     check_memory,
@@ -62,7 +63,8 @@ from slipstream.launch.totals import (
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 MAX_SEQUENCES = 256
-MAX_MICRO_BATCH_TOKENS = 32_768
+MAX_MICRO_BATCH_TOKENS = 16_384
+"""A GPU has enough to do with fewer; longer rows take memory and save nothing."""
 MAX_CPU_MICRO_BATCH_TOKENS = 8_192
 """Larger rows fall out of a CPU's cache: measured fastest of 1,024 to 36,000 for a 0.8 M parameter model."""
 MIN_KV_CACHE_GIB = 0.25
@@ -93,6 +95,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     _plan_batch(draft)
     _plan_placement(draft)
     _plan_lora(draft)
+    _plan_compile(draft)
     if uses_engine(config):
         _plan_lengths(draft)
         if draft.on_cpu:
@@ -428,14 +431,17 @@ def _gpu_cache_each(draft: _Draft) -> int:
 def _split_of(draft: _Draft) -> Split:
     """How trainer and engine divide the card, or the two cards."""
     training, facts, dtype = draft.original.training, draft.facts, draft["model.dtype"]
+    checkpointing = True if training.offload_activations else training.gradient_checkpointing
+    each = activation_bytes_of(
+        draft.original, dtype, facts, checkpointing=checkpointing, compiled=draft["training.compile"]
+    )
     row = draft["training.micro_batch_tokens"]
     tokens = max(_longest(draft), MIN_ROW_TOKENS if row == "auto" else row)
-    each = activation_bytes_per_token(facts.model, dtype, checkpointing=training.gradient_checkpointing is True)
     num_sequences = draft["inference.max_num_seqs"]
     needs = Needs(
         state=training_state(draft.original, dtype, facts),
         activations=int(tokens * each / ACTIVATION_MARGIN),
-        probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model),
+        probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model, dtype),
         weights=_card_weights(draft),
         cache=_gpu_cache_each(draft) * (_sequences(draft)[0] if num_sequences == "auto" else num_sequences),
         teacher=_teacher_beside(draft, trainer=False),
@@ -505,11 +511,34 @@ def _activation_room(draft: _Draft) -> float:
 
 def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:
     """Bytes that a trained token keeps, once `training.gradient_checkpointing` is decided."""
-    model, dtype, row = draft.facts.model, draft["model.dtype"], draft["training.micro_batch_tokens"]
-    each = activation_bytes_per_token(model, dtype)
+    training, row = draft.original.training, draft["training.micro_batch_tokens"]
     tokens = longest if row == "auto" else max(longest, row)
+
+    def bytes_of(checkpointing: Any) -> int:
+        compiled = draft["training.compile"]
+        return activation_bytes_of(
+            draft.original, draft["model.dtype"], draft.facts, checkpointing=checkpointing, compiled=compiled
+        )
+
+    each = bytes_of(False)
     fits = tokens * each <= room
     reason = f"{tokens} tokens at {each / 1024:.3g} KiB {'fit' if fits else 'do not fit'} into {source} ({gib(room)})"
-    draft.derive_auto("training.gradient_checkpointing", not fits, reason)
-    checkpointing = draft["training.gradient_checkpointing"]
-    return activation_bytes_per_token(model, dtype, checkpointing=True) if checkpointing else each
+    choice: Any = not fits
+    if training.offload_activations:
+        choice, reason = True, "training.offload_activations moves the inputs of layers that are computed again"
+    elif not fits and not draft["training.compile"] and tokens * bytes_of("selective") <= room:
+        choice = "selective"
+        reason += f", at {bytes_of('selective') / 1024:.3g} they do"
+    draft.derive_auto("training.gradient_checkpointing", choice, reason)
+    return bytes_of(draft["training.gradient_checkpointing"])
+
+
+def _plan_compile(draft: _Draft) -> None:
+    """`training.compile`, and what needs a GPU."""
+    if draft.original.training.offload_activations and draft.on_cpu:
+        raise ConfigError(
+            "training.offload_activations = true moves activations from a GPU to the CPU's memory, and there is no GPU:"
+            " remove it"
+        )
+    pays, reason = compiling_pays(draft.original, draft.facts)
+    draft.derive_auto("training.compile", pays, reason)

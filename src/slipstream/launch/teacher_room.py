@@ -67,7 +67,8 @@ def teacher_room(
     config: RunConfig, facts: Facts, *, length: int, dtype: str, separate: bool, used_cards: int
 ) -> TeacherRoom | None:
     """For sequences of up to `length` tokens in `dtype`; None where the run starts no teacher. `separate`: trainer and
-    engine have a GPU each; `used_cards` is how many the two have together. Raises ConfigError for a teacher that cannot score them."""
+    engine have a GPU each; `used_cards` is how many the two have together. Raises ConfigError for a teacher that cannot
+    score them."""
     model = facts.teacher
     if model is None or not starts_teacher(config):
         return None

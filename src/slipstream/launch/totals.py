@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.config import RLConfig, RunConfig
 from slipstream.config.checks import engine_workers, keeps_copy, num_replicas, shares_weights, uses_critic, uses_engine
@@ -66,6 +67,24 @@ def _state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool 
         num_adapter_parameters=num_adapter_parameters,
         optimizer=config.training.optimizer,
     )
+
+
+def activation_bytes_of(config: RunConfig, dtype: str, facts: Facts, **changes: Any) -> int:
+    """Bytes that a trained token keeps as the layers are computed under `config`, or under it with `changes`."""
+    training = config.training
+    options: dict[str, Any] = {
+        "checkpointing": training.gradient_checkpointing,
+        "compiled": training.compile is True,
+        "offload": training.offload_activations,
+    }
+    return activation_bytes_per_token(facts.model, dtype, **options | changes)
+
+
+def trainer_bytes(config: RunConfig, facts: Facts) -> int:
+    """What a planned run's trainer will hold at most, without contexts and workspaces: what `slipstream plan` says and
+    the run compares with what it sees."""
+    trainer, _ = _memory(config, facts)
+    return trainer.kept + trainer.working
 
 
 def parameter_notes(facts: Facts) -> Iterator[Note]:
@@ -165,8 +184,7 @@ class _Side:
 
 def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
-    checkpointing = config.training.gradient_checkpointing is True
-    activations = tokens * activation_bytes_per_token(facts.model, dtype, checkpointing=checkpointing)
+    activations = tokens * activation_bytes_of(config, dtype, facts)
     on_gpu = facts.num_gpus > 0
     trainer = _Side(training_state(config, dtype, facts), activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):

@@ -24,8 +24,12 @@ from slipstream.errors import ConfigError
 from slipstream.trainer.layout import SegmentLayout, put_back, take
 
 ATTENTION_NAME = "slipstream_packed"
+_TELLS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Torch 2.11 takes grouped heads as they come; later versions want to be told."""
 
 
+# Not for the compiler: layouts differ from row to row, and the kernels are compiled already.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -103,9 +107,7 @@ def _variable_length(
     last of both: what a continuation needs.
     """
     layout = segments.ragged
-    # Torch 2.11 takes grouped heads as they come; later versions want to be told.
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if told else {}
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPS else {}
     output: Any = varlen_attn(
         query,
         take(key, layout.keys),

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.algo.packing import pack, split
 from slipstream.errors import TrainingError
-from slipstream.trainer.layout import SegmentLayout, segment_layout
+from slipstream.trainer.layout import SegmentLayout, segment_layout, to_device
 
 _LONGEST_SHARING = 256
 """The CPU's causal kernel skips what it masks, the masked one does not: measured on a model of 0.8 million
@@ -202,12 +202,12 @@ def _micro_batch(
     old_values = None if learned is None else [each.old_values for each in learned]
     returns = None if learned is None else [each.returns for each in learned]
     return MicroBatch(
-        token_ids_T=torch.tensor(token_ids).to(device),
-        position_ids_T=torch.tensor(position_ids).to(device),
+        token_ids_T=to_device(torch.tensor(token_ids), device),
+        position_ids_T=to_device(torch.tensor(position_ids), device),
         layout=segment_layout(lengths, device, prefixes),
-        predict_index_N=torch.tensor(predict_index).to(device),
-        target_ids_N=torch.tensor(target_ids).to(device),
-        sequence_index_N=torch.tensor(owners).to(device),
+        predict_index_N=to_device(torch.tensor(predict_index), device),
+        target_ids_N=to_device(torch.tensor(target_ids), device),
+        sequence_index_N=to_device(torch.tensor(owners), device),
         sequences=indices,
         counts=counts,
         behaviour_logprobs_N=_of_targets([s.logprobs for s in batch.sequences], indices, targets, device),
@@ -221,7 +221,7 @@ def _micro_batch(
 
 
 def _joined(values: list[Tensor] | None, indices: list[int], device: torch.device | str) -> Tensor | None:
-    return None if values is None else torch.cat([values[index] for index in indices]).to(device)
+    return None if values is None else to_device(torch.cat([values[index] for index in indices]), device)
 
 
 def _of_targets(
@@ -234,7 +234,7 @@ def _of_targets(
         if logprobs is None:
             return None
         values += [logprobs[position] for position in target.positions]
-    return torch.tensor(values, dtype=torch.float32).to(device)
+    return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
 def _advantages(
@@ -249,7 +249,7 @@ def _advantages(
             values += [batch.advantages[index]] * len(target.positions)
         else:
             return None
-    return torch.tensor(values, dtype=torch.float32).to(device)
+    return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
 def make_step_batches(

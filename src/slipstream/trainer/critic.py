@@ -35,7 +35,7 @@ class ValueModel(PolicyModel):
         """`policy` is used up: its network loses its own head."""
         network: Any = policy.network
         super().__init__(network, policy.folder, packing=policy.packing)
-        self.adapter = policy.adapter
+        self.adapter, self.layers = policy.adapter, policy.layers
         old_head = network.get_output_embeddings()
         if network.base_model is network or old_head is None:
             raise ConfigError(

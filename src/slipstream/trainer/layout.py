@@ -123,8 +123,8 @@ class SegmentLayout:
         index = index_SJ[real_SJ]
         return Ragged(
             self._gather([(index, torch.ones_like(index, dtype=torch.bool))]),
-            _ends(self.lengths).to(self.device, torch.int32),
-            _ends(num_keys).to(self.device, torch.int32),
+            to_device(_ends(self.lengths).int(), self.device),
+            to_device(_ends(num_keys).int(), self.device),
             max(self.lengths),
             max(num_keys),
         )
@@ -154,7 +154,7 @@ class SegmentLayout:
         if window:
             visible &= back < window
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-        return mask[:, None].to(self.device)
+        return to_device(mask[:, None], self.device)
 
     @cached_property
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,8 +207,15 @@ class SegmentLayout:
             if count > 1:
                 positions = (counts_T == count).nonzero()[:, 0]
                 places = starts_T[positions][:, None] + torch.arange(count)
-                repeated.append((positions.to(self.device), order[places].to(self.device)))
-        return Gather(index.to(self.device), order[starts_T].to(self.device), tuple(repeated))
+                repeated.append((to_device(positions, self.device), to_device(order[places], self.device)))
+        return Gather(to_device(index, self.device), to_device(order[starts_T], self.device), tuple(repeated))
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor, of the CPU, on `device`. A GPU gets it beside its work, and nobody waits."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def segment_layout(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective, sampled_logprobs
 from slipstream.trainer.optimizer import Optimizer, OptimStats
@@ -73,10 +73,13 @@ def score(
     too."""
     empty = torch.zeros(0)
     scores = Scores([empty] * len(sequences), [empty] * len(sequences))
+    found: list[tuple[MicroBatch, tuple[Tensor, Tensor]]] = []
     batch = StepBatch(list(sequences))
     for micro in micro_batches(batch, micro_batch_tokens, packing=model.packing, device=model.device):
-        logprobs_N, entropy_N = sampled_logprobs(model.logits(micro), micro.target_ids_N, sampling)
-        for values_N, target in ((logprobs_N, scores.logprobs), (entropy_N, scores.entropies)):
+        found.append((micro, sampled_logprobs(model.logits(micro), micro.target_ids_N, sampling)))
+    # Read when all is under way: a GPU would wait otherwise, row by row.
+    for micro, pair in found:
+        for values_N, target in zip(pair, (scores.logprobs, scores.entropies), strict=True):
             for index, values in zip(micro.sequences, values_N.cpu().split(micro.counts), strict=True):
                 target[index] = values.clone()
     return scores
@@ -127,8 +130,9 @@ class Learner:
         for micro in micro_batches(
             batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
         ):
-            loss, sums = objective.terms(self.model, micro, divisors)
+            # Both passes: compiled layers want one setting for the two.
             with one_order_of_sums(self.model.device):
+                loss, sums = objective.terms(self.model, micro, divisors)
                 loss.backward()
             for key, value in sums.items():
                 # On the device: reading a number here would make a GPU wait.

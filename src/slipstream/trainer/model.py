@@ -11,19 +11,19 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.trainer import attention
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
+from slipstream.trainer.layers import Checkpointing, LayerOptions, dress_layers
 from slipstream.trainer.layout import SegmentLayout
 from slipstream.trainer.lora import Adapter
 from slipstream.weights.adapter import AdapterConfig
@@ -42,6 +42,8 @@ class PolicyModel:
         self.packing = packing
         self.adapter: Adapter | None = None
         """The LoRA adapter, when only that is trained."""
+        self.layers = LayerOptions()
+        """How the decoder layers compute."""
         self._uses_adapter = True
 
     @classmethod
@@ -53,13 +55,15 @@ class PolicyModel:
         trust_remote_code: bool = False,
         *,
         packing: bool = True,
-        checkpointing: bool = False,
+        checkpointing: Checkpointing = False,
+        offload: bool = False,
         shared: SharedTensors | None = None,
     ) -> PolicyModel:
         """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
         cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
-        sequence. With `checkpointing` a layer keeps its input only and is computed again in the backward pass.
-        With `shared` its parameters are these tensors, and the folder gives their names and the configuration.
+        sequence. With `checkpointing` a layer keeps its input only and is computed again in the backward pass, or keeps
+        what is dear (`selective`); with `offload` that input waits in the CPU's memory. With `shared` its parameters
+        are these tensors, and the folder gives their names and the configuration.
         """
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -68,9 +72,9 @@ class PolicyModel:
         network = load_network(folder, dtype, trust_remote_code, implementation=implementation, shared=shared)
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
-        if checkpointing:
-            checkpoint_layers(network)
         model = cls(network.to(device), folder, packing=packing)
+        model.layers = LayerOptions(checkpointing, offload)
+        dress_layers(network, model.layers)
         if packing:
             check_isolation(model)
         return model
@@ -233,32 +237,6 @@ def _fused(network: nn.Module, name: str, shape: torch.Size, shared: SharedTenso
     whole = first.as_strided(shape, torch.empty(shape, device="meta").stride(), first.storage_offset())
     in_order = all(torch.equal(part, shared.tensors[own]) for own, part in stored_weights(network, {name: whole}))
     return whole if in_order else None
-
-
-def checkpoint_layers(network: nn.Module) -> None:
-    """Have every decoder layer compute itself again in the backward pass: the same numbers with less memory.
-
-    Transformers' own switch acts in training mode only, which would bring dropout back; nothing here is random.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"{type(network).__name__} has no layers that can be computed again: set training.gradient_checkpointing = "
-            "false"
-        )
-    for layer in layers:
-        layer.forward = _computed_again(layer.forward)
-
-
-def _computed_again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return call
 
 
 def hide_progress_bars() -> None:

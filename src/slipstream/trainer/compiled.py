@@ -1,0 +1,55 @@
+"""Compiling a model's layers, with a trial that tells whether the compiler can.
+
+Guarantees: after a trial that failed the layers compute as they did before; nothing is left in the gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from slipstream import records
+from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.layers import dress_layers
+from slipstream.trainer.learner import one_order_of_sums
+from slipstream.trainer.model import PolicyModel
+
+_LENGTHS = ((40, 24), (24, 16))
+"""Prompt and completion of the sequences of two rows: a length that differs shows whether any length will do."""
+
+
+def compile_layers(model: PolicyModel) -> str:
+    """Compile the layers of `model` and have them compute two small rows, with and without gradients. Returns why not,
+    in one line, where the compiler fails; otherwise nothing.
+
+    Call it once the network is complete, adapter included, and before an optimizer waits for gradients.
+    """
+    before = model.layers
+    try:
+        model.layers = replace(before, compiled=True)
+        dress_layers(model.network, model.layers)
+        for prompt, completion in _LENGTHS:
+            _try(model, prompt, completion)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise
+        model.layers = before
+        dress_layers(model.network, before)
+        text = " ".join(str(error).split())
+        return f"{type(error).__name__}: {text[:200]}"
+    finally:
+        for parameter in model.network.parameters():
+            parameter.grad = None
+    return ""
+
+
+def _try(model: PolicyModel, prompt: int, completion: int) -> None:
+    mask = [place >= prompt for place in range(prompt + completion)]
+    vocabulary = int(model.config.vocab_size)
+    sequences = [
+        records.Sequence([(7 * place + number) % vocabulary for place in range(len(mask))], mask) for number in (0, 1)
+    ]
+    for row in micro_batches(StepBatch(sequences), 4 * len(mask), packing=model.packing, device=model.device):
+        with torch.no_grad():
+            model.logits(row)
+        with one_order_of_sums(model.device):
+            model.logits(row).float().square().mean().backward()

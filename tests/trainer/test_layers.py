@@ -1,0 +1,169 @@
+"""However decoder layers compute, gradients are the same; what they keep is what the plan counts."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from slipstream.launch.facts import read_model
+from slipstream.launch.memory import layer_elements
+from slipstream.trainer import layers
+from slipstream.trainer.batching import micro_batches
+from slipstream.trainer.compiled import compile_layers
+from slipstream.trainer.layers import LayerOptions, Offloader, dress_layers
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch):
+    """Dynamo and AOTAutograd as they are, without the minutes of a C++ compiler; see the module's benchmark for it."""
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gradients(model, batch):
+    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+    metrics = learner.forward_backward(batch, SFTObjective())
+    return metrics["loss"], {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
+
+
+def close(found, gradient, name):
+    torch.testing.assert_close(found, gradient, atol=2e-6, rtol=2e-5, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_is_computed_again_has_the_same_bits(dtype, packing, model_folder, make_batch):
+    batch = make_batch(advantages=False)
+    plain_loss, plain = gradients(PolicyModel.load(model_folder, dtype, packing=packing), batch)
+    for checkpointing in (True, "selective"):
+        model = PolicyModel.load(model_folder, dtype, packing=packing, checkpointing=checkpointing)
+        loss, found = gradients(model, batch)
+        assert loss == plain_loss
+        for name, gradient in plain.items():
+            assert torch.equal(found[name], gradient), f"{checkpointing}: {name}"
+
+
+def test_inputs_that_wait_elsewhere_have_the_same_bits(monkeypatch, model_folder, make_batch):
+    """On a CPU there is no elsewhere: here they are copied within its memory, by the same code."""
+    batch = make_batch(advantages=False)
+    moved, back = [], []
+
+    class Copies(Offloader):
+        def __init__(self):
+            super().__init__(lambda tensor: tensor.numel() > 48)
+
+        def _pack(self, tensor):
+            away = super()._pack(tensor)
+            moved.append(not isinstance(away, torch.Tensor))
+            return away
+
+        def _unpack(self, kept):
+            back.append(kept)
+            return super()._unpack(kept)
+
+    _, plain = gradients(PolicyModel.load(model_folder), batch)
+    monkeypatch.setattr(layers, "Offloader", Copies)
+    model = PolicyModel.load(model_folder, checkpointing=True, offload=True)
+    _, found = gradients(model, batch)
+    for name, gradient in plain.items():
+        assert torch.equal(found[name], gradient), name
+    num_rows = len(list(micro_batches(batch, 300)))
+    assert sum(moved) == num_rows * model.config.num_hidden_layers, "each layer's input, and nothing else"
+    assert len(back) == len(moved)
+    assert all(kept.before is None for kept in back if not isinstance(kept, torch.Tensor)), "nothing is held on to"
+
+
+def test_compiled_layers_give_the_same_gradients_for_rows_of_any_length(model_folder, make_batch):
+    batches = [make_batch(num, seed, advantages=False) for seed, num in enumerate((9, 2, 5))]
+    plain, model = PolicyModel.load(model_folder), PolicyModel.load(model_folder)
+    assert compile_layers(model) == ""
+    assert all(parameter.grad is None for parameter in model.network.parameters())
+    learners = [Learner(each, MasterAdamW(each.network.named_parameters())) for each in (plain, model)]
+    torch._dynamo.utils.counters.clear()
+    for batch in batches:
+        losses, grads = [], []
+        for learner in learners:
+            learner.optimizer.discard_gradients()
+            losses.append(learner.forward_backward(batch, SFTObjective())["loss"])
+            grads.append({name: master.grad for name, master in learner.optimizer.masters().items()})
+        assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+        for name, gradient in grads[0].items():
+            torch.testing.assert_close(
+                grads[1][name], gradient, atol=2e-6, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1, "the trial's graphs do for other lengths"
+
+
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_compiled_layers_can_be_computed_again(checkpointing, model_folder, make_batch):
+    batch = make_batch(advantages=False)
+    _, plain = gradients(PolicyModel.load(model_folder), batch)
+    model = PolicyModel.load(model_folder, checkpointing=checkpointing)
+    assert compile_layers(model) == ""
+    _, found = gradients(model, batch)
+    for name, gradient in plain.items():
+        close(found[name], gradient, name)
+
+
+def test_a_compiler_that_fails_is_said_and_left_out(monkeypatch, model_folder, make_batch):
+    def broken(*_):
+        raise RuntimeError("no C++ compiler\nhere")
+
+    batch = make_batch(advantages=False)
+    _, plain = gradients(PolicyModel.load(model_folder, checkpointing=True), batch)
+    model = PolicyModel.load(model_folder, checkpointing=True)
+    monkeypatch.setattr(layers, "COMPILER", broken)
+    problem = compile_layers(model)
+    assert "no C++ compiler here" in problem
+    assert "\n" not in problem
+    assert model.layers == LayerOptions(True)
+    _, found = gradients(model, batch)
+    assert all(torch.equal(found[name], gradient) for name, gradient in plain.items())
+
+
+def kept_bytes(model, row):
+    """What is allocated more after a forward pass than before it, as torch's own allocator counts."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        output = model.logits(row)
+    kept = sum(event.self_cpu_memory_usage for event in profiler.events())
+    return kept, output
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", ["plain", "selective", "again"])
+def test_the_plan_counts_what_layers_keep(way, dtype, save_model, make_batch, tmp_path):
+    """The difference that two more layers make, in numbers a token; the plan may count more, but not much."""
+    checkpointing = {"plain": False, "selective": "selective", "again": True}[way]
+    sizes = {}
+    for depth in (2, 4):
+        folder = save_model(tmp_path / f"{dtype}-{depth}", "Qwen2", num_hidden_layers=depth, vocab_size=128)
+        model = PolicyModel.load(folder, dtype, checkpointing=checkpointing)
+        batch = make_batch(num=1, longest=90, advantages=False)
+        (row,) = micro_batches(batch, 10_000)
+        model.logits(row)  # layouts and tables are made
+        sizes[depth], _output = kept_bytes(model, row)
+    facts = dataclasses.replace(read_model(str(folder)))
+    found = (sizes[4] - sizes[2]) / 2 / len(row.token_ids_T) / (4 if dtype == "float32" else 2)
+    expected = {
+        "plain": layer_elements(facts),
+        "selective": layer_elements(facts, selective=True),
+        "again": facts.hidden_size,
+    }[way]
+    assert 0.75 * expected <= found <= 1.1 * expected
+
+
+def test_dressing_again_replaces_what_was_there(model_folder):
+    model = PolicyModel.load(model_folder, checkpointing=True)
+    layer = layers.decoder_layers(model.network)[0]
+    first = layer.forward
+    dress_layers(model.network, LayerOptions(checkpointing="selective"))
+    assert layer.forward is not first
+    dress_layers(model.network, LayerOptions())
+    assert layer.forward == type(layer).forward.__get__(layer)
