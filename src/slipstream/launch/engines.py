@@ -101,12 +101,13 @@ def engine_settings(
 
 
 def engine_gpus(config: RunConfig, visible: str | None) -> tuple[str, ...]:
-    """The engine's GPUs when they are not the trainer's, which has the first; `visible` is CUDA_VISIBLE_DEVICES."""
+    """The engine's GPUs when they are not the trainer's, which has the first ones; `visible` is
+    CUDA_VISIBLE_DEVICES."""
     if config.run.placement != "separate":
         return ()
-    number = engine_workers(config)
-    named = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(number + 1)]
-    return tuple(named[1 : number + 1])
+    first, end = config.training.ranks, config.training.ranks + engine_workers(config)
+    named = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(end)]
+    return tuple(named[first:end])
 
 
 def create_engine(config: RunConfig, settings: EngineSettings, log_folder: Path, on_event: OnEvent) -> SupervisedEngine:

@@ -9,7 +9,6 @@ are). What cannot work on this machine, model or data is a ConfigError here, bef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +43,7 @@ from slipstream.launch.totals import (
     delta_warnings,
     memory_notes,
     parameter_notes,
+    policy_warnings,
     training_state,
 )
 
@@ -106,7 +106,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         draft.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     planned = draft.config()
     if isinstance(planned.algorithm, RLConfig):
-        draft.warnings += _warn_grpo(planned, resolved(planned.algorithm))
+        draft.warnings += policy_warnings(planned, resolved(planned.algorithm))
     draft.warnings += delta_warnings(planned)
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
@@ -157,10 +157,18 @@ def _plan_dtype(draft: _Draft) -> None:
 
 def _plan_placement(draft: _Draft) -> None:
     """`run.placement`: who is on which GPU."""
-    if not uses_engine(draft.original):
+    num_gpus, ranks = draft.facts.num_gpus, draft.original.training.ranks
+    needed = engine_workers(draft.original) if uses_engine(draft.original) else 0
+    if ranks > 1 and not draft.on_cpu and (ranks + needed > num_gpus or draft["run.placement"] == "shared"):
+        raise ConfigError(
+            f"training.ranks = {ranks} needs {ranks + needed} GPUs, one for each and {needed} for the engine, and "
+            f'there are {num_gpus}: lower it, and leave run.placement = "shared" to one rank'
+        )
+    if draft.on_cpu and ranks > draft.facts.num_cpus:
+        draft.warnings.append(f"training.ranks = {ranks} processes share {draft.facts.num_cpus} cores: lower it")
+    if not needed:
         return
-    num_gpus, needed = draft.facts.num_gpus, engine_workers(draft.original)
-    if num_gpus > needed and not shares_weights(draft.original):
+    if num_gpus >= needed + ranks and not shares_weights(draft.original):
         draft.derive_auto("run.placement", "separate", f"there are {num_gpus} GPUs")
     reason = "there is no GPU" if draft.on_cpu else f"there {'is' if num_gpus == 1 else 'are'} {num_gpus} GPU"
     if num_gpus > needed:
@@ -176,9 +184,12 @@ def _plan_placement(draft: _Draft) -> None:
         raise ConfigError(
             f"inference.options.tensor_parallel_size = {needed} needs as many GPUs, and there are {num_gpus}: lower it"
         )
-    used = needed + separate
+    used = needed + ranks * separate
     if used < num_gpus:
-        draft.warnings.append(f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses one")
+        draft.warnings.append(
+            f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses {'one' if ranks == 1 else ranks} "
+            "(training.ranks)"
+        )
 
 
 def _plan_lora(draft: _Draft) -> None:
@@ -411,7 +422,9 @@ def _plan_micro_batch(draft: _Draft) -> None:
         )
     longest = _longest(draft)
     if draft.on_cpu:
-        room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART, "an eighth of the memory"
+        ranks = draft.original.training.ranks
+        room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART / ranks, "an eighth of the memory"
+        source += f" for each of {ranks} ranks" if ranks > 1 else ""
     else:
         room = ACTIVATION_MARGIN * _activation_room(draft)
         source = f"{ACTIVATION_MARGIN:g} of what the GPU has left for activations"
@@ -453,25 +466,3 @@ def _activations(draft: _Draft, longest: int, room: float, source: str) -> int:
     draft.derive_auto("training.gradient_checkpointing", not fits, reason)
     checkpointing = draft["training.gradient_checkpointing"]
     return activation_bytes_per_token(model, dtype, checkpointing=True) if checkpointing else each
-
-
-def _warn_grpo(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
-    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
-    usual = resolved(RLConfig(kind=algorithm.kind))
-    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
-    if one_update and is_set and algorithm.old_policy == "trainer":
-        yield (
-            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
-            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
-        )
-    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
-    if budget is not None and budget >= longest:
-        yield (
-            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
-            f"{longest}"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield (
-            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
-            ' back: use "k3", or set algorithm.kl_in = "reward"'
-        )

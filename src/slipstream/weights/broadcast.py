@@ -29,6 +29,7 @@ from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, Engine, NamedWeights
 from slipstream.weights.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.shards import held
 
 BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
 """Large enough that a message's latency does not count, small enough to need little memory on both sides."""
@@ -176,27 +177,28 @@ class BroadcastPublisher:
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
     ) -> Ticket:
         """Describe, announce, send. Raises `WeightsError` when nobody receives within the deadline."""
-        weights = list(named_weights)
+        weights = held(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
         location = msgspec.json.encode(self._rendezvous).decode()
         ticket = Ticket(version, "broadcast", location, parameters)
-        by_name = dict(weights)
+        # One after another: where they are gathered for it, the next one comes while this one is sent.
+        tensors: Iterator[Tensor] = (tensor for _, tensor in weights)
         if changes is not None:
             ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction)
             if changes.pays:
-                ticket, by_name = msgspec.structs.replace(ticket, delta=changes.delta), changes.payloads
+                ticket, tensors = msgspec.structs.replace(ticket, delta=changes.delta), iter(changes.payloads.values())
         specs = travelling(ticket)
         ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
         batches = list(buckets(specs, self._rendezvous.bucket_bytes))
         on_cpu = self._rendezvous.backend == "gloo"
-        packed = [pack(bucket, by_name, torch.device("cpu")) for bucket in batches] if on_cpu else None
+        packed = [pack(bucket, tensors, torch.device("cpu")) for bucket in batches] if on_cpu else None
         is_over = announce(ticket)
         try:
             if self._group is None:
                 self._group = Group(self._rendezvous, rank=0)
             device = self._group.device
-            for buffer in packed or (pack(bucket, by_name, device) for bucket in batches):
+            for buffer in packed or (pack(bucket, tensors, device) for bucket in batches):
                 self._group.broadcast(buffer)
             self._group.finish(is_over or (lambda: False))
         except (RuntimeError, ValueError) as error:
@@ -229,13 +231,13 @@ def rendezvous_of(ticket: Ticket) -> Rendezvous:
     return msgspec.json.decode(ticket.location, type=Rendezvous)
 
 
-def pack(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The bytes of a bucket, on `device`."""
+def pack(bucket: Sequence[ParameterSpec], tensors: Iterator[Tensor], device: torch.device) -> Tensor:
+    """The bytes of a bucket, which are the next of `tensors`, on `device`."""
     places, total = layout(bucket)
     buffer = torch.empty(total, dtype=torch.uint8, device=device)
     for spec, start in zip(bucket, places, strict=True):
         flat = buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype))
-        flat.view(spec.shape).copy_(tensors[spec.name].detach())
+        flat.view(spec.shape).copy_(next(tensors).detach())
     return buffer
 
 
