@@ -61,6 +61,12 @@ class MismatchError(TrainingError):
     """Engine and trainer give the same tokens different log-probabilities."""
 
 
+class RankError(SlipstreamError):
+    """One of several trainer processes died, failed or did not answer."""
+
+    exit_code = 8
+
+
 class Interrupted(SlipstreamError):
     """Ctrl-C or SIGTERM: a checkpoint was written and the children were stopped."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -42,3 +43,35 @@ def split(num_items: int, parts: int) -> list[range]:
     size, larger = divmod(num_items, parts)
     starts = [part * size + min(part, larger) for part in range(parts + 1)]
     return [range(starts[part], starts[part + 1]) for part in range(parts)]
+
+
+def pack_evenly(lengths: Sequence[int], max_tokens: int, parts: int) -> list[list[list[int]]]:
+    """Micro-batches for `parts` processes that work in step: a list of passes, each with one micro-batch of at most
+    `max_tokens` tokens for every process, as even as can be; some may be empty.
+
+    Holds indices into `lengths`, each exactly once. A sequence longer than `max_tokens` is alone in its own. The
+    longest goes first, always to the emptiest micro-batch, and micro-batches of like size are one pass.
+    """
+    if max_tokens < 1 or parts < 1:
+        raise ValueError(f"max_tokens is {max_tokens} and parts is {parts}: use 1 or more")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    passes = max(1, -(-sum(lengths) // (max_tokens * parts)))
+    while (bins := _evenly(lengths, order, max_tokens, passes * parts)) is None:
+        passes += 1
+    bins.sort(key=lambda held: -sum(lengths[index] for index in held))
+    rows = [bins[first : first + parts] for first in range(0, len(bins), parts)]
+    # Whoever has the most in one pass has the least in the next.
+    return [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
+
+
+def _evenly(lengths: Sequence[int], order: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
+    """`order` in so many micro-batches, or None when they are too few."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    emptiest = [(0, place) for place in range(num_bins)]
+    for index in order:
+        load, place = emptiest[0]
+        if load and load + lengths[index] > max_tokens:
+            return None
+        bins[place].append(index)
+        heapq.heapreplace(emptiest, (load + lengths[index], place))
+    return bins

@@ -98,6 +98,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) without effect, each with what to say of them."""
     found: dict[str, str] = {}
     algorithm, environment = config.algorithm, config.environment
+    if config.training.ranks == 1:
+        found["training.rank_timeout_s"] = "has no effect while training.ranks is 1"
     if config.training.optimizer != "muon":
         found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
     if not uses_critic(config):
@@ -180,6 +182,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
     yield from _delta(config)
+    yield from _ranks(config)
     if config.weights.probe_stop <= config.weights.probe_warn:
         yield (
             "weights.probe_stop",
@@ -406,6 +409,34 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
             "inference.sleep",
             "inference.sleep = true frees the engine's weights, which are the trainer's under weights.bridge = "
             '"single_copy": turn it off, or use another bridge',
+        )
+
+
+def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What cannot be spread over several trainer processes."""
+    ranks, optimizer, bridge = config.training.ranks, config.training.optimizer, config.weights.bridge
+    if ranks == 1:
+        return
+    spread = f"training.ranks = {ranks} gives each process some rows of every weight"
+    if optimizer in ("muon", "adamw_8bit"):
+        whole = "whole matrices" if optimizer == "muon" else "whole weights, in blocks of 256"
+        yield (
+            "training.optimizer",
+            f'{spread}, and training.optimizer = "{optimizer}" works on {whole}: use "adamw" or "adamw_bf16"',
+        )
+    if config.training.compile is True:
+        yield "training.compile", f"{spread}, and layers are compiled in one process only: turn training.compile off"
+    if shares_weights(config):
+        yield (
+            "weights.bridge",
+            f'{spread}, and weights.bridge = "single_copy" has trainer and engine hold the same tensors: use another '
+            "bridge, or one rank",
+        )
+    elif config.lora is not None and uses_engine(config) and bridge not in ("auto", "lora"):
+        yield (
+            "weights.bridge",
+            f'{spread}, and weights.bridge = "{bridge}" publishes an adapter merged into whole weights: use "lora", or '
+            "one rank",
         )
 
 

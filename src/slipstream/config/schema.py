@@ -318,6 +318,12 @@ class TrainingConfig(Section):
     """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
     packing: bool = True
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row."""
+    ranks: PositiveInt = 1
+    """Trainer processes on this machine, each with a share of weights, gradients and optimizer state (FSDP2) and of
+    each step's micro-batches: on GPUs a card each, before the engine's; on a CPU they share its cores. The same losses
+    and gradients but for rounding."""
+    rank_timeout_s: PositiveFloat = 600.0
+    """How long the trainer's processes may wait for one of them."""
     gradient_checkpointing: bool | Literal["auto", "selective"] = "auto"
     """What is computed again in the backward pass, with the same bits. `true`: all but each layer's input, about a
     third more time. `"selective"`: all but what matrix multiplications and attention gave, which compiled layers do by

@@ -17,22 +17,23 @@ from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
 from slipstream.weights.base import NamedWeights
 
 if TYPE_CHECKING:
-    from slipstream.trainer.model import PolicyModel
+    from slipstream.trainer.learner import Learner
 
 
 def run_bridge(
-    config: RunConfig, model: PolicyModel, engine: RunEngine, folder: Path, thread: EventLoopThread
+    config: RunConfig, learner: Learner, engine: RunEngine, folder: Path, thread: EventLoopThread
 ) -> tuple[Bridge, Callable[[], NamedWeights]]:
-    """The bridge between `model` and `engine`, which belongs to `thread`, and what to publish over it: the adapter
-    alone, or the whole model. `folder` is for versions that are files."""
+    """The bridge between the model of `learner` and `engine`, which belongs to `thread`, and what to publish over it:
+    the adapter alone, or the whole model. `folder` is for versions that are files."""
     name, timeout_s = config.weights.bridge, apply_timeout_s(config)
     assert name != "auto", "the plan replaces every auto"
+    model = learner.model
     if publishes_adapter(config):
         assert model.adapter is not None
         bridge = create_adapter_bridge(
-            folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
+            folder=folder, engine=engine, adapter=model.adapter.config, base_weights=learner.base_weights()
         )
-        return bridge, model.adapter.named_weights
+        return bridge, learner.adapter_weights
     assert name != "lora"
 
     def held() -> Version | None:
@@ -54,7 +55,7 @@ def run_bridge(
         held=held if keeps_copy(config) else None,
         joined=joined,
     )
-    return bridge, model.named_weights
+    return bridge, learner.named_weights
 
 
 def repeats_updates(config: RunConfig, engine: RunEngine, log: RunLog) -> Callable[[SlipstreamError], bool]:

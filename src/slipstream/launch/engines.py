@@ -135,7 +135,8 @@ def engine_gpus(config: RunConfig, visible: str | None, replica: int = 0) -> tup
     size, separate = config.inference.tensor_parallel_size, config.run.placement == "separate"
     if not separate and num_replicas(config) == 1:
         return ()
-    cards = place(replicas=num_replicas(config), tensor_parallel_size=size, separate=separate).engines[replica]
+    ranks, replicas = config.training.ranks, num_replicas(config)
+    cards = place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate).engines[replica]
     named = [name.strip() for name in visible.split(",")] if visible else None
     return tuple(named[card] if named else str(card) for card in cards)
 

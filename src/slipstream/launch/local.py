@@ -19,8 +19,9 @@ from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
-from slipstream.launch.models import build_critic, build_learner, load_reference, share_weights
+from slipstream.launch.models import Trained, build, build_objective, build_sharded, share_weights
 from slipstream.launch.prepare import Prepared
+from slipstream.launch.ranks import RankCrew, rank_threads
 from slipstream.launch.resume import changed_settings, refuse_ended
 from slipstream.launch.sleep import Turns
 from slipstream.launch.stop import StopRequest
@@ -158,13 +159,14 @@ class _Run:
         self._make_engine = make_engine
         self._engine: RunEngine | None = None
         self._teacher: RunTeacher | None = None
+        self._crew: RankCrew | None = None
         self._health: EngineHealth | None = None
         self._thread: EventLoopThread | None = None
         self._scorer: ScorerPool | None = None
         stop.at_once = self._kill
 
     def _kill(self) -> None:
-        for child in (self._engine, self._teacher):
+        for child in (self._engine, self._teacher, self._crew):
             if child is not None:
                 child.kill()
 
@@ -223,21 +225,17 @@ class _Run:
 
         from slipstream.trainer.checkpoint import CheckpointStore
         from slipstream.trainer.loop import TrainingLoop
-        from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
         config, algorithm = self.config, self.config.algorithm
-        assert isinstance(config.run.threads, int)
-        torch.set_num_threads(config.run.threads)
+        torch.set_num_threads(rank_threads(config))
         torch.manual_seed(config.run.seed)
-        learner = build_learner(config, self._share_weights(), self._warn)
         store = CheckpointStore(self.folder / "checkpoints", config.run.keep_checkpoints)
         sampling = self.prepared.sampling() if self.prepared.uses_engine else SamplingParams(max_tokens=1)
+        trained = self._trained(sampling)
         loop = TrainingLoop(
             config=config,
-            learner=learner,
-            objective=SFTObjective()
-            if algorithm.kind == "sft"
-            else PolicyObjective(algorithm, sampling, config.teacher.coef if config.teacher else None),
+            learner=trained.learner,
+            objective=build_objective(config, sampling),
             reader=GoldReader(
                 self.prepared.conversations,
                 self.prepared.tokenizer,
@@ -249,18 +247,27 @@ class _Run:
             log=self.log,
             progress=self.progress,
             sampling=sampling,
-            reference=load_reference(config, learner.model),
-            critic=build_critic(config, self._warn),
+            reference=trained.reference,
+            critic=trained.critic,
             should_stop=self.should_stop,
             num_items=self.prepared.num_items,
         )
         if resume:
             self._resume(loop)
         elif self._teacher is not None:
-            self._teacher.refuse_itself(learner.named_weights)
+            self._teacher.refuse_itself(trained.learner.named_weights)
         if self.prepared.uses_engine:
             self._attach_orchestrator(loop)
         return loop
+
+    def _trained(self, sampling: SamplingParams) -> Trained:
+        """The models, in this process or over ranks."""
+        config = self.config
+        if config.training.ranks == 1:
+            return build(config, self._share_weights(), self._warn)
+        self._crew = RankCrew(config, sampling, self.folder / "logs")
+        self._exits.callback(self._crew.close)
+        return build_sharded(config, sampling, self._crew)
 
     def _event_loop(self) -> EventLoopThread:
         """The orchestrator's thread. What ends it ends the engine and the reward workers first."""
@@ -314,7 +321,7 @@ class _Run:
         scorer = self._scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
 
         thread = self._event_loop()
-        bridge, published = run_bridge(config, loop.learner.model, engine, self.folder / "weights", thread)
+        bridge, published = run_bridge(config, loop.learner, engine, self.folder / "weights", thread)
         self._exits.callback(bridge.publisher.close)
         versions = Versions(bridge.receiver, apply_timeout_s=apply_timeout_s(config), fence=bridge.fence)
 

@@ -57,6 +57,14 @@ def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelF
     return (4 + masters + 8) * num_parameters
 
 
+def gathered_bytes(model: ModelFacts, dtype: str) -> int:
+    """What a rank of several has whole at once, as FSDP2 gathers it: embedding, head and two layers, with their
+    gradients, which are added up over the ranks in fp32."""
+    vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+    layer = max(0, model.num_parameters - vocabulary) // model.num_layers
+    return (vocabulary + 2 * layer) * (2 * BYTES_OF[dtype] + 4)
+
+
 def activation_bytes_per_token(
     model: ModelFacts,
     dtype: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,21 +12,40 @@ from slipstream.config import RunConfig
 from slipstream.config.checks import uses_critic
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.facts import adapter_config
+from slipstream.records import SamplingParams
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from slipstream.launch.ranks import RankCrew
     from slipstream.trainer.critic import Critic
-    from slipstream.trainer.learner import Learner
+    from slipstream.trainer.group import RankGroup
+    from slipstream.trainer.learner import Learner, Scorer
     from slipstream.trainer.model import PolicyModel, SharedTensors
+    from slipstream.trainer.objectives import Objective
     from slipstream.trainer.optimizer import Optimizer
+    from slipstream.trainer.rank_part import Part
+
+POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
+"""What the ranks call the models of a run."""
 
 
 Warn = Callable[[str], None]
 
 
-def load_model(config: RunConfig, shared: SharedTensors | None = None) -> PolicyModel:
-    """The model on the trainer's device; its parameters are `shared`, or its own."""
+@dataclass(frozen=True)
+class Trained:
+    """What a run trains, and what it measures from."""
+
+    learner: Learner
+    reference: Scorer | None
+    """What the KL term measures from: under LoRA the base, in the same memory."""
+    critic: Critic | None
+
+
+def load_model(config: RunConfig, shared: SharedTensors | None = None, group: RankGroup | None = None) -> PolicyModel:
+    """The model on the trainer's device; its parameters are `shared`, or its own. With a `group` rank 0 has it on the
+    CPU and the others have it without values: it is to be spread."""
     import torch
 
     from slipstream.trainer.model import PolicyModel
@@ -35,34 +55,93 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None) -> Policy
     return PolicyModel.load(
         model.path,
         model.dtype,
-        "cuda" if torch.cuda.is_available() else "cpu",
+        "cuda" if torch.cuda.is_available() and group is None else "cpu",
         model.trust_remote_code,
         packing=training.packing,
         checkpointing=False if training.gradient_checkpointing == "auto" else training.gradient_checkpointing,
         offload=training.offload_activations,
         shared=shared,
+        unread=group is not None and group.rank > 0,
+        checked=group is None,
     )
 
 
-def load_reference(config: RunConfig, model: PolicyModel) -> PolicyModel | None:
-    """What the KL term measures from: under LoRA the base, in the same memory."""
-    if config.algorithm.kind == "sft" or config.algorithm.kl_coef == 0:
-        return None
-    return load_model(config) if model.adapter is None else model.without_adapter()
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a KL term measures from the start model."""
+    return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
 
 
-def build_learner(config: RunConfig, shared: SharedTensors | None, warn: Warn) -> Learner:
-    """Model, adapter if there is one, and optimizer. `warn` hears what could not be done as the config asks."""
-    return _learner(config, with_adapter(config, load_model(config, shared)), warn)
-
-
-def build_critic(config: RunConfig, warn: Warn) -> Critic | None:
-    """The critic, where advantages are one's: made of a copy of the start model of its own, adapter included."""
+def build(config: RunConfig, shared: SharedTensors | None, warn: Warn) -> Trained:
+    """Everything in this process. `warn` hears what could not be done as the config asks."""
+    from slipstream.trainer.compiled import compile_layers
     from slipstream.trainer.critic import Critic, ValueModel
+    from slipstream.trainer.learner import Learner, Reference
 
-    if not uses_critic(config):
-        return None
-    return Critic(_learner(config, ValueModel(with_adapter(config, load_model(config))), warn), config.critic)
+    tokens = config.training.micro_batch_tokens
+    assert isinstance(tokens, int)
+
+    def learner(model: PolicyModel) -> Learner:
+        if config.training.compile is True and (problem := compile_layers(model)):
+            warn(f"training.compile: the layers could not be compiled and run as they are ({problem})")
+        return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
+
+    policy = learner(with_adapter(config, load_model(config, shared)))
+    reference = None
+    if needs_reference(config):
+        reference = load_model(config) if policy.model.adapter is None else policy.model.without_adapter()
+    critic = None
+    if uses_critic(config):
+        critic = Critic(learner(ValueModel(with_adapter(config, load_model(config)))), config.critic)
+    return Trained(policy, None if reference is None else Reference(reference, tokens), critic)
+
+
+def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew) -> Trained:
+    """The same where every rank has a share of it; this one's, and how the others are reached."""
+    from slipstream.trainer.critic import Critic
+    from slipstream.trainer.sharded import ShardedLearner, ShardedScorer
+
+    tokens = config.training.micro_batch_tokens
+    assert isinstance(tokens, int)
+    group = crew.join()
+    with crew.loading():
+        parts = build_parts(config, sampling, group)
+    learner = ShardedLearner(POLICY, parts[POLICY], crew, micro_batch_tokens=tokens)
+    reference = ShardedScorer(REFERENCE, parts[REFERENCE], crew, tokens) if REFERENCE in parts else None
+    critic = None
+    if CRITIC in parts:
+        critic = Critic(ShardedLearner(CRITIC, parts[CRITIC], crew, micro_batch_tokens=tokens), config.critic)
+    return Trained(learner, reference, critic)
+
+
+def build_parts(config: RunConfig, sampling: SamplingParams, group: RankGroup) -> dict[str, Part]:
+    """One rank's share of every model of the run; the same calls in the same order on every rank."""
+    from slipstream.trainer.critic import ValueModel, ValueObjective
+    from slipstream.trainer.rank_part import Part
+
+    def spread(model: PolicyModel, *, checked: bool = True) -> PolicyModel:
+        group.spread(model, checked=checked)
+        return model
+
+    policy = spread(with_adapter(config, load_model(config, group=group)))
+    optimizer = build_optimizer(config, policy.network, rank=group.rank)
+    parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling))}
+    if needs_reference(config):
+        frozen = spread(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
+        parts[REFERENCE] = Part(group, frozen)
+    if uses_critic(config):
+        model = spread(ValueModel(with_adapter(config, load_model(config, group=group))), checked=False)
+        optimizer = build_optimizer(config, model.network, rank=group.rank)
+        parts[CRITIC] = Part(group, model, optimizer, ValueObjective(config.critic.value_clip))
+    return parts
+
+
+def build_objective(config: RunConfig, sampling: SamplingParams) -> Objective:
+    """What `algorithm` minimises."""
+    from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+
+    if config.algorithm.kind == "sft":
+        return SFTObjective()
+    return PolicyObjective(config.algorithm, sampling, config.teacher.coef if config.teacher else None)
 
 
 def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
@@ -72,19 +151,8 @@ def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
     return model
 
 
-def _learner(config: RunConfig, model: PolicyModel, warn: Warn) -> Learner:
-    from slipstream.trainer.compiled import compile_layers
-    from slipstream.trainer.learner import Learner
-
-    assert isinstance(config.training.micro_batch_tokens, int)
-    if config.training.compile is True and (problem := compile_layers(model)):
-        warn(f"training.compile: the layers could not be compiled and run as they are ({problem})")
-    optimizer = build_optimizer(config, model.network)
-    return Learner(model, optimizer, micro_batch_tokens=config.training.micro_batch_tokens)
-
-
-def build_optimizer(config: RunConfig, network: nn.Module) -> Optimizer:
-    """What `training.optimizer` names, for all that is trainable in `network`."""
+def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Optimizer:
+    """What `training.optimizer` names, for all that is trainable in `network`, or for this rank's share of it."""
     from slipstream.trainer.lora import rate_in_adapter
     from slipstream.trainer.muon import MasterMuon
     from slipstream.trainer.optimizer import MasterAdamW
@@ -98,7 +166,7 @@ def build_optimizer(config: RunConfig, network: nn.Module) -> Optimizer:
         "rate_of": partial(rate_in_adapter, 1.0 if config.lora is None else config.lora.plus_ratio),
     }
     if training.optimizer == "adamw_bf16":
-        return RoundedAdamW(named, seed=config.run.seed, **options)
+        return RoundedAdamW(named, seed=config.run.seed + (rank << 32), **options)
     if training.optimizer == "adamw_8bit":
         from slipstream.trainer.eight_bit import MasterAdamW8bit
 

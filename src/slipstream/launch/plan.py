@@ -175,12 +175,23 @@ def _plan_dtype(draft: _Draft) -> None:
 
 def _plan_placement(draft: _Draft) -> None:
     """`inference.replicas` and `run.placement`: how many engines, and who is on which GPU."""
-    if not uses_engine(draft.original):
-        return
-    num_gpus, size, asked = draft.facts.num_gpus, draft["inference.tensor_parallel_size"], draft["inference.replicas"]
-    check_divided(draft.facts.model, size)
+    num_gpus, ranks = draft.facts.num_gpus, draft.original.training.ranks
+    size, asked = draft["inference.tensor_parallel_size"], draft["inference.replicas"]
     least = 1 if asked == "auto" else asked
-    apart, together = (num_cards(place(replicas=least, tensor_parallel_size=size, separate=s)) for s in (True, False))
+    needed = least * size if uses_engine(draft.original) else 0
+    if ranks > 1 and not draft.on_cpu and (ranks + needed > num_gpus or draft["run.placement"] == "shared"):
+        raise ConfigError(
+            f"training.ranks = {ranks} needs {ranks + needed} GPUs, one for each and {needed} for the engine, and "
+            f'there are {num_gpus}: lower it, and leave run.placement = "shared" to one rank'
+        )
+    if draft.on_cpu and ranks > draft.facts.num_cpus:
+        draft.warnings.append(f"training.ranks = {ranks} processes share {draft.facts.num_cpus} cores: lower it")
+    if not needed:
+        return
+    check_divided(draft.facts.model, size)
+    apart, together = (
+        num_cards(place(ranks=ranks, replicas=least, tensor_parallel_size=size, separate=s)) for s in (True, False)
+    )
     if num_gpus >= apart and not shares_weights(draft.original):
         draft.derive_auto("run.placement", "separate", f"there are {num_gpus} GPUs")
     reason = "there is no GPU" if draft.on_cpu else f"there {'is' if num_gpus == 1 else 'are'} {num_gpus} GPU"
@@ -190,8 +201,8 @@ def _plan_placement(draft: _Draft) -> None:
     separate = draft["run.placement"] == "separate"
     if separate and num_gpus < apart:
         raise ConfigError(
-            f'run.placement = "separate" needs {apart} GPUs, one for the trainer and {apart - 1} for the engine, and '
-            f'there {"is" if num_gpus == 1 else "are"} {num_gpus}: use "shared"'
+            f'run.placement = "separate" needs {apart} GPUs, {ranks} for the trainer and {apart - ranks} for the '
+            f'engine, and there {"is" if num_gpus == 1 else "are"} {num_gpus}: use "shared"'
         )
     if not draft.on_cpu and together > num_gpus:
         raise ConfigError(
@@ -199,18 +210,23 @@ def _plan_placement(draft: _Draft) -> None:
             f"are {num_gpus}: lower one of them"
         )
     _plan_replicas(draft, separate)
-    placed = place(replicas=draft["inference.replicas"], tensor_parallel_size=size, separate=separate)
-    used = num_cards(placed)
+    replicas = draft["inference.replicas"]
+    used = num_cards(place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate))
     used += starts_teacher(draft.original) and num_gpus > used
     if used < num_gpus:
-        draft.warnings.append(f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses one")
+        draft.warnings.append(
+            f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses {'one' if ranks == 1 else ranks} "
+            "(training.ranks)"
+        )
 
 
 def _plan_replicas(draft: _Draft, separate: bool) -> None:
     prompts, size = draft["training.prompts_per_batch"], draft["inference.tensor_parallel_size"]
-    num_gpus = draft.facts.num_gpus - (starts_teacher(draft.original) and draft.facts.num_gpus > size + 1)
-    beside = replicas_beside(num_gpus, tensor_parallel_size=size) if separate else 1
-    count, reason = beside, f"as many as the {num_gpus - 1} GPUs hold that are left to them"
+    num_gpus, ranks = draft.facts.num_gpus, draft.original.training.ranks
+    if starts_teacher(draft.original) and num_gpus > size + ranks:
+        num_gpus -= 1
+    beside = replicas_beside(num_gpus, ranks=ranks, tensor_parallel_size=size) if separate else 1
+    count, reason = beside, f"as many as the {num_gpus - ranks} GPUs hold that are left to them"
     if not separate:
         reason = "one engine uses all cores" if draft.on_cpu else "trainer and engine are on one GPU"
     elif draft.original.algorithm.kind == "sft":
@@ -224,7 +240,8 @@ def _teacher_beside(draft: _Draft, *, trainer: bool) -> int:
     """Bytes of the teacher on the trainer's GPU, or on the engine's."""
     separate = draft["run.placement"] == "separate"
     length = draft["inference.max_model_len"]
-    used = draft["inference.replicas"] * draft["inference.tensor_parallel_size"] + separate
+    engines = draft["inference.replicas"] * draft["inference.tensor_parallel_size"]
+    used = engines + separate * draft.original.training.ranks
     room = teacher_room(
         draft.original, draft.facts, length=length, dtype=draft["model.dtype"], separate=separate, used_cards=used
     )
@@ -475,7 +492,9 @@ def _plan_micro_batch(draft: _Draft) -> None:
         )
     longest = _longest(draft)
     if draft.on_cpu:
-        room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART, "an eighth of the memory"
+        ranks = draft.original.training.ranks
+        room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART / ranks, "an eighth of the memory"
+        source += f" for each of {ranks} ranks" if ranks > 1 else ""
     else:
         room = ACTIVATION_MARGIN * _activation_room(draft)
         source = f"{ACTIVATION_MARGIN:g} of what the GPU has left for activations"

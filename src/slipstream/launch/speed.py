@@ -33,6 +33,8 @@ def compiling_pays(config: RunConfig, facts: Facts) -> tuple[bool, str]:
         return False, "on a CPU compiling takes longer than it saves"
     if not config.training.packing:
         return False, "rows of one sequence are short: there is little to fuse"
+    if config.training.ranks > 1:
+        return False, "layers that are spread over ranks are not compiled"
     if config.model.dtype == "float32":
         return False, "in float32 the matrix multiplications take the time"
     seconds = training_seconds(config, facts)

@@ -59,7 +59,7 @@ def planned_teacher(config: RunConfig, facts: Facts) -> TeacherRoom | None:
     length, separate = config.inference.max_model_len, config.run.placement == "separate"
     if not starts_teacher(config):
         return None
-    used = engine_workers(config) + separate
+    used = engine_workers(config) + separate * config.training.ranks
     return teacher_room(config, facts, length=int(length), dtype=config.model.dtype, separate=separate, used_cards=used)
 
 

@@ -12,7 +12,14 @@ from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts, ModelFacts
-from slipstream.launch.memory import GIB, activation_bytes_per_token, gib, training_state_bytes, weights_bytes
+from slipstream.launch.memory import (
+    GIB,
+    activation_bytes_per_token,
+    gathered_bytes,
+    gib,
+    training_state_bytes,
+    weights_bytes,
+)
 from slipstream.launch.teacher_room import planned_teacher
 
 
@@ -49,13 +56,19 @@ def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
 
 
 def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
-    """Bytes of what the trainer keeps between steps, beside what it shares with the engine."""
+    """Bytes of what the trainer keeps between steps, beside what it shares with the engine: of several ranks, on GPUs
+    what each keeps, and on a CPU all together, in both cases with what is gathered for a layer to compute."""
     algorithm = config.algorithm
     shared = weights_bytes(facts.model, dtype) if shares_weights(config) else 0
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
     with_reference = isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0
-    policy = copy - shared + _state(config, dtype, facts, with_reference=with_reference)
-    return policy + (_state(config, dtype, facts) if uses_critic(config) else 0)
+    state = _state(config, dtype, facts, with_reference=with_reference)
+    state += _state(config, dtype, facts) if uses_critic(config) else 0
+    if (ranks := config.training.ranks) == 1:
+        return copy - shared + state
+    # For a delta all of it comes together in rank 0.
+    copy, together = 2 * copy, gathered_bytes(facts.model, dtype)
+    return copy + (-(-state // ranks) + together if facts.num_gpus else state + ranks * together)
 
 
 def _state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool = False) -> int:
@@ -110,6 +123,8 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     if uses_critic(config):
         critic = _state(config, config.model.dtype, facts)
         how = f"{kept} {gib(trainer.kept - critic)}, the critic's own {gib(critic)}, activations {gib(trainer.working)}"
+    if (ranks := config.training.ranks) > 1:
+        how += f"; of each of {ranks} ranks" if facts.num_gpus else f"; of all {ranks} ranks"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:
         how = f"weights {gib(engine.kept)}, KV cache {gib(engine.working)}"
@@ -184,8 +199,9 @@ class _Side:
 
 def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
-    activations = tokens * activation_bytes_of(config, dtype, facts)
     on_gpu = facts.num_gpus > 0
+    rows = 1 if on_gpu else config.training.ranks
+    activations = rows * tokens * activation_bytes_of(config, dtype, facts)
     trainer = _Side(training_state(config, dtype, facts), activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):
         return trainer, None
@@ -226,4 +242,27 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
         raise ConfigError(
             f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: use a smaller model, "
             '[lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
+        )
+
+
+def policy_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
+    """What a policy gradient is given and does not use."""
+    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
+    usual = resolved(RLConfig(kind=algorithm.kind))
+    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
+    if one_update and is_set and algorithm.old_policy == "trainer":
+        yield (
+            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
+            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
+        )
+    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
+    if budget is not None and budget >= longest:
+        yield (
+            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
+            f"{longest}"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield (
+            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
+            ' back: use "k3", or set algorithm.kl_in = "reward"'
         )

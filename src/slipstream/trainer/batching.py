@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.packing import pack, split
+from slipstream.algo.packing import pack, pack_evenly, split
 from slipstream.errors import TrainingError
 from slipstream.trainer.layout import SegmentLayout, segment_layout, to_device
 
@@ -117,6 +117,10 @@ def _targets(sequence: records.Sequence) -> _Targets:
     return _Targets(positions, positions[-1] if positions else 0)
 
 
+Row = list[list[int]]
+"""A micro-batch before it is made: families of sequences, by their indices in the step batch."""
+
+
 def micro_batches(
     batch: StepBatch, max_tokens: int, *, packing: bool = True, device: torch.device | str = "cpu"
 ) -> Iterable[MicroBatch]:
@@ -128,14 +132,51 @@ def micro_batches(
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.positions]
     if packing:
-        longest = _LONGEST_SHARING if torch.device(device).type == "cpu" else None
-        families = _families(batch, targets, used, max_tokens, longest)
+        families = _families(batch, targets, used, max_tokens, _longest_sharing(device))
         rows = pack([_cost([targets[index] for index in family]) for family in families], max_tokens)
     else:
         families = [[index] for index in used]
         rows = [[place] for place in range(len(families))]
     for row in rows:
         yield _micro_batch(batch, [families[place] for place in row], targets, device)
+
+
+def even_rows(
+    batch: StepBatch, max_tokens: int, parts: int, *, packing: bool = True, device: torch.device | str = "cpu"
+) -> list[list[Row]]:
+    """The same for `parts` processes that work in step: a list of passes, in each a row for every process, of about as
+    many tokens as the others'; one without families has nothing in it."""
+    targets = [_targets(sequence) for sequence in batch.sequences]
+    used = [index for index, target in enumerate(targets) if target.positions]
+    if not packing:
+        lengths = [targets[index].length for index in used]
+        passes = pack_evenly(lengths, 1, parts)
+        return [[[[used[place]] for place in row] for row in step] for step in passes]
+    # A family that is more than a process's part would leave the others without work.
+    total, longest = sum(targets[index].length for index in used), max((targets[i].length for i in used), default=1)
+    most = min(max_tokens, max(longest, -(-total // parts)))
+    families = _families(batch, targets, used, most, _longest_sharing(device))
+    passes = pack_evenly([_cost([targets[index] for index in family]) for family in families], max_tokens, parts)
+    return [[[families[place] for place in row] for row in step] for step in passes]
+
+
+def micro_batches_of(
+    batch: StepBatch, rows: Iterable[Row], device: torch.device | str = "cpu"
+) -> Iterable[MicroBatch | None]:
+    """The micro-batches of `rows`, one at a time; None for a row without anything in it."""
+    targets = [_targets(sequence) for sequence in batch.sequences]
+    for row in rows:
+        yield _micro_batch(batch, row, targets, device) if row else None
+
+
+def blank_row(device: torch.device | str) -> MicroBatch:
+    """Two tokens that nothing is learned from: what a process computes that has no row while others have."""
+    sequence = records.Sequence([0, 0], [False, True])
+    return _micro_batch(StepBatch([sequence]), [[0]], [_targets(sequence)], device)
+
+
+def _longest_sharing(device: torch.device | str) -> int | None:
+    return _LONGEST_SHARING if torch.device(device).type == "cpu" else None
 
 
 def _families(

@@ -19,7 +19,7 @@ from slipstream import records
 from slipstream.algo.values import value_loss
 from slipstream.config.schema import CriticConfig
 from slipstream.errors import ConfigError, TrainingError, ZeroGradientError
-from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
+from slipstream.trainer.batching import MicroBatch, StepBatch
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model import PolicyModel
 
@@ -48,6 +48,11 @@ class ValueModel(PolicyModel):
         nn.init.zeros_(self._head.bias)
         network.set_output_embeddings(nn.Identity())
         network.add_module("value_head", self._head)
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """See the base."""
+        return [self._trunk, self._head]
 
     def _logits(self, row: MicroBatch) -> Tensor:
         segments = {"segments": row.layout} if self.packing else {}
@@ -91,18 +96,9 @@ class Critic:
         self.config = config
         self._objective = ValueObjective(config.value_clip)
 
-    @torch.no_grad()
     def values(self, batch: records.Batch) -> list[list[Tensor]]:
         """Of each rollout and each of its sequences, the value before each trainable token; float32 on the CPU."""
-        model = self.learner.model
-        sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
-        found = [torch.zeros(0)] * len(sequences)
-        rows = micro_batches(
-            StepBatch(sequences), self.learner.micro_batch_tokens, packing=model.packing, device=model.device
-        )
-        for micro in rows:
-            for index, values in zip(micro.sequences, model.logits(micro)[:, 0].cpu().split(micro.counts), strict=True):
-                found[index] = values.clone()
+        found = self.learner.values([sequence for rollout in batch.rollouts for sequence in rollout.sequences])
         values_of = iter(found)
         return [[next(values_of) for _ in rollout.sequences] for rollout in batch.rollouts]
 

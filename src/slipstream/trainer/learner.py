@@ -8,29 +8,29 @@ loop.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Generator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
+from slipstream.trainer.batching import MicroBatch, StepBatch, blank_row, micro_batches
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective, sampled_logprobs
 from slipstream.trainer.optimizer import Optimizer, OptimStats
+from slipstream.trainer.state import STATE_PREFIX, read_state, write_state
 from slipstream.weights.adapter import write_adapter_folder
+from slipstream.weights.base import NamedWeights
 from slipstream.weights.files import write_model_folder
 from slipstream.weights.fingerprint import describe
+from slipstream.weights.shards import held
 
-TENSORS_FILE = "learner.safetensors"
-FACTS_FILE = "learner.json"
 _UNPROCESSED = records.SamplingParams(max_tokens=1)
 
 
@@ -71,18 +71,84 @@ def score(
 ) -> Scores:
     """Log-probabilities and entropies under `sampling`, without gradients; for any model, a frozen one
     too."""
-    empty = torch.zeros(0)
-    scores = Scores([empty] * len(sequences), [empty] * len(sequences))
-    found: list[tuple[MicroBatch, tuple[Tensor, Tensor]]] = []
-    batch = StepBatch(list(sequences))
-    for micro in micro_batches(batch, micro_batch_tokens, packing=model.packing, device=model.device):
-        found.append((micro, sampled_logprobs(model.logits(micro), micro.target_ids_N, sampling)))
+    rows = micro_batches(StepBatch(list(sequences)), micro_batch_tokens, packing=model.packing, device=model.device)
+    found = predictions(model, rows, sampling)
+    return Scores(*([found[index][part] for index in range(len(sequences))] for part in (0, 1)))
+
+
+@torch.no_grad()
+def predictions(
+    model: PolicyModel, rows: Iterable[MicroBatch | None], sampling: records.SamplingParams | None
+) -> dict[int, tuple[Tensor, ...]]:
+    """What a model says of each trainable token, by sequence of the step batch; float32 on the CPU. Under `sampling`
+    log-probability and entropy; without it what a critic says, its value. For a row that is None, nothing, but the
+    model computes."""
+    found: dict[int, tuple[Tensor, ...]] = defaultdict(lambda: (torch.zeros(0),) * (1 if sampling is None else 2))
+    computed: list[tuple[MicroBatch, tuple[Tensor, ...]]] = []
+    for micro in rows:
+        if micro is None:
+            model.logits(blank_row(model.device))
+            continue
+        logits = model.logits(micro)
+        values = (logits[:, 0],) if sampling is None else sampled_logprobs(logits, micro.target_ids_N, sampling)
+        computed.append((micro, values))
     # Read when all is under way: a GPU would wait otherwise, row by row.
-    for micro, pair in found:
-        for values_N, target in zip(pair, (scores.logprobs, scores.entropies), strict=True):
-            for index, values in zip(micro.sequences, values_N.cpu().split(micro.counts), strict=True):
-                target[index] = values.clone()
-    return scores
+    for micro, values in computed:
+        split = zip(*(each_N.cpu().split(micro.counts) for each_N in values), strict=True)
+        for index, parts in zip(micro.sequences, split, strict=True):
+            found[index] = tuple(part.clone() for part in parts)
+    return found
+
+
+@dataclass
+class Sums:
+    """What a step's micro-batches add up to; `values` on the device, float64."""
+
+    values: dict[str, Tensor]
+    num_micro_batches: int = 0
+    num_row_tokens: int = 0
+
+
+def add_gradients(
+    model: PolicyModel, rows: Iterable[MicroBatch | None], objective: Objective, divisors: dict[str, float]
+) -> Sums:
+    """Add the gradient of each row's share of the loss to what is accumulated; for a row that is None zeros, so that a
+    process without work does what the others do."""
+    totals = Sums({})
+    for micro in rows:
+        # Both passes: compiled layers want one setting for the two.
+        with one_order_of_sums(model.device):
+            if micro is None:
+                (model.logits(blank_row(model.device)).float().sum() * 0.0).backward()
+                continue
+            loss, sums = objective.terms(model, micro, divisors)
+            loss.backward()
+        for key, value in sums.items():
+            # On the device: reading a number here would make a GPU wait.
+            totals.values[key] = totals.values[key] + value.double() if key in totals.values else value.double()
+        totals.num_micro_batches += 1
+        totals.num_row_tokens += len(micro.token_ids_T)
+    return totals
+
+
+class Scorer(Protocol):
+    """Whatever says how likely tokens are: a learner, or a frozen reference."""
+
+    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = ...) -> Scores:
+        """Log-probabilities and entropies of trainable tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that is not trained."""
+
+    model: PolicyModel
+    micro_batch_tokens: int
+
+    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = _UNPROCESSED) -> Scores:
+        """See `Scorer`."""
+        return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
 
 
 class Learner:
@@ -108,6 +174,14 @@ class Learner:
         """Log-probabilities and entropies of trainable tokens by the live weights."""
         return score(self.model, sequences, sampling, micro_batch_tokens=micro_batch_tokens or self.micro_batch_tokens)
 
+    def values(self, sequences: Sequence[records.Sequence]) -> list[Tensor]:
+        """What a critic says before each trainable token, one tensor a sequence."""
+        rows = micro_batches(
+            StepBatch(list(sequences)), self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
+        )
+        found = predictions(self.model, rows, None)
+        return [found[index][0] for index in range(len(sequences))]
+
     def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
         """Fix the ratio's denominator of a batch that makes several updates: call before the first of them.
 
@@ -125,22 +199,14 @@ class Learner:
                 "trainable token: check the masks and which outcomes are trained on"
             )
         divisors = objective.counts(batch)
-        totals: dict[str, Tensor] = {}
-        num_rows = num_row_tokens = 0
-        for micro in micro_batches(
-            batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
-        ):
-            # Both passes: compiled layers want one setting for the two.
-            with one_order_of_sums(self.model.device):
-                loss, sums = objective.terms(self.model, micro, divisors)
-                loss.backward()
-            for key, value in sums.items():
-                # On the device: reading a number here would make a GPU wait.
-                totals[key] = totals[key] + value.double() if key in totals else value.double()
-            num_rows += 1
-            num_row_tokens += len(micro.token_ids_T)
-        metrics = objective.summarize({key: value.cpu() for key, value in totals.items()}, divisors)
-        return {**metrics, "num_micro_batches": float(num_rows), "num_row_tokens": float(num_row_tokens)}
+        sums = self._add_gradients(batch, objective, divisors)
+        metrics = objective.summarize({key: value.cpu() for key, value in sums.values.items()}, divisors)
+        counts = {"num_micro_batches": sums.num_micro_batches, "num_row_tokens": sums.num_row_tokens}
+        return {**metrics, **{name: float(count) for name, count in counts.items()}}
+
+    def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
+        rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)
+        return add_gradients(self.model, rows, objective, divisors)
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
         """Clip the accumulated gradient and make the update; see Optimizer.prepare."""
@@ -150,15 +216,24 @@ class Learner:
         """Write the new values to the live weights."""
         self.optimizer.commit()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> NamedWeights:
         """Live tensors of the whole model under their Hugging Face names; an adapter is merged into them."""
         return self.model.named_weights()
+
+    def base_weights(self) -> NamedWeights:
+        """The same without the adapter."""
+        return self.model.base_weights()
+
+    def adapter_weights(self) -> NamedWeights:
+        """Live tensors of the adapter under PEFT's names."""
+        assert self.model.adapter is not None
+        return self.model.adapter.named_weights()
 
     def write_weights(self, folder: Path, source: Path) -> tuple[records.ParameterSpec, ...]:
         """Make `folder` what can be deployed: a model with the other files of `source`, or the adapter alone. Returns
         what must be in it, with the fingerprints of the live weights."""
         adapter = self.model.adapter
-        weights = list(self.named_weights() if adapter is None else adapter.named_weights())
+        weights = held(self.named_weights() if adapter is None else self.adapter_weights())
         if adapter is None:
             write_model_folder(folder, weights, source, durable=True)
         else:
@@ -168,18 +243,23 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Write the resume state into `folder`: the optimizer's, step and random generators; no pickle."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        tensors["rng.cpu"] = torch.get_rng_state()
-        if self.model.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.model.device)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
-        (folder / FACTS_FILE).write_text(json.dumps({"step": self.step, "torch": torch.__version__}))
+        tensors = {f"{STATE_PREFIX}{name}": tensor for name, tensor in self.optimizer.state().items()}
+        write_state(folder, {**tensors, **random_state(self.model.device)}, self.step)
 
     def load(self, folder: Path) -> None:
         """Take over what `save` wrote, live weights included."""
-        tensors = load_file(folder / TENSORS_FILE)
-        prefix = "optimizer."
-        self.optimizer.load_state({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-        torch.set_rng_state(tensors["rng.cpu"])
-        if "rng.cuda" in tensors and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.model.device)
+        take_state(self.optimizer, read_state(folder), self.model.device)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The random generators of this process."""
+    found = {"rng.cpu": torch.get_rng_state()}
+    return found | {"rng.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else found
+
+
+def take_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put what was saved, whole or this rank's share of it, into `optimizer` and the random generators."""
+    optimizer.load_state({n.removeprefix(STATE_PREFIX): t for n, t in tensors.items() if n.startswith(STATE_PREFIX)})
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)

@@ -36,8 +36,7 @@ from slipstream.trainer.credit import Credit, assign_credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.differences import differences_of, worst_mean
 from slipstream.trainer.early_stop import EarlyStop
-from slipstream.trainer.learner import Learner, score
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optimizer import learning_rate_at
 
@@ -128,7 +127,7 @@ class TrainingLoop:
     log: Log
     progress: Progress
     sampling: records.SamplingParams
-    reference: PolicyModel | None = None
+    reference: Scorer | None = None
     critic: Critic | None = None
     should_stop: Callable[[], bool] = lambda: False
     num_items: int = 0
@@ -318,12 +317,7 @@ class TrainingLoop:
         if self.reference is None:
             return
         for step in {id(step): step for step in steps}.values():
-            step.reference_logprobs = score(
-                self.reference,
-                step.sequences,
-                self.sampling,
-                micro_batch_tokens=self.learner.micro_batch_tokens,
-            ).logprobs
+            step.reference_logprobs = self.reference.forward(step.sequences, self.sampling).logprobs
 
     @property
     def _kl_in_reward(self) -> bool:
@@ -338,8 +332,7 @@ class TrainingLoop:
             return None
         sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
         ours = self.learner.forward(sequences, self.sampling).logprobs
-        size = self.learner.micro_batch_tokens
-        theirs = score(self.reference, sequences, self.sampling, micro_batch_tokens=size).logprobs
+        theirs = self.reference.forward(sequences, self.sampling).logprobs
         kind = cast("KLEstimator", resolved(algorithm).kl_estimator)
         divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
         tokens = sum(map(len, divergences))

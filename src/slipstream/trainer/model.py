@@ -58,26 +58,37 @@ class PolicyModel:
         checkpointing: Checkpointing = False,
         offload: bool = False,
         shared: SharedTensors | None = None,
+        unread: bool = False,
+        checked: bool = True,
     ) -> PolicyModel:
         """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
         cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
         sequence. With `checkpointing` a layer keeps its input only and is computed again in the backward pass, or keeps
         what is dear (`selective`); with `offload` that input waits in the CPU's memory. With `shared` its parameters
-        are these tensors, and the folder gives their names and the configuration.
+        are these tensors, and the folder gives their names and the configuration. If `unread`, they take no memory and
+        have no values yet. Without `checked`, whether packed sequences see one another is left to the caller to find
+        out.
         """
         hide_progress_bars()
         folder = resolve_folder(path)
         check_architecture(folder, trust_remote_code, packing=packing)
         implementation = attention.register() if packing else "sdpa"
-        network = load_network(folder, dtype, trust_remote_code, implementation=implementation, shared=shared)
+        network = load_network(
+            folder, dtype, trust_remote_code, implementation=implementation, shared=shared, unread=unread
+        )
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
         model = cls(network.to(device), folder, packing=packing)
         model.layers = LayerOptions(checkpointing, offload)
         dress_layers(network, model.layers)
-        if packing:
+        if packing and checked:
             check_isolation(model)
         return model
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """What is called to compute: together they hold every parameter."""
+        return [self.network]
 
     @property
     def device(self) -> torch.device:
@@ -166,6 +177,7 @@ def load_network(
     *,
     implementation: str = "sdpa",
     shared: SharedTensors | None = None,
+    unread: bool = False,
 ) -> nn.Module:
     """The network in `folder`, with an image tower where it has one; see `PolicyModel.load`."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -181,7 +193,7 @@ def load_network(
         network, loading = cast(
             "tuple[Any, dict[str, Any]]",
             kind.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-            if shared is None
+            if shared is None and not unread
             else _place(kind, config, folder, shared, trust_remote_code, options),
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -196,10 +208,11 @@ def load_network(
 
 
 def _place(
-    auto: Any, config: Any, folder: Path, shared: SharedTensors, trust_remote_code: bool, options: dict[str, Any]
+    auto: Any, config: Any, folder: Path, shared: SharedTensors | None, trust_remote_code: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The network whose parameters are `shared`. Transformers gets placeholders of the stored names and shapes, which
-    take no memory, and does with them what it does with files; each is then replaced by the tensor of its name."""
+    """The network whose parameters are `shared`, or, without, have no values. Transformers gets placeholders of the
+    stored names and shapes, which take no memory, and does with them what it does with files; each is then replaced by
+    the tensor of its name."""
     with torch.device("meta"):
         kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
     dtype = options["dtype"]
@@ -207,6 +220,8 @@ def _place(
     placeholders = {spec.name: torch.zeros(1, dtype=dtype).expand(spec.shape) for spec in specs}
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in placeholders.items()}
     network, loading = kind.from_pretrained(None, config=config, state_dict=placeholders, **options)
+    if shared is None:
+        return network, loading
     for own_name, parameter in network.named_parameters():
         name = names.get(parameter.untyped_storage().data_ptr())
         tensor = shared.tensors.get(name) if name else _fused(network, own_name, parameter.shape, shared)

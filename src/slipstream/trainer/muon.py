@@ -34,13 +34,13 @@ class MasterMuon(MasterOptimizer):
         vocabulary = _vocabulary_parameters(network)
         matrices = [
             name
-            for name, live in self._live.items()
+            for name, live in self._parameters.items()
             if live.ndim == 2 and min(live.shape) > 1 and id(live) not in vocabulary
         ]
         muon = partial(Muon, momentum=momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
         self._add_rule(muon, "momentum_buffer", matrices, weight_decay)
-        rest = self._live.keys() - set(matrices)
-        self._add_rule(partial(fused_adamw, betas=betas), "exp_avg", [n for n in self._live if n in rest], weight_decay)
+        rest = [name for name in self._parameters if name not in set(matrices)]
+        self._add_rule(partial(fused_adamw, betas=betas), "exp_avg", rest, weight_decay)
 
 
 def _vocabulary_parameters(network: nn.Module) -> set[int]:

@@ -77,18 +77,25 @@ class Optimizer(ABC):
         self.max_grad_norm = max_grad_norm
         self.step = 0
         """Optimizer steps made so far."""
+        self.norm_over_ranks: Callable[[float], float] | None = None
+        """Where every rank has a share of each parameter: from the norm of its own share to that of all."""
         self._prepared = False
-        self._live: dict[str, nn.Parameter] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for name, parameter in named_parameters:
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
-                self._live[name] = parameter
-        if not self._live:
+                self._parameters[name] = parameter
+        if not self._parameters:
             raise TrainingError("the model has no trainable parameter: check what was frozen")
-        self._holders = {name: self._make_holder(live.detach()) for name, live in self._live.items()}
-        for name, live in self._live.items():
-            live.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))
+        self._holders = {name: self._make_holder(live) for name, live in self._live.items()}
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))
+
+    @property
+    def _live(self) -> dict[str, Tensor]:
+        """The live weights, or this rank's share of them, where they lie now."""
+        return {name: local_part(parameter) for name, parameter in self._parameters.items()}
 
     def prepare(self, learning_rate: float) -> OptimStats:
         """Clip the accumulated gradient to `max_grad_norm` and make the update; live weights stay as they are.
@@ -100,6 +107,8 @@ class Optimizer(ABC):
             raise TrainingError("optim_prepare without optim_commit: the last update is not written yet")
         gradients = [holder.grad for holder in self._holders.values() if holder.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
+        if self.norm_over_ranks is not None:
+            norm = self.norm_over_ranks(norm)
         if norm == 0.0:
             raise ZeroGradientError(
                 f"optimizer step {self.step} has a gradient that is zero or not finite: it is zero in all "
@@ -123,7 +132,8 @@ class Optimizer(ABC):
         if not self._prepared:
             raise TrainingError("optim_commit without optim_prepare: there is no update to write")
         values = self._take_values()
-        torch._foreach_copy_([self._live[name] for name in values], list(values.values()))
+        live = self._live
+        torch._foreach_copy_([live[name] for name in values], list(values.values()))
         self._prepared = False
 
     def discard_gradients(self) -> None:
@@ -172,8 +182,9 @@ class Optimizer(ABC):
 
     def _check(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Refuse what was saved of another optimizer or model."""
-        if saved.keys() != self._live.keys():
-            names = sorted(saved.keys() ^ self._live.keys())
+        live = self._live
+        if saved.keys() != live.keys():
+            names = sorted(saved.keys() ^ live.keys())
             raise TrainingError(f"the saved optimizer state is for another model: {names[0]} is in only one of them")
         for name, memory in saved.items():
             expected = self._mark_of(name)
@@ -184,10 +195,10 @@ class Optimizer(ABC):
                     f"and {self.weights_key} and {expected} are needed; resume with the training.optimizer that it was "
                     "made with"
                 )
-            if (shape := memory[self.weights_key].shape) != self._live[name].shape:
+            if (shape := memory[self.weights_key].shape) != live[name].shape:
                 raise TrainingError(
                     f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
-                    f"{list(self._live[name].shape)} here"
+                    f"{list(live[name].shape)} here"
                 )
 
     @abstractmethod
@@ -216,7 +227,7 @@ class Optimizer(ABC):
 
     def _as_step(self, updates: int, name: str) -> Any:
         """The rule's own form of a number of updates."""
-        return torch.tensor(float(updates), dtype=torch.float32, device=self._live[name].device)
+        return torch.tensor(float(updates), dtype=torch.float32, device=self._parameters[name].device)
 
     def _explain(self, norm: float) -> str:
         """Which gradient is bad, in one sentence."""
@@ -230,7 +241,7 @@ class Optimizer(ABC):
             return f"optimizer step {self.step} has a gradient whose norm is {norm}: lower the learning rate"
         return (
             f"optimizer step {self.step} has a gradient that is zero or not finite: {counts[worst]} of "
-            f"{self._live[worst].numel()} values of {worst} are NaN or infinite"
+            f"{self._parameters[worst].numel()} values of {worst} are NaN or infinite"
         )
 
 
@@ -322,11 +333,17 @@ def fused_adamw(
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=devices <= {"cpu", "cuda"})
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """The tensor itself without its history, or this rank's share of one that is spread over ranks."""
+    known: Any = tensor.detach()
+    return known.to_local() if hasattr(known, "to_local") else known
+
+
 def _move_gradient(holder: Tensor, live: Tensor) -> None:
     """Add a live parameter's fresh gradient to what its holder has, in fp32, and free it."""
-    gradient = live.grad
-    if gradient is None:
+    if live.grad is None:
         return
+    gradient = local_part(live.grad)
     if holder.grad is None:
         holder.grad = gradient.float()
     else:

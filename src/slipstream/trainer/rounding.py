@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from slipstream.trainer.optimizer import NamedParameters, Optimizer, RateOf, one_rate
+from slipstream.trainer.optimizer import NamedParameters, Optimizer, RateOf, local_part, one_rate
 
 
 def round_to_bfloat16_(values: Tensor, generator: torch.Generator) -> None:
@@ -50,7 +50,7 @@ class RoundedAdamW(Optimizer):
         self._seed = seed
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self._rate_of = rate_of
-        self._memory: dict[str, dict[str, Any]] = {name: {} for name in self._live}
+        self._memory: dict[str, dict[str, Any]] = {name: {} for name in self._parameters}
         self._pending: dict[str, Tensor] = {}
 
     def _make_holder(self, live: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class RoundedAdamW(Optimizer):
         for name, holder in self._holders.items():
             if holder.grad is None:
                 continue
-            live, memory = self._live[name].detach(), self._memory[name]
+            live, memory = local_part(self._parameters[name]), self._memory[name]
             if not memory:
                 memory["step"] = self._as_step(0, name)
                 memory["exp_avg"], memory["exp_avg_sq"] = torch.zeros_like(holder.grad), torch.zeros_like(holder.grad)
@@ -98,7 +98,7 @@ class RoundedAdamW(Optimizer):
         return values
 
     def _weights(self) -> Mapping[str, Tensor]:
-        return {name: live.detach() for name, live in self._live.items()}
+        return self._live
 
     def _memory_of(self, name: str) -> dict[str, Any]:
         return self._memory[name]

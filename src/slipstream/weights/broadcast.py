@@ -13,11 +13,13 @@ bytes are.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +33,7 @@ from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, Engine, NamedWeights
 from slipstream.weights.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.shards import held
 
 BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 64 * 2**20}
 """Large enough that a message's latency does not count, small enough to need little memory on both sides."""
@@ -163,22 +166,28 @@ class Group:
             ahead[0].wait()
             yield ahead[1]
 
-    def send(self, specs: Sequence[ParameterSpec], tensors: Mapping[str, Tensor]) -> None:
-        """Rank 0's part of `receive`, from tensors where the group works: one message is packed while the one before
-        travels."""
-        works: list[Any] = []
-        packed: list[Any] = []
+    def send(self, specs: Sequence[ParameterSpec], tensors: Iterable[Tensor]) -> None:
+        """Rank 0's part of `receive`, from tensors in the order of `specs`, where the group works; each is asked for
+        while those before it travel, and none is kept longer than until the next message but one begins."""
+        coming = zip(specs, tensors, strict=True)
+        arrived: dict[str, Tensor] = {}
+        works: deque[Any] = deque()
+        num_packed = 0
         for bucket in messages(specs, self.rendezvous):
-            buffer = whole(bucket, tensors, self.device)
+            while bucket[-1].name not in arrived:
+                spec, tensor = next(coming)
+                arrived[spec.name] = tensor
+            if len(works) > 1:
+                works.popleft().wait()  # it, or one before it, had the bucket that this one may get
+            buffer = whole(bucket, arrived, self.device)
             if buffer is None:
-                if len(packed) > 1:
-                    packed[-2].wait()  # it had the bucket that this one gets
-                buffer = self.slot(len(packed), layout(bucket)[1])
-                pack(bucket, tensors, buffer)
-                packed.append(self.begin(buffer))
-            else:
-                works.append(self.begin(buffer))
-        for work in packed + works:
+                buffer = self.slot(num_packed, layout(bucket)[1])
+                num_packed += 1
+                pack(bucket, arrived, buffer)
+            works.append(self.begin(buffer))
+            for spec in bucket:
+                del arrived[spec.name]
+        for work in works:
             work.wait()
 
 
@@ -215,25 +224,25 @@ def num_bytes(spec: ParameterSpec) -> int:
     return count * getattr(torch, spec.dtype).itemsize
 
 
-def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> Iterator[list[ParameterSpec]]:
-    """What travels together, the same on both sides: first the small ones in their order, in runs of at most a bucket,
-    then each large one by itself."""
+def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> list[list[ParameterSpec]]:
+    """What travels together, the same on both sides: each large one by itself, small ones in runs of at most a bucket;
+    in the order in which they are complete, when one parameter comes after another."""
+    found: list[tuple[int, list[ParameterSpec]]] = []
     bucket: list[ParameterSpec] = []
-    total = 0
-    for spec in parameters:
+    total = last = 0
+    for place, spec in enumerate(parameters):
         size = num_bytes(spec)
         if size >= rendezvous.direct_bytes:
+            found.append((place, [spec]))
             continue
         if bucket and total + size > rendezvous.bucket_bytes:
-            yield bucket
+            found.append((last, bucket))
             bucket, total = [], 0
         bucket.append(spec)
-        total += size
+        total, last = total + size, place
     if bucket:
-        yield bucket
-    for spec in parameters:
-        if num_bytes(spec) >= rendezvous.direct_bytes:
-            yield [spec]
+        found.append((last, bucket))
+    return [message for _, message in sorted(found, key=operator.itemgetter(0))]
 
 
 class BroadcastPublisher:
@@ -259,25 +268,26 @@ class BroadcastPublisher:
     ) -> Ticket:
         """Describe, announce, send. Raises `WeightsError` when nobody receives within the deadline."""
         self._meet_anew()
-        weights = list(named_weights)
+        weights = held(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
         location = msgspec.json.encode(self._rendezvous).decode()
         ticket = Ticket(version, "broadcast", location, parameters)
-        by_name = dict(weights)
+        # One after another: where they are gathered for it, the next one comes while this one is sent.
+        tensors: Iterable[Tensor] = (tensor for _, tensor in weights)
         if changes is not None:
             ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction)
             if changes.pays:
-                ticket, by_name = msgspec.structs.replace(ticket, delta=changes.delta), changes.payloads
+                ticket, tensors = msgspec.structs.replace(ticket, delta=changes.delta), changes.payloads.values()
         specs = travelling(ticket)
         ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
         if self._rendezvous.backend == "gloo":
-            by_name = {name: tensor.detach().cpu() for name, tensor in by_name.items()}
+            tensors = [tensor.detach().cpu() for tensor in tensors]
         is_over = announce(ticket)
         try:
             if self._group is None:
                 self._group = Group(self._rendezvous, rank=0)
-            self._group.send(specs, by_name)
+            self._group.send(specs, tensors)
             self._group.finish(is_over or (lambda: False))
         except (RuntimeError, ValueError) as error:
             raise WeightsError(

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import msgspec
 from safetensors.torch import save_file
-from torch import Tensor
 
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
 from slipstream.weights.base import Announce, Engine, NamedWeights
 from slipstream.weights.delta import Changes
 from slipstream.weights.files import whole_folder, write_model_folder
 from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.shards import held
 
 PATCHES_FILE = "patches.safetensors"
 _KEEP = 2
@@ -88,11 +88,11 @@ class FolderPublisher:
     def close(self) -> None:
         """Nothing to give up: the newest versions stay in the run folder."""
 
-    def prepare(self, named_weights: NamedWeights) -> list[tuple[str, Tensor]]:
-        """The tensors as the engine is to hold them."""
-        return list(named_weights)
+    def prepare(self, named_weights: NamedWeights) -> NamedWeights:
+        """The tensors as the engine is to hold them, to be gone through several times."""
+        return held(named_weights)
 
-    def write(self, folder: Path, weights: list[tuple[str, Tensor]]) -> int:
+    def write(self, folder: Path, weights: NamedWeights) -> int:
         """Make `folder` a version of these tensors; returns their bytes."""
         return write_model_folder(folder, weights, self.source)
 

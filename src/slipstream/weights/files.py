@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.records import ParameterSpec
+from slipstream.weights.shards import ShardedWeights
 
 WEIGHTS_FILE = "model.safetensors"
 _TORCH_CANNOT_WRITE = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
@@ -32,7 +33,9 @@ def write_model_folder(
     what is in it, is for its owner alone, appears when it is complete, and replaces one of the same name.
     `durable`: it is on the disk (fsync) when this returns. Returns the bytes of all tensors.
     """
-    weights = {name: tensor.detach().contiguous() for name, tensor in named_weights}
+    # What is gathered from several GPUs must not come together on one.
+    gathers = isinstance(named_weights, ShardedWeights)
+    weights = {name: (t.detach().cpu() if gathers else t.detach()).contiguous() for name, t in named_weights}
     with whole_folder(folder, durable=durable) as temporary:
         _copy_companions(source, temporary)
         _write_config(source, temporary, weights.values())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.records import ParameterSpec
+from slipstream.weights.shards import ShardedWeights
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
@@ -128,6 +129,8 @@ def as_hex(value: int) -> str:
 
 def describe(named_weights: Iterable[tuple[str, Tensor]]) -> tuple[ParameterSpec, ...]:
     """Name, shape, dtype and fingerprint of every tensor, in the order given."""
+    if isinstance(named_weights, ShardedWeights):
+        return named_weights.describe()
     weights = list(named_weights)
     values = fingerprints([Slice(weight.detach()) for _, weight in weights])
     return tuple(

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from slipstream.records import ParameterSpec
 from slipstream.weights.adapter import AdapterConfig, folded, write_adapter_folder
 from slipstream.weights.base import NamedWeights
@@ -28,11 +26,11 @@ class AdapterPublisher(FolderPublisher):
         self._base_weights = base_weights
         self._base: tuple[ParameterSpec, ...] | None = None
 
-    def prepare(self, named_weights: NamedWeights) -> list[tuple[str, Tensor]]:
+    def prepare(self, named_weights: NamedWeights) -> NamedWeights:
         """Adapter tensors with the scaling in B."""
         return list(folded(named_weights, self._adapter.scaling))
 
-    def write(self, folder: Path, weights: list[tuple[str, Tensor]]) -> int:
+    def write(self, folder: Path, weights: NamedWeights) -> int:
         """An adapter folder whose own scaling is 1."""
         return write_adapter_folder(folder, weights, replace(self._adapter, alpha=float(self._adapter.rank)))
 

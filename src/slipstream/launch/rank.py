@@ -1,0 +1,85 @@
+"""One trainer process beside the run's own: `python -m slipstream.launch.rank SETTINGS DESCRIPTOR`.
+
+It loads its share of the model and does what rank 0 says. Guarantees: it ends, with all that it started, as soon as its
+channel closes, which the kernel does however rank 0 ends; what goes wrong here is told there before this process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from slipstream.config import RunConfig
+from slipstream.errors import ZeroGradientError
+from slipstream.launch.channel import Channel, ChannelClosed
+from slipstream.launch.ranks import RankSettings, rank_threads
+
+_SEND_S = 60.0
+
+
+def main(path: str, descriptor: str) -> int:
+    """Serve until the channel closes."""
+    file = Path(path)
+    settings = msgspec.json.decode(file.read_bytes(), type=RankSettings)
+    channel = Channel(socket.socket(fileno=int(descriptor)))
+    commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, commands, file.parent), name="listen", daemon=True).start()
+    try:
+        _serve(settings, channel, commands)
+    except BaseException as error:  # noqa: BLE001 (whatever it is, rank 0 must learn of it)
+        from slipstream.trainer.rank_part import Answer
+
+        traceback.print_exc()
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        channel.send(msgspec.msgpack.encode(Answer(kind=type(error).__name__, error=reason)), _SEND_S)
+        return 1
+    return 0
+
+
+def _listen(channel: Channel, commands: queue.SimpleQueue[bytes], folder: Path) -> None:
+    """Take commands while others are carried out, so that the end of rank 0 is seen at any moment."""
+    try:
+        while True:
+            commands.put(channel.receive(None))
+    except (ChannelClosed, OSError):
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue[bytes]) -> None:
+    import torch
+
+    from slipstream.launch.models import build_parts
+    from slipstream.trainer.group import RankGroup
+    from slipstream.trainer.rank_part import Answer, AnyCommand
+
+    def answer(value: Answer) -> None:
+        channel.send(msgspec.msgpack.encode(value), _SEND_S)
+
+    config = RunConfig.model_validate_json(settings.config)
+    torch.set_num_threads(rank_threads(config))
+    torch.manual_seed(config.run.seed)
+    answer(Answer())
+    group = RankGroup(settings.store, settings.rank, settings.size, timeout_s=config.training.rank_timeout_s)
+    parts = build_parts(config, settings.sampling, group)
+    answer(Answer())
+    while True:
+        command: AnyCommand = msgspec.msgpack.decode(commands.get(), type=AnyCommand)
+        try:
+            answer(parts[command.part].do(command))
+        except ZeroGradientError:
+            # Of all ranks alike: rank 0 decides what comes of it.
+            answer(Answer())
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The process group of several trainer processes (ranks) on one host, and models spread over them by FSDP2.
+
+The ranks meet over a file in a folder that only the user can open; gloo's sockets listen on the loopback interface.
+Guarantees: of every parameter each rank keeps some rows, as FSDP2 deals them; gradients are added up over the ranks in
+float32, never averaged, since an objective's divisors are the whole step's; only rank 0 reads the model's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.trainer.layers import decoder_layers
+from slipstream.trainer.model import PolicyModel, check_isolation
+from slipstream.trainer.optimizer import local_part
+from slipstream.weights.shards import Shard, rows_of
+
+_VARIABLES = {
+    # Torch would end the whole process at a deadline; here it is an error with a sentence.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+class RankGroup:
+    """One rank's membership: `rank` of `size`, on `device`. Every wait for another rank ends after `timeout_s`."""
+
+    def __init__(self, store: str, rank: int, size: int, *, timeout_s: float) -> None:
+        distributed: Any = torch.distributed
+        on_gpu = torch.cuda.is_available()
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        for name, value in _VARIABLES.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        timeout = timedelta(seconds=timeout_s)
+        files = distributed.FileStore(store, size)
+        files.set_timeout(timeout)
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=files,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=self.device if on_gpu else None,
+        )
+        self.mesh: Any = torch.distributed.device_mesh.init_device_mesh(self.device.type, (size,))
+
+    def leave(self) -> None:
+        """Give the group up, without waiting for anybody."""
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            if self.device.type == "cuda":
+                self.abort()
+            torch.distributed.destroy_process_group()
+
+    def abort(self) -> None:
+        """End every wait for the others, from any thread; only GPUs need it, since gloo notices by itself."""
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError, AttributeError):
+            group: Any = torch.distributed.group.WORLD
+            group._get_backend(self.device).abort()
+
+    def norm(self, own: float) -> float:
+        """The norm of what all ranks have, from the norm of this one's."""
+        squares = torch.tensor([own], dtype=torch.float64, device=self.device).square()
+        torch.distributed.all_reduce(squares)
+        return squares.sqrt().item()
+
+    def spread(self, model: PolicyModel, *, checked: bool = True) -> None:
+        """Leave this rank its rows of every parameter of `model`, whose values are rank 0's, and have its layers gather
+        theirs whenever they compute. If `checked`, packed sequences may then not see one another."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        # What a scalar is spread to, where this rank has no values, is of no more use than its shape and type.
+        whole = {name: parameter.detach() for name, parameter in model.network.named_parameters()}
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "reshard_after_forward": True,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        }
+        for module in (*decoder_layers(model.network), *model.roots):
+            if self.rank:
+                self._make_room(module)
+            sharded: Any = fully_shard(module, **options)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+        self._fill(model.network, whole)
+        if model.packing and checked:
+            check_isolation(model)
+
+    def _make_room(self, module: nn.Module) -> None:
+        """Give the parameters of a module that has no values yet memory; its rows alone stay when it is sharded."""
+        for parameter in module.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+
+    @torch.no_grad()
+    def _fill(self, network: nn.Module, whole: dict[str, Tensor]) -> None:
+        """Take rank 0's values, one parameter at a time."""
+        for name, parameter in network.named_parameters():
+            own = whole.pop(name)
+            value = own.to(self.device).contiguous() if self.rank == 0 else torch.empty_like(own, device=self.device)
+            value = value.contiguous()
+            torch.distributed.broadcast(value, 0)
+            rows = rows_of(value.shape[0], self.rank, self.size)
+            local_part(parameter).copy_(value[rows.start : rows.stop])
+        for buffer in network.buffers():
+            value = buffer.detach().to(self.device).contiguous()
+            torch.distributed.broadcast(value, 0)
+            buffer.data = value
+
+    def shards_of(self, network: nn.Module) -> Iterator[Shard]:
+        """This rank's rows of all that `network` would save, tied parameters once, under its own names."""
+        state: dict[str, Tensor] = dict(network.state_dict())
+        for name, parameter in network.named_parameters():
+            yield Shard(name, local_part(parameter), tuple(parameter.shape))
+        for name, buffer in network.named_buffers():
+            if name in state:
+                yield Shard(name, buffer.detach(), tuple(buffer.shape), is_whole=True)
+
+    def as_shard(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """These rows as a part of a tensor of that shape (a DTensor), for what saves and loads such."""
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as Rows
+
+        stride = torch.empty(shape, device="meta").stride()
+        made: Any = DTensor.from_local
+        return made(rows, self.mesh, [Rows(0)], run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,306 @@
+"""What every rank does: the commands of rank 0, and how its own share of a model carries them out.
+
+A command is the same for all ranks but for the rows that each one computes. Guarantees: every rank makes the same
+number of passes, since one without a row computes a blank one; what the ranks found is added up in their order, in
+float64. How commands travel is `launch.ranks`' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from slipstream import records
+from slipstream.errors import TrainingError, ZeroGradientError
+from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
+from slipstream.trainer.group import RankGroup
+from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
+from slipstream.trainer.model import PolicyModel, stored_weights
+from slipstream.trainer.objectives import Objective
+from slipstream.trainer.optimizer import Optimizer, OptimStats, local_part
+from slipstream.trainer.state import STATE_PREFIX, read_state, write_shards, write_state
+from slipstream.weights.adapter import adapter_parameter
+from slipstream.weights.fingerprint import Slice, fingerprints
+from slipstream.weights.shards import Shard, first_element, gathered
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """A tensor on its way."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Packed:
+        """Its numbers."""
+        flat = tensor.detach().cpu().contiguous()
+        return cls(str(flat.dtype).removeprefix("torch."), tuple(flat.shape), flat.numpy().tobytes())
+
+    def tensor(self) -> Tensor:
+        """A copy of what was packed."""
+        dtype = getattr(torch, self.dtype)
+        if not self.data:
+            return torch.zeros(self.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=dtype).reshape(self.shape)
+
+
+class Share(msgspec.Struct, frozen=True):
+    """One rank's rows of a step, and the sequences in them."""
+
+    sequences: list[records.Sequence]
+    rows: list[Row]
+    """Families of indices into `sequences`; one row for each pass."""
+    advantages: list[float] | None = None
+    old_logprobs: list[Packed] | None = None
+    reference_logprobs: list[Packed] | None = None
+    value_targets: list[tuple[Packed, Packed]] | None = None
+
+    def batch(self) -> StepBatch:
+        """The sequences as a step of their own."""
+        return StepBatch(
+            self.sequences,
+            self.advantages,
+            _unpacked(self.old_logprobs),
+            _unpacked(self.reference_logprobs),
+            None
+            if (pairs := self.value_targets) is None
+            else [ValueTargets(*map(Packed.tensor, pair)) for pair in pairs],
+        )
+
+
+def _unpacked(tensors: list[Packed] | None) -> list[Tensor] | None:
+    return None if tensors is None else [packed.tensor() for packed in tensors]
+
+
+def share_of(batch: StepBatch, rows: Sequence[Row]) -> tuple[Share, list[int]]:
+    """What a rank needs to compute `rows` of `batch`, and which sequences of the batch those are."""
+    chosen = [index for row in rows for family in row for index in family]
+    place = {index: number for number, index in enumerate(chosen)}
+
+    def packed(tensors: list[Tensor] | None) -> list[Packed] | None:
+        return None if tensors is None else [Packed.of(tensors[index]) for index in chosen]
+
+    def slim(sequence: records.Sequence) -> records.Sequence:
+        return records.Sequence(
+            sequence.token_ids, sequence.mask, sequence.logprobs, advantages=sequence.advantages, media=sequence.media
+        )
+
+    targets = batch.value_targets
+    share = Share(
+        [slim(batch.sequences[index]) for index in chosen],
+        [[[place[index] for index in family] for family in row] for row in rows],
+        None if batch.advantages is None else [batch.advantages[index] for index in chosen],
+        packed(batch.old_logprobs),
+        packed(batch.reference_logprobs),
+        None
+        if targets is None
+        else [(Packed.of(targets[index].old_values), Packed.of(targets[index].returns)) for index in chosen],
+    )
+    return share, chosen
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """Something for every rank to do. `part`: with which model."""
+
+    part: str
+
+
+class Score(Command, frozen=True):
+    """Say how likely the share's tokens are under `sampling`; without it, the critic's values."""
+
+    share: Share
+    sampling: records.SamplingParams | None
+
+
+class Backward(Command, frozen=True):
+    """Add the gradients of the share."""
+
+    share: Share
+    divisors: dict[str, float]
+
+
+class Prepare(Command, frozen=True):
+    """Make the update."""
+
+    learning_rate: float
+
+
+class Commit(Command, frozen=True):
+    """Write it to the live weights."""
+
+
+class Gather(Command, frozen=True):
+    """Bring the weights together in rank 0: `model`, `base` or `adapter`."""
+
+    what: str
+
+
+class Describe(Command, frozen=True):
+    """The share of each fingerprint, of the same."""
+
+    what: str
+
+
+class Save(Command, frozen=True):
+    """Write this rank's resume state into `folder`, which is there."""
+
+    folder: str
+
+
+class Load(Command, frozen=True):
+    """Take over the resume state in `folder`, of however many ranks."""
+
+    folder: str
+
+
+AnyCommand = Score | Backward | Prepare | Commit | Gather | Describe | Save | Load
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of a command; with an `error`, of the `kind` that the exception had, the rank has ended."""
+
+    tensors: dict[str, Packed] = {}
+    numbers: list[float] = []
+    fingerprints: list[int] = []
+    kind: str = ""
+    error: str = ""
+
+
+@dataclass
+class Part:
+    """One rank's share of a model and, where it is trained, of its optimizer. Every method is a collective."""
+
+    group: RankGroup
+    model: PolicyModel
+    optimizer: Optimizer | None = None
+    objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.norm_over_ranks = self.group.norm
+
+    def do(self, command: AnyCommand) -> Answer:
+        """Carry out a command. Raises ZeroGradientError on all ranks alike, which have then lost nothing but that
+        gradient; after any other error this rank is not of use."""
+        match command:
+            case Score():
+                return self._score(command.share, command.sampling)
+            case Backward():
+                return self._backward(command.share, command.divisors)
+            case Prepare():
+                stats = self.prepare(command.learning_rate)
+                return Answer(numbers=[stats.learning_rate, stats.grad_norm, float(stats.clipped)])
+            case Commit():
+                self._trained.commit()
+            case Gather():
+                for _ in self.gather(command.what):
+                    pass
+            case Describe():
+                return Answer(fingerprints=self._fingerprints(command.what))
+            case Save():
+                self._save(Path(command.folder))
+            case Load():
+                self._load(Path(command.folder))
+        return Answer()
+
+    @property
+    def _trained(self) -> Optimizer:
+        assert self.optimizer is not None
+        return self.optimizer
+
+    def _score(self, share: Share, sampling: records.SamplingParams | None) -> Answer:
+        batch = share.batch()
+        found = predictions(self.model, micro_batches_of(batch, share.rows, self.model.device), sampling)
+        columns = zip(*(found[index] for index in range(len(batch.sequences))), strict=True)
+        return Answer({str(number): Packed.of(torch.cat(column)) for number, column in enumerate(columns)})
+
+    def _backward(self, share: Share, divisors: dict[str, float]) -> Answer:
+        assert self.objective is not None
+        rows = micro_batches_of(share.batch(), share.rows, self.model.device)
+        sums = add_gradients(self.model, rows, self.objective, divisors)
+        tensors = {name: Packed.of(value) for name, value in sums.values.items()}
+        return Answer(tensors, [sums.num_micro_batches, sums.num_row_tokens])
+
+    def prepare(self, learning_rate: float) -> OptimStats:
+        """See `Optimizer.prepare`; a gradient of zero is forgotten."""
+        try:
+            return self._trained.prepare(learning_rate)
+        except ZeroGradientError:
+            self._trained.discard_gradients()
+            raise
+
+    def shards(self, what: str) -> list[Shard]:
+        """This rank's rows of the `model`, its `base` or its `adapter`, under the network's own names; of an adapter
+        under PEFT's."""
+        own = list(self.group.shards_of(self.model.network))
+        adapter = self.model.adapter
+        if adapter is None:
+            return own
+        names = {f"{layer}.lora_A": adapter_parameter(layer, "A") for layer in adapter.layers}
+        names |= {f"{layer}.lora_B": adapter_parameter(layer, "B") for layer in adapter.layers}
+        if what != "adapter":
+            return [shard for shard in own if shard.name not in names]
+        return [replace(shard, name=names[shard.name]) for shard in own if shard.name in names]
+
+    def stored(self, what: str, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """The tensor called `name` in `shards`, as it is saved and published."""
+        if what == "adapter":
+            return [(name, tensor)]
+        state = {name: tensor}
+        if self.model.adapter is not None:
+            state = self.model.adapter.model_state(state, merged=False)
+        return list(stored_weights(self.model.network, state))
+
+    def gather(self, what: str) -> Iterator[tuple[str, Tensor]]:
+        """The whole tensors in rank 0, one after another, under the network's own names."""
+        yield from gathered(self.shards(what), self.group.rank, self.group.size)
+
+    def _fingerprints(self, what: str) -> list[int]:
+        rank, size = self.group.rank, self.group.size
+        slices: list[Slice] = []
+        for shard in self.shards(what):
+            # What every rank has counts once.
+            rows = shard.rows[:0] if shard.is_whole and rank else shard.rows
+            slices.append(Slice(rows, first_element(shard, rank, size)))
+        return fingerprints(slices)
+
+    def _save(self, folder: Path) -> None:
+        optimizer, shapes = self._trained, self._shapes()
+        alike: dict[str, Tensor] = {}
+        shards: dict[str, Tensor] = {}
+        for path, tensor in optimizer.state().items():
+            shape = shapes.get(path.partition(".")[2])
+            if shape is None or not tensor.ndim:
+                alike[f"{STATE_PREFIX}{path}"] = tensor
+            elif tensor.numel():
+                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape)
+        write_shards(folder, shards, self.group.rank)
+        if self.group.rank == 0:
+            write_state(folder, {**alike, **random_state(self.model.device)}, optimizer.step)
+
+    def _load(self, folder: Path) -> None:
+        shapes = self._shapes()
+        live = {name: local_part(parameter) for name, parameter in self.model.network.named_parameters()}
+
+        def place(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+            name = path.removeprefix(STATE_PREFIX).partition(".")[2]
+            if not path.startswith(STATE_PREFIX) or not shape or shapes.get(name) is None:
+                return None
+            if shapes[name] != shape:
+                raise TrainingError(
+                    f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
+                    f"{list(shapes[name])} here"
+                )
+            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape)
+
+        take_state(self._trained, read_state(folder, place), self.model.device)
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Of the whole parameters."""
+        return {name: parameter.shape for name, parameter in self.model.network.named_parameters()}

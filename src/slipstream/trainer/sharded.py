@@ -1,0 +1,210 @@
+"""The learner of rank 0 where several trainer processes share the work: the loop does not notice.
+
+Each primitive is told to the other ranks as a command (`rank_part`) and done by all. Guarantees: a step split over
+ranks has the gradients and losses of one process but for rounding; weights come together one tensor at a time, and for
+a fingerprint none does. Who the other ranks are, and what happens when one dies, is left to the `Crew`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream import records
+from slipstream.trainer.batching import StepBatch, even_rows
+from slipstream.trainer.learner import Learner, Scores, Sums
+from slipstream.trainer.objectives import Objective
+from slipstream.trainer.optimizer import OptimStats
+from slipstream.trainer.rank_part import (
+    Answer,
+    AnyCommand,
+    Backward,
+    Commit,
+    Describe,
+    Gather,
+    Load,
+    Part,
+    Prepare,
+    Save,
+    Score,
+    Share,
+    share_of,
+)
+from slipstream.weights.base import NamedWeights
+from slipstream.weights.fingerprint import as_hex, describe
+from slipstream.weights.shards import ShardedWeights
+
+_UNPROCESSED = records.SamplingParams(max_tokens=1)
+
+
+class Crew(Protocol):
+    """The other ranks."""
+
+    def together(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
+        """Have every rank carry out its command, this one with `do`; their answers in order."""
+        ...
+
+    def meanwhile(self, command: AnyCommand) -> AbstractContextManager[None]:
+        """The other ranks carry out `command` while this one does its part inside."""
+        ...
+
+
+@dataclass(frozen=True)
+class ShardedScorer:
+    """A model that every rank has a share of, and what it says of tokens; see `learner.Scorer`."""
+
+    name: str
+    part: Part
+    crew: Crew
+    micro_batch_tokens: int
+
+    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = _UNPROCESSED) -> Scores:
+        """See `learner.Scorer`."""
+        return self.scores(sequences, sampling, self.micro_batch_tokens)
+
+    def scores(
+        self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams, micro_batch_tokens: int
+    ) -> Scores:
+        """The same in rows of at most so many tokens."""
+        return Scores(*self.predictions(sequences, sampling, micro_batch_tokens))
+
+    def predictions(
+        self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams | None, micro_batch_tokens: int
+    ) -> list[list[Tensor]]:
+        """Of each kind of prediction (see `learner.predictions`) each sequence's."""
+        batch = StepBatch(list(sequences))
+        shares, chosen = self.deal(batch, micro_batch_tokens)
+        answers = self.crew.together([Score(self.name, share, sampling) for share in shares], self.part.do)
+        found = [[torch.zeros(0)] * len(sequences) for _ in range(1 if sampling is None else 2)]
+        for answer, indices in zip(answers, chosen, strict=True):
+            counts = [sequences[index].num_trainable for index in indices]
+            for number, packed in answer.tensors.items():
+                for index, values in zip(indices, packed.tensor().split(counts), strict=True):
+                    found[int(number)][index] = values.clone()
+        return found
+
+    def deal(self, batch: StepBatch, micro_batch_tokens: int) -> tuple[list[Share], list[list[int]]]:
+        """Every rank's share of a step, and which sequences are in it."""
+        model, size = self.part.model, self.part.group.size
+        passes = even_rows(batch, micro_batch_tokens, size, packing=model.packing, device=model.device)
+        dealt = [share_of(batch, [row[rank] for row in passes]) for rank in range(size)]
+        return [share for share, _ in dealt], [chosen for _, chosen in dealt]
+
+
+class ShardedLearner(Learner):
+    """A `Learner` whose model is spread over ranks; `name` is what they call it."""
+
+    def __init__(self, name: str, part: Part, crew: Crew, *, micro_batch_tokens: int) -> None:
+        assert part.optimizer is not None
+        super().__init__(part.model, part.optimizer, micro_batch_tokens=micro_batch_tokens)
+        self._name = name
+        self._part = part
+        self._crew = crew
+        self._scorer = ShardedScorer(name, part, crew, micro_batch_tokens)
+        self._specs: dict[str, tuple[records.ParameterSpec, ...] | None] = {}
+
+    def forward(
+        self,
+        sequences: Sequence[records.Sequence],
+        sampling: records.SamplingParams = _UNPROCESSED,
+        *,
+        micro_batch_tokens: int | None = None,
+    ) -> Scores:
+        """See the base."""
+        return self._scorer.scores(sequences, sampling, micro_batch_tokens or self.micro_batch_tokens)
+
+    def values(self, sequences: Sequence[records.Sequence]) -> list[Tensor]:
+        """See the base."""
+        return self._scorer.predictions(sequences, None, self.micro_batch_tokens)[0]
+
+    def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
+        self._part.objective = objective
+        shares, _ = self._scorer.deal(batch, self.micro_batch_tokens)
+        sums = Sums({})
+        for answer in self._all([Backward(self._name, share, divisors) for share in shares]):
+            for name, packed in answer.tensors.items():
+                value = packed.tensor()
+                sums.values[name] = sums.values[name] + value if name in sums.values else value
+            sums.num_micro_batches += int(answer.numbers[0])
+            sums.num_row_tokens += int(answer.numbers[1])
+        return sums
+
+    def optim_prepare(self, learning_rate: float) -> OptimStats:
+        """See the base."""
+        rate, norm, clipped = self._all([Prepare(self._name, learning_rate)])[0].numbers
+        return OptimStats(rate, norm, bool(clipped))
+
+    def optim_commit(self) -> None:
+        """See the base."""
+        self._all([Commit(self._name)])
+
+    def named_weights(self) -> NamedWeights:
+        """See the base; gathered by whoever goes through them."""
+        return self._weights("model")
+
+    def base_weights(self) -> NamedWeights:
+        """See the base."""
+        return self._weights("base")
+
+    def adapter_weights(self) -> NamedWeights:
+        """See the base."""
+        return self._weights("adapter")
+
+    def save(self, folder: Path) -> None:
+        """See the base; every rank writes its own share."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._all([Save(self._name, str(folder.absolute()))])
+
+    def load(self, folder: Path) -> None:
+        """See the base; what any number of ranks wrote."""
+        self._all([Load(self._name, str(folder.absolute()))])
+
+    def _all(self, commands: Sequence[AnyCommand]) -> list[Answer]:
+        """Carry out one command for each rank, or one for all."""
+        size = self._part.group.size
+        return self._crew.together(commands if len(commands) == size else [commands[0]] * size, self._part.do)
+
+    def _weights(self, what: str) -> ShardedWeights:
+        return ShardedWeights(lambda: self._gathered(what), lambda: self._described(what))
+
+    def _gathered(self, what: str) -> Generator[tuple[str, Tensor]]:
+        with self._crew.meanwhile(Gather(self._name, what)):
+            for name, tensor in self._part.gather(what):
+                yield from self._part.stored(what, name, tensor)
+
+    def _described(self, what: str) -> tuple[records.ParameterSpec, ...]:
+        if what not in self._specs:
+            self._specs[what] = self._unmarked(what)
+        specs = self._specs[what]
+        if specs is None:
+            # Transformers keeps several stored tensors as one, or otherwise: they are only known when made.
+            return describe(list(self._gathered(what)))
+        shares = [answer.fingerprints for answer in self._all([Describe(self._name, what)])]
+        sums = [sum(each) for each in zip(*shares, strict=True)]
+        return tuple(
+            records.ParameterSpec(spec.name, spec.shape, spec.dtype, as_hex(total))
+            for spec, total in zip(specs, sums, strict=True)
+        )
+
+    def _unmarked(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
+        """Name, shape and type of every tensor as it is saved, without fingerprints; None when one of them is not
+        element for element what the network has."""
+        specs: list[records.ParameterSpec] = []
+        for shard in self._part.shards(what):
+            # A tensor without memory: only who comes out and in which shape is asked.
+            probe = torch.zeros(1, dtype=shard.rows.dtype).expand(shard.shape)
+            stored = self._part.stored(what, shard.name, probe)
+            if len(stored) != 1 or not _is_same(stored[0][1], probe):
+                return None
+            specs.append(replace(shard, name=stored[0][0]).spec(""))
+        return tuple(specs)
+
+
+def _is_same(stored: Tensor, probe: Tensor) -> bool:
+    return stored.shape == probe.shape and stored.untyped_storage().data_ptr() == probe.untyped_storage().data_ptr()
