@@ -49,7 +49,7 @@ def test_what_arrives_is_what_was_sent(tmp_path, kind, own):
     def send() -> None:
         group = Group(rendezvous, rank=0)
         for ticket, tensors in zip(tickets, versions, strict=True):
-            group.send(travelling(ticket), tensors)
+            group.send(travelling(ticket), tensors.values())
 
     sender = threading.Thread(target=send)
     sender.start()
