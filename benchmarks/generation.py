@@ -9,7 +9,7 @@ early. What comes out of a request is what a run uses: tokens, and one number fo
 
 `chars` is a new model of 0.1 M parameters with a vocabulary of 98: nearly all of its time is Python, which is what it
 is for. As on GPUs, engine core and worker share a process of their own, unless `--in-process`. Prints two Markdown
-tables: speeds (median, range), and where the milliseconds of a decode step go: CPU time of vLLM's functions in their threads.
+tables: speeds (median, range), and where the milliseconds of a decode step go: CPU time of vLLM's functions.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ def engine_main(connection: Connection, setting: Setting) -> None:
             **({} if setting.in_process else {"distributed_executor_backend": "uni"}),
         },
     )
+    if not setting.in_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives a CPU's worker another process still
     watch_front()
     arguments = engine_arguments(settings)
     if not os.environ["VLLM_PLUGINS"]:

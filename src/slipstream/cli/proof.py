@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 bench_app = App(name="bench", help="Measure this machine.")
 
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON and nothing else.")]
-Bridge = Literal["disk", "restart", "broadcast", "single_copy", "lora"]
+Bridge = Literal["disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta"]
 _MIB = 1 << 20
 _WIDTH = 140
 """Of a table that goes to a file."""
@@ -45,7 +45,9 @@ def bench_sync(
             help="One GPU for both, or the first for the trainer and the second for the engine; no matter on CPUs."
         ),
     ] = "auto",
-    changed: Annotated[float, Parameter(help="Part of the weights that an update changes.")] = 1.0,
+    changed: Annotated[
+        float, Parameter(help="Part of the weights that an update changes; 0.02 at most for deltas.")
+    ] = 1.0,
     rank: Annotated[int, Parameter(help="Of the adapter, for the bridge lora.")] = 16,
     scratch: Annotated[
         Path | None, Parameter(help="Folder to write files in; the system's for temporary files.")

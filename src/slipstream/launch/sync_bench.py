@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from slipstream.config import LoraConfig, RunConfig, with_values
 from slipstream.config.checks import publishes_adapter
@@ -38,8 +38,10 @@ from slipstream.weights.base import Fence, NamedWeights
 if TYPE_CHECKING:
     from slipstream.trainer.model import PolicyModel
 
-BridgeName = Literal["disk", "restart", "broadcast", "single_copy", "lora"]
-BRIDGES: tuple[BridgeName, ...] = ("disk", "restart", "broadcast", "single_copy", "lora")
+BridgeName = Literal["disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta"]
+BRIDGES: tuple[BridgeName, ...] = get_args(BridgeName)
+DELTA_CHANGED = 0.02
+"""Part of the elements that change, at most, where only these travel: about what a step in bfloat16 does."""
 WARM_UP = 2
 """Updates that are not counted: the first makes maps and groups."""
 MAX_RESTARTS = 3
@@ -59,7 +61,7 @@ class SyncOptions:
     """Generations that go on meanwhile."""
     placement: Literal["auto", "shared", "separate"] = "auto"
     changed: float = 1.0
-    """Part of the elements that each update changes."""
+    """Part of the elements that each update changes; see DELTA_CHANGED."""
     rank: int = 16
     """Of the adapter, under `lora`."""
     pause_s: float = 0.2
@@ -160,7 +162,13 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
         gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
         start_timeout_s=options.timeout_s,
     )
-    values = {"weights.bridge": name, "weights.apply_timeout_s": options.timeout_s, "run.placement": placement}
+    bridge, _, delta = name.partition("+")
+    values = {
+        "weights.bridge": bridge,
+        "weights.delta": bool(delta),
+        "weights.apply_timeout_s": options.timeout_s,
+        "run.placement": placement,
+    }
     config = with_values(config, values)
     if name != "lora":
         return config
@@ -199,8 +207,8 @@ def _started(
             model.add_adapter(adapter_config(config))
         if name not in ("single_copy", "restart"):
             thread.call(engine.wait_ready(), wait_s, "the engine")
-        bridge = _bridge(name, config, folder / "weights", model, engine)
-        yield _Bench(config, options, model, engine, thread, bridge, stop)
+        bridge = _bridge(name, config, folder / "weights", model, engine, thread)
+        yield _Bench(name, config, options, model, engine, thread, bridge, stop)
     finally:
         if bridge is not None:
             bridge.publisher.close()
@@ -208,19 +216,30 @@ def _started(
             engine.kill()
 
 
-def _bridge(name: BridgeName, config: RunConfig, folder: Path, model: PolicyModel, engine: RunEngine) -> Bridge:
+def _bridge(
+    name: BridgeName,
+    config: RunConfig,
+    folder: Path,
+    model: PolicyModel,
+    engine: RunEngine,
+    thread: EventLoopThread,
+) -> Bridge:
     if name == "lora":
         assert model.adapter is not None
         return create_adapter_bridge(
             folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
         )
+    timeout_s = config.inference.start_timeout_s
+    whole: Literal["disk", "restart", "broadcast", "single_copy"]
+    whole = "disk" if name == "disk+delta" else "broadcast" if name == "broadcast+delta" else name
     return create_bridge(
-        name,
+        whole,
         folder=folder,
         source=model.folder,
         engine=engine,
         timeout_s=config.weights.apply_timeout_s,
         between_gpus=_between_gpus(config, model),
+        held=(lambda: thread.call(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
     )
 
 
@@ -290,6 +309,7 @@ class _Bench:
 
     def __init__(
         self,
+        name: BridgeName,
         config: RunConfig,
         options: SyncOptions,
         model: PolicyModel,
@@ -298,6 +318,7 @@ class _Bench:
         bridge: Bridge,
         should_stop: Callable[[], bool],
     ) -> None:
+        self._name = name
         self._config = config
         self._options = options
         self._model = model
@@ -374,7 +395,8 @@ class _Bench:
         """Every so-many-th element of each row gets the other sign."""
         import torch
 
-        stride = max(1, round(1 / self._options.changed))
+        changed = self._options.changed
+        stride = max(1, round(1 / (min(changed, DELTA_CHANGED) if self._config.weights.delta else changed)))
         with torch.no_grad():
             for parameter in self._model.network.parameters():
                 if self._model.adapter is None or parameter.requires_grad:
@@ -413,7 +435,7 @@ class _Bench:
             gpus = engine_gpus(self._config, os.environ.get("CUDA_VISIBLE_DEVICES")) if on_gpu else ()
             raw_s = raw_broadcast_s(num_bytes, backend, gpus, timeout_s=self._options.timeout_s)
         return SyncFigures(
-            bridge=self._bridge.name,
+            bridge=self._name,
             model=self._options.model,
             num_parameters=sum(parameter.numel() for parameter in self._model.network.parameters()),
             dtype=self._config.model.dtype,

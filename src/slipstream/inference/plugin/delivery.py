@@ -85,7 +85,8 @@ class Held:
                     continue
                 output.new_token_ids = list(output.new_token_ids)
                 held[output.request_id] = kept = output
-                kept.new_logprobs = None if logprobs is None else []
+                if logprobs is not None:
+                    kept.new_logprobs = []
             else:
                 kept.new_token_ids += output.new_token_ids
             if type(logprobs) is int:
@@ -212,4 +213,5 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
 
     if isinstance(logprobs, FlatLogprobs) and logprobs.token_ids == list(token_ids):
         return list(logprobs.logprobs)
-    return [entry[token].logprob for entry, token in zip(logprobs or [], token_ids, strict=True)]
+    entries: list[dict[int, Any]] = list(logprobs or [])
+    return [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
