@@ -36,6 +36,7 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None) -> Policy
         packing=training.packing,
         checkpointing=training.gradient_checkpointing is True,
         shared=shared,
+        fp32_head=model.fp32_head,
     )
 
 

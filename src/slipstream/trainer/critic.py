@@ -57,6 +57,12 @@ class ValueModel(PolicyModel):
         return self._head(output.last_hidden_state[0, row.predict_index_N].float())
 
 
+def _values(model: PolicyModel, micro: MicroBatch) -> Tensor:
+    logits = model.logits(micro)
+    assert isinstance(logits, Tensor)
+    return logits[:, 0]
+
+
 class ValueObjective:
     """The mean of `algo.values.value_loss` over all trainable tokens of the step."""
 
@@ -73,7 +79,7 @@ class ValueObjective:
         """See the class; raises TrainingError when a sequence has no targets."""
         if micro.old_values_N is None or micro.returns_N is None:
             raise TrainingError("a sequence has nothing for the critic to learn: give value targets for each sequence")
-        values_N = model.logits(micro)[:, 0]
+        values_N = _values(model, micro)
         loss_N, clipped_N = value_loss(values_N, micro.old_values_N, micro.returns_N, self._clip)
         loss = loss_N.sum() / divisors["tokens"]
         return loss, {"loss": loss.detach(), "clip_fraction": clipped_N.sum()}
@@ -101,7 +107,7 @@ class Critic:
             StepBatch(sequences), self.learner.micro_batch_tokens, packing=model.packing, device=model.device
         )
         for micro in rows:
-            for index, values in zip(micro.sequences, model.logits(micro)[:, 0].cpu().split(micro.counts), strict=True):
+            for index, values in zip(micro.sequences, _values(model, micro).cpu().split(micro.counts), strict=True):
                 found[index] = values.clone()
         values_of = iter(found)
         return [[next(values_of) for _ in rollout.sequences] for rollout in batch.rollouts]

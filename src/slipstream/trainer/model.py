@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream import records
+from slipstream.algo.sampling import HeadLogits
 from slipstream.errors import ConfigError
 from slipstream.trainer import attention
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
@@ -43,6 +44,7 @@ class PolicyModel:
         self.adapter: Adapter | None = None
         """The LoRA adapter, when only that is trained."""
         self._uses_adapter = True
+        self._fp32_head: nn.Linear | None = None
 
     @classmethod
     def load(
@@ -55,11 +57,13 @@ class PolicyModel:
         packing: bool = True,
         checkpointing: bool = False,
         shared: SharedTensors | None = None,
+        fp32_head: bool = False,
     ) -> PolicyModel:
         """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
         cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
         sequence. With `checkpointing` a layer keeps its input only and is computed again in the backward pass.
-        With `shared` its parameters are these tensors, and the folder gives their names and the configuration.
+        With `shared` its parameters are these tensors, and the folder gives their names and the configuration. With
+        `fp32_head` see `use_fp32_head`.
         """
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -73,6 +77,8 @@ class PolicyModel:
         model = cls(network.to(device), folder, packing=packing)
         if packing:
             check_isolation(model)
+        if fp32_head:
+            model.use_fp32_head()
         return model
 
     @property
@@ -103,14 +109,37 @@ class PolicyModel:
         base._uses_adapter = False
         return base
 
-    def logits(self, row: MicroBatch) -> Tensor:
-        """Logits `[N, V]` at `row.predict_index_N`, in the model's dtype."""
+    def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
+        """Logits `[N, V]` at `row.predict_index_N`, in the model's dtype; under `use_fp32_head` not yet computed."""
         if self.adapter is None:
             return self._logits(row)
         with self.adapter.switched(self._uses_adapter):
             return self._logits(row)
 
-    def _logits(self, row: MicroBatch) -> Tensor:
+    def use_fp32_head(self) -> None:
+        """From now on the output head's products are float32, computed in chunks by whoever needs them. Raises
+        ConfigError where the network's logits are not just these products."""
+        network: Any = self.network
+        head, name = network.get_output_embeddings(), type(network).__name__
+        if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()):
+            raise ConfigError(f"{name} has no plain output head: set model.fp32_head = false")
+        (row,) = micro_batches(
+            StepBatch([records.Sequence([0, 1, 2, 3], [False, True, True, True])]), 8, device=self.device
+        )
+        with torch.no_grad():
+            own = self.logits(row)
+            head.forward = _unchanged
+            self._fp32_head = head
+            ours = self.logits(row)
+            assert isinstance(own, Tensor)
+            assert isinstance(ours, HeadLogits)
+            if (ours.rows(slice(None), ours.wide_weight()) - own).abs().max() > 3e-2 * own.float().std():
+                raise ConfigError(
+                    f"{name} changes its logits after the output head, which model.fp32_head = true computes itself: "
+                    "set it to false"
+                )
+
+    def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
         segments = {"segments": row.layout} if self.packing else {}
         output = self.network(
             input_ids=row.token_ids_T[None],
@@ -119,6 +148,8 @@ class PolicyModel:
             use_cache=False,
             **segments,
         )
+        if self._fp32_head is not None:
+            return HeadLogits(output.logits[0], self._fp32_head.weight)
         return output.logits[0]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -135,6 +166,10 @@ class PolicyModel:
         if self.adapter is not None:
             state = self.adapter.model_state(state, merged=merged)
         return stored_weights(self.network, state)
+
+
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def stored_weights(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -346,7 +381,9 @@ def check_isolation(model: PolicyModel) -> None:
     def second(first: list[int]) -> tuple[Tensor, SegmentLayout]:
         batch = StepBatch([records.Sequence(first, mask), records.Sequence(tokens, mask)])
         (row,) = micro_batches(batch, 2 * length, device=model.device)
-        return model.logits(row).float().split(row.counts)[row.sequences.index(1)], row.layout
+        logits = model.logits(row)
+        assert isinstance(logits, Tensor)
+        return logits.float().split(row.counts)[row.sequences.index(1)], row.layout
 
     alone, layout = second(others)
     if not layout.windows_seen:

@@ -7,6 +7,9 @@ from typing import Any, get_args
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import GenerateRequest
 
+_FP32_HEAD = {"head_dtype": "float32"}
+"""How vLLM 0.26 to 0.32 are told; whether they do it is seen in the loaded model (`worker.slipstream_describe`)."""
+
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """vLLM's engine arguments for our settings; `settings.options` has the last word."""
@@ -39,7 +42,20 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "worker_extension_cls": "slipstream.inference.plugin.worker.WorkerExtension",
         **lora,
         **settings.options,
+        **({"hf_overrides": {**settings.options.get("hf_overrides", {}), **_FP32_HEAD}} if settings.fp32_head else {}),
     }
+
+
+def checked_head(head_dtypes: list[list[str]]) -> str:
+    """The name by which an engine reports its float32 head. Raises RuntimeError when a worker's logits, of these types,
+    are of another."""
+    if any(found != ["float32"] for found in head_dtypes):
+        found = ", ".join(sorted({name for each in head_dtypes for name in each})) or "unknown"
+        raise RuntimeError(
+            f"model.fp32_head = true asks for logits in float32, and vLLM computes those of this model in {found}: set "
+            "it to false"
+        )
+    return "fp32_head"
 
 
 def sampling_arguments(request: GenerateRequest) -> Any:
