@@ -29,8 +29,8 @@ def differences(live, model):
 @pytest.mark.engine
 @pytest.mark.slow
 def test_the_difference_falls(tmp_path):
-    """One hidden channel is large and the same for every token, as in trained models: it is in each logit, where it costs
-    bfloat16 its precision, and in no log-probability."""
+    """One hidden channel is large and the same for every token, as in trained models: it is in each logit, where it
+    costs bfloat16 its precision, and in no log-probability."""
     folder = new_model(tmp_path / "new", hidden_size=64, num_layers=1, seed=3)
     weights = dict(read_model_folder(folder))
     for name, tensor in weights.items():
@@ -55,7 +55,7 @@ def test_the_difference_falls(tmp_path):
 def test_an_engine_that_computes_it_otherwise_does_not_start():
     assert checked_head([["float32"], ["float32"]]) == "fp32_head"
     for found in ([["bfloat16"]], [["float32"], ["?"]], [[]]):
-        with pytest.raises(RuntimeError, match="model.fp32_head = true asks for logits in float32.*set it to false"):
+        with pytest.raises(RuntimeError, match=r"model\.fp32_head = true asks for logits in float32.*set it to false"):
             checked_head(found)
 
 
