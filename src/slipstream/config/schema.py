@@ -44,6 +44,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the live weights, the same in trainer and engine; what the optimizer keeps beside them is
     `training.optimizer`'s. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""
+    fp32_head: bool = False
+    """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
+    Rounded to bfloat16 they are most of what the two differ by; the weights stay as they are."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 

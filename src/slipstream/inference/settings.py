@@ -35,6 +35,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """What becomes of requests that run while a whole model is updated."""
     can_sleep: bool = False
     """Start so that `sleep` can free its memory."""
+    fp32_head: bool = False
+    """Compute logits in float32; an engine that cannot does not start."""
     trust_remote_code: bool = False
     threads: int | None = None
     version: Version | None = None

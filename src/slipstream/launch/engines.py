@@ -117,6 +117,7 @@ def engine_settings(
         gpus=() if on_cpu else engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES")),
         in_flight=config.weights.in_flight,
         can_sleep=inference.sleep is True,
+        fp32_head=config.model.fp32_head,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel_size=inference.tensor_parallel_size,
         threads=max(1, config.run.threads // engine_workers(config)) if on_cpu else None,

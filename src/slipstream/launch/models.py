@@ -63,6 +63,7 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None, group: Ra
         shared=shared,
         unread=group is not None and group.rank > 0,
         checked=group is None,
+        fp32_head=model.fp32_head,
     )
 
 

@@ -400,8 +400,10 @@ def _plan_card(draft: _Draft) -> None:
     room = room if given == "auto" else int(given * GIB)
     fitting = room // each
     if fitting < 1:
+        teacher = _teacher_beside(draft, trainer=False)
+        beside = f" beside the teacher's {gib(teacher)}" if teacher else ""
         raise ConfigError(
-            f"one sequence of {length} tokens takes {gib(each)} of KV cache, and the GPU's {gib(card)} leave "
+            f"one sequence of {length} tokens takes {gib(each)} of KV cache, and the GPU's {gib(card)}{beside} leave "
             f"{gib(max(0, room))} for it: use [lora], a smaller model, a lower sampling.max_tokens or another GPU"
         )
     if wanted > fitting:

@@ -207,6 +207,7 @@ def _settings(config: RunConfig, room: TeacherRoom) -> EngineSettings:
         kv_cache_bytes=room.cache,
         gpu_memory_utilization=room.gpu_part,
         gpus=() if room.gpu is None else (_gpu_name(room.gpu, visible),),
+        fp32_head=config.model.fp32_head,
         trust_remote_code=config.model.trust_remote_code,
         threads=config.run.threads if room.gpu is None else None,
         version=Version(0, 0, digest(parameters)),

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from slipstream import records
+from slipstream.algo.sampling import HeadLogits
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.layers import dress_layers
 from slipstream.trainer.learner import one_order_of_sums
@@ -52,4 +53,6 @@ def _try(model: PolicyModel, prompt: int, completion: int) -> None:
         with torch.no_grad():
             model.logits(row)
         with one_order_of_sums(model.device):
-            model.logits(row).float().square().mean().backward()
+            logits = model.logits(row)
+            outputs = logits.hidden_ND if isinstance(logits, HeadLogits) else logits
+            outputs.float().square().mean().backward()

@@ -62,6 +62,12 @@ class ValueModel(PolicyModel):
         return self._head(output.last_hidden_state[0, row.predict_index_N].float())
 
 
+def _values(model: PolicyModel, micro: MicroBatch) -> Tensor:
+    logits = model.logits(micro)
+    assert isinstance(logits, Tensor)
+    return logits[:, 0]
+
+
 class ValueObjective:
     """The mean of `algo.values.value_loss` over all trainable tokens of the step."""
 
@@ -78,7 +84,7 @@ class ValueObjective:
         """See the class; raises TrainingError when a sequence has no targets."""
         if micro.old_values_N is None or micro.returns_N is None:
             raise TrainingError("a sequence has nothing for the critic to learn: give value targets for each sequence")
-        values_N = model.logits(micro)[:, 0]
+        values_N = _values(model, micro)
         loss_N, clipped_N = value_loss(values_N, micro.old_values_N, micro.returns_N, self._clip)
         loss = loss_N.sum() / divisors["tokens"]
         return loss, {"loss": loss.detach(), "clip_fraction": clipped_N.sum()}

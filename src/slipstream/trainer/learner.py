@@ -90,7 +90,11 @@ def predictions(
             model.logits(blank_row(model.device))
             continue
         logits = model.logits(micro)
-        values = (logits[:, 0],) if sampling is None else sampled_logprobs(logits, micro.target_ids_N, sampling)
+        if sampling is None:
+            assert isinstance(logits, Tensor)
+            values = (logits[:, 0],)
+        else:
+            values = sampled_logprobs(logits, micro.target_ids_N, sampling)
         computed.append((micro, values))
     # Read when all is under way: a GPU would wait otherwise, row by row.
     for micro, values in computed:
@@ -119,7 +123,9 @@ def add_gradients(
         # Both passes: compiled layers want one setting for the two.
         with one_order_of_sums(model.device):
             if micro is None:
-                (model.logits(blank_row(model.device)).float().sum() * 0.0).backward()
+                logits = model.logits(blank_row(model.device))
+                assert isinstance(logits, Tensor)
+                (logits.float().sum() * 0.0).backward()
                 continue
             loss, sums = objective.terms(model, micro, divisors)
             loss.backward()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import records
+from slipstream.algo.sampling import HeadLogits
 from slipstream.errors import ConfigError
 from slipstream.trainer import attention
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
@@ -45,6 +46,7 @@ class PolicyModel:
         self.layers = LayerOptions()
         """How the decoder layers compute."""
         self._uses_adapter = True
+        self._fp32_head: nn.Linear | None = None
 
     @classmethod
     def load(
@@ -60,6 +62,7 @@ class PolicyModel:
         shared: SharedTensors | None = None,
         unread: bool = False,
         checked: bool = True,
+        fp32_head: bool = False,
     ) -> PolicyModel:
         """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
         cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
@@ -67,7 +70,7 @@ class PolicyModel:
         what is dear (`selective`); with `offload` that input waits in the CPU's memory. With `shared` its parameters
         are these tensors, and the folder gives their names and the configuration. If `unread`, they take no memory and
         have no values yet. Without `checked`, whether packed sequences see one another is left to the caller to find
-        out.
+        out. With `fp32_head` see `use_fp32_head`.
         """
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -83,6 +86,8 @@ class PolicyModel:
         dress_layers(network, model.layers)
         if packing and checked:
             check_isolation(model)
+        if fp32_head:
+            model.use_fp32_head()
         return model
 
     @property
@@ -118,14 +123,37 @@ class PolicyModel:
         base._uses_adapter = False
         return base
 
-    def logits(self, row: MicroBatch) -> Tensor:
-        """Logits `[N, V]` at `row.predict_index_N`, in the model's dtype."""
+    def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
+        """Logits `[N, V]` at `row.predict_index_N`, in the model's dtype; under `use_fp32_head` not yet computed."""
         if self.adapter is None:
             return self._logits(row)
         with self.adapter.switched(self._uses_adapter):
             return self._logits(row)
 
-    def _logits(self, row: MicroBatch) -> Tensor:
+    def use_fp32_head(self) -> None:
+        """From now on the output head's products are float32, computed in chunks by whoever needs them. Raises
+        ConfigError where the network's logits are not just these products."""
+        network: Any = self.network
+        head, name = network.get_output_embeddings(), type(network).__name__
+        if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()):
+            raise ConfigError(f"{name} has no plain output head: set model.fp32_head = false")
+        (row,) = micro_batches(
+            StepBatch([records.Sequence([0, 1, 2, 3], [False, True, True, True])]), 8, device=self.device
+        )
+        with torch.no_grad():
+            # Whatever scales or caps logits would change such a number.
+            head.forward = _marked
+            marked = self.logits(row)
+        if not isinstance(marked, Tensor) or not bool((marked == _MARK).all()):
+            del head.forward
+            raise ConfigError(
+                f"{name} changes its logits after the output head, which model.fp32_head = true computes itself: set "
+                "it to false"
+            )
+        head.forward = _unchanged
+        self._fp32_head = head
+
+    def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
         segments = {"segments": row.layout} if self.packing else {}
         output = self.network(
             input_ids=row.token_ids_T[None],
@@ -134,6 +162,8 @@ class PolicyModel:
             use_cache=False,
             **segments,
         )
+        if self._fp32_head is not None:
+            return HeadLogits(output.logits[0], self._fp32_head.weight)
         return output.logits[0]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -150,6 +180,17 @@ class PolicyModel:
         if self.adapter is not None:
             state = self.adapter.model_state(state, merged=merged)
         return stored_weights(self.network, state)
+
+
+_MARK = 64.0
+
+
+def _marked(input: Tensor) -> Tensor:
+    return torch.full_like(input, _MARK)
+
+
+def _unchanged(input: Tensor) -> Tensor:
+    return input
 
 
 def stored_weights(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -339,7 +380,9 @@ def check_isolation(model: PolicyModel) -> None:
     def second(first: list[int]) -> tuple[Tensor, SegmentLayout]:
         batch = StepBatch([records.Sequence(first, mask), records.Sequence(tokens, mask)])
         (row,) = micro_batches(batch, 2 * length, device=model.device)
-        return model.logits(row).float().split(row.counts)[row.sequences.index(1)], row.layout
+        logits = model.logits(row)
+        assert isinstance(logits, Tensor)
+        return logits.float().split(row.counts)[row.sequences.index(1)], row.layout
 
     alone, layout = second(others)
     if not layout.windows_seen:

@@ -17,7 +17,7 @@ from slipstream import records
 from slipstream.algo.custom import user_function
 from slipstream.algo.importance import importance_weights, log_ratio_histogram, ratio_quantiles
 from slipstream.algo.losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
-from slipstream.algo.sampling import processed_logprobs, token_logprobs
+from slipstream.algo.sampling import HeadLogits, greedy_tokens, processed_logprobs, token_logprobs
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, Normalize, RLConfig
 from slipstream.errors import TrainingError
@@ -58,7 +58,7 @@ class SFTObjective:
         logprobs_N, entropy_N = token_logprobs(logits_NV, micro.target_ids_N)
         loss = -logprobs_N.sum() / divisors["tokens"]
         with torch.no_grad():
-            right = (logits_NV.argmax(-1) == micro.target_ids_N).sum()
+            right = (greedy_tokens(logits_NV) == micro.target_ids_N).sum()
         return loss, {"loss": loss.detach(), "entropy": entropy_N.detach().sum(), "token_accuracy": right}
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
@@ -235,7 +235,9 @@ def _teacher_sums(teacher_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
     }
 
 
-def sampled_logprobs(logits_NV: Tensor, token_ids_N: Tensor, sampling: records.SamplingParams) -> tuple[Tensor, Tensor]:
+def sampled_logprobs(
+    logits_NV: Tensor | HeadLogits, token_ids_N: Tensor, sampling: records.SamplingParams
+) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of the distribution that `sampling` draws from."""
     return processed_logprobs(
         logits_NV, token_ids_N, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p

@@ -10,6 +10,8 @@ from slipstream.records import GenerateRequest
 _CAPTURED = 512
 """vLLM captures CUDA graphs for steps of up to so many sequences by itself; larger ones would run without."""
 _CAPTURE_STEP = 64
+_FP32_HEAD = {"head_dtype": "float32"}
+"""How vLLM 0.26 to 0.32 are told; whether they do it is seen in the loaded model (`worker.slipstream_describe`)."""
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **lora,
         **_captured(settings),
         **settings.options,
+        **({"hf_overrides": {**settings.options.get("hf_overrides", {}), **_FP32_HEAD}} if settings.fp32_head else {}),
     }
 
 
@@ -56,6 +59,18 @@ def _captured(settings: EngineSettings) -> dict[str, Any]:
         return {}
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _CAPTURED + 1, 16)]
     return {"cudagraph_capture_sizes": [*sizes, *range(_CAPTURED + _CAPTURE_STEP, largest, _CAPTURE_STEP), largest]}
+
+
+def checked_head(head_dtypes: list[list[str]]) -> str:
+    """The name by which an engine reports its float32 head. Raises RuntimeError when a worker's logits, of these types,
+    are of another."""
+    if any(found != ["float32"] for found in head_dtypes):
+        found = ", ".join(sorted({name for each in head_dtypes for name in each})) or "unknown"
+        raise RuntimeError(
+            f"model.fp32_head = true asks for logits in float32, and vLLM computes those of this model in {found}: set "
+            "it to false"
+        )
+    return "fp32_head"
 
 
 def sampling_arguments(request: GenerateRequest) -> Any:

@@ -27,7 +27,7 @@ from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, delivery, lifeline, scoring, tensor_map
-from slipstream.inference.plugin.arguments import engine_arguments, sampling_arguments
+from slipstream.inference.plugin.arguments import checked_head, engine_arguments, sampling_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.plugin.labels import Spans
 from slipstream.inference.plugin.routes import OutOfService, errors_as_text, routes
@@ -77,6 +77,8 @@ class EngineServer:
         """Verify what was loaded; only then go into service."""
         described = [msgspec.json.decode(text) for text in await self.host.rpc("slipstream_describe")]
         self.patches = tuple(described[0]["patches"])
+        if self.settings.fp32_head:
+            self.patches += (checked_head([each["head_dtypes"] for each in described]),)
         if self.settings.version is not None:
             report = await self._verify(self.settings.version, self.settings.parameters)
             if report.mismatched:

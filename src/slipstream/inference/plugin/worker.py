@@ -54,11 +54,11 @@ class WorkerExtension:
         return manager._adapter_manager if manager is not None else None
 
     def slipstream_describe(self) -> str:
-        """JSON: patches in force and whether the live weights are verifiable here."""
+        """JSON: patches in force, the device, and the types in which the model computes its logits."""
         scoring.at_request_temperature(self.model_runner)
-        return json.dumps(
-            {"patches": patches.applied(), "device": str(next(self._slipstream_model().parameters()).device)}
-        )
+        model = self._slipstream_model()
+        device, heads = str(next(model.parameters()).device), _head_dtypes(model)
+        return json.dumps({"patches": patches.applied(), "device": device, "head_dtypes": heads})
 
     @torch.no_grad()
     def slipstream_load(self, ticket_json: str, first_rank: str = "1") -> str:
@@ -169,6 +169,12 @@ class WorkerExtension:
         stray = adapter_map.stray_layers(manager, slot, located)
         shares = _shares(located, parameters)
         return json.dumps({"shares": shares, "stale": stray, "memory_bytes": _memory_bytes()})
+
+
+def _head_dtypes(model: torch.nn.Module) -> list[str]:
+    """Of every part that makes logits out of a head's products; `?` for one that this vLLM gives no type of its own."""
+    makers = [module for module in model.modules() if type(module).__name__ == "LogitsProcessor"]
+    return sorted({str(getattr(module, "head_dtype", "?")).removeprefix("torch.") for module in makers})
 
 
 def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]) -> dict[str, tuple[str, int, str]]:

@@ -1,0 +1,98 @@
+"""What holds for every loss, correction and normalisation: how a step is cut, ordered and padded changes nothing."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.algo.problem import FixedPolicy
+
+from slipstream import records
+from slipstream.algo.losses import LOSSES
+from slipstream.config.schema import RLConfig
+from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.objectives import PolicyObjective
+
+VOCABULARY = 9
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=7)
+CONFIGS = st.builds(
+    lambda loss, normalize, correction, entropy: RLConfig(
+        loss=loss, normalize=normalize, importance_sampling=correction, entropy_coef=entropy
+    ),
+    st.sampled_from(sorted(LOSSES)),
+    st.sampled_from(["token", "sequence", "constant"]),
+    st.sampled_from(["none", "truncated", "masked", "sequence_truncated", "sequence_masked"]),
+    st.sampled_from([0.0, 0.1]),
+)
+
+
+def step_of(lengths, seed, *, padding=0):
+    """Random sequences with everything that a loss may read, and their logits; `padding`: tokens of no interest after
+    each."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences, logits, old = [], [], []
+    for length in lengths:
+        drawn = torch.randn(length, VOCABULARY, generator=generator, dtype=torch.float64)
+        tokens = torch.randint(VOCABULARY, (length,), generator=generator)
+        exact = drawn.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        noise = 0.3 * torch.randn(3, length, generator=generator, dtype=torch.float64)
+        behaviour, teacher = (exact + noise[0]).tolist(), (exact + noise[1]).tolist()
+        rest = [0.0] * padding
+        sequences.append(
+            records.Sequence(
+                [1, 2, *tokens.tolist(), *[3] * padding],
+                [False] * 2 + [True] * length + [False] * padding,
+                [0.0, 0.0, *behaviour, *rest],
+                teacher_logprobs=[0.0, 0.0, *teacher, *rest],
+            )
+        )
+        logits.append(drawn)
+        old.append((exact + noise[2]).float())
+    advantages = torch.randn(len(lengths), generator=generator).tolist()
+    return StepBatch(sequences, advantages, old), logits
+
+
+def gradients(config, batch, logits, *, room=4096, packing=True, teacher_coef=None):
+    leaves = [each.clone().requires_grad_() for each in logits]
+    objective = PolicyObjective(config, records.SamplingParams(max_tokens=8), teacher_coef)
+    divisors = objective.counts(batch)
+    for micro in micro_batches(batch, room, packing=packing):
+        objective.terms(FixedPolicy(leaves), micro, divisors)[0].backward()
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+
+def same(ours, wanted):
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(LENGTHS, st.integers(0, 10_000), CONFIGS, st.integers(3, 40), st.booleans(), st.sampled_from([None, 0.5]))
+def test_micro_batches_and_packing(lengths, seed, config, room, packing, teacher_coef):
+    batch, logits = step_of(lengths, seed)
+    whole = gradients(config, batch, logits, teacher_coef=teacher_coef)
+    same(gradients(config, batch, logits, room=room, packing=packing, teacher_coef=teacher_coef), whole)
+
+
+@settings(deadline=None, max_examples=15)
+@given(LENGTHS, st.integers(0, 10_000), CONFIGS, st.randoms(use_true_random=False), st.sampled_from([None, 0.5]))
+def test_the_order_of_samples(lengths, seed, config, random, teacher_coef):
+    batch, logits = step_of(lengths, seed)
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    assert batch.advantages is not None
+    assert batch.old_logprobs is not None
+    shuffled = StepBatch(
+        *([values[i] for i in order] for values in (batch.sequences, batch.advantages, batch.old_logprobs))
+    )
+    ours = gradients(config, shuffled, [logits[i] for i in order], teacher_coef=teacher_coef)
+    wanted = gradients(config, batch, logits, teacher_coef=teacher_coef)
+    same(ours, [wanted[i] for i in order])
+
+
+@settings(deadline=None, max_examples=15)
+@given(LENGTHS, st.integers(0, 10_000), CONFIGS, st.integers(1, 9))
+def test_tokens_after_the_last_trained_one(lengths, seed, config, padding):
+    batch, logits = step_of(lengths, seed)
+    padded, _ = step_of(lengths, seed, padding=padding)
+    same(
+        gradients(config, padded, logits, room=20, teacher_coef=0.5), gradients(config, batch, logits, teacher_coef=0.5)
+    )

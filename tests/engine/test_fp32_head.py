@@ -1,0 +1,65 @@
+"""The output head in float32 on both sides: in bfloat16 engine and trainer come nearer to one another."""
+
+import pytest
+import torch
+
+from slipstream.inference.plugin.arguments import checked_head, engine_arguments
+from slipstream.records import SamplingParams, Sequence
+from slipstream.trainer.learner import score
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.new_model import new_model
+from slipstream.weights.files import read_model_folder, write_model_folder
+
+from .conftest import PROMPTS, settings_for, start, stop
+
+SAMPLING = SamplingParams(max_tokens=32, temperature=1.0)
+
+
+def differences(live, model):
+    """Of each sampled token's log-probability between engine and trainer."""
+    completions = live.sample("head", SAMPLING)
+    sequences = [
+        Sequence(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
+        for prompt, c in zip(PROMPTS, completions, strict=True)
+    ]
+    ours = torch.cat(score(model, sequences, SAMPLING, micro_batch_tokens=1024).logprobs)
+    return (ours - torch.tensor([value for c in completions for value in c.logprobs])).abs()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_difference_falls(tmp_path):
+    """One hidden channel is large and the same for every token, as in trained models: it is in each logit, where it
+    costs bfloat16 its precision, and in no log-probability."""
+    folder = new_model(tmp_path / "new", hidden_size=64, num_layers=1, seed=3)
+    weights = dict(read_model_folder(folder))
+    for name, tensor in weights.items():
+        if "embed_tokens" in name or "lm_head" in name:
+            tensor[:, 0] = 1.0
+    write_model_folder(tmp_path / "model", weights.items(), folder)
+    found = {}
+    for fp32_head in (False, True):
+        model = PolicyModel.load(tmp_path / "model", "bfloat16", fp32_head=fp32_head)
+        live = start(tmp_path / "model", tmp_path / f"engine-{fp32_head}", "bfloat16", fp32_head=fp32_head)
+        try:
+            health = live.call(live.engine.wait_ready())
+            assert ("fp32_head" in health.patches) is fp32_head
+            found[fp32_head] = differences(live, model)
+        finally:
+            stop(live)
+    print({on: (values.mean().item(), values.max().item()) for on, values in found.items()})
+    assert found[True].mean() < 0.5 * found[False].mean()
+    assert found[True].max() < 0.5 * found[False].max()
+
+
+def test_an_engine_that_computes_it_otherwise_does_not_start():
+    assert checked_head([["float32"], ["float32"]]) == "fp32_head"
+    for found in ([["bfloat16"]], [["float32"], ["?"]], [[]]):
+        with pytest.raises(RuntimeError, match=r"model\.fp32_head = true asks for logits in float32.*set it to false"):
+            checked_head(found)
+
+
+def test_overrides_of_the_users_stay(tmp_path):
+    settings = settings_for(tmp_path, fp32_head=True, options={"hf_overrides": {"rope_theta": 1.0}})
+    assert engine_arguments(settings)["hf_overrides"] == {"rope_theta": 1.0, "head_dtype": "float32"}
+    assert "hf_overrides" not in engine_arguments(settings_for(tmp_path))

@@ -1,0 +1,83 @@
+"""What the plan gives a teacher's engine: on a CPU, on one GPU, beside the engine, on a GPU of its own."""
+
+import dataclasses
+
+import pytest
+
+from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig
+from slipstream.config.schema import TeacherConfig
+from slipstream.errors import ConfigError
+from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.launch.memory import GIB
+
+STUDENT = ModelFacts(
+    num_parameters=1_500_000_000, hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12,
+    num_kv_heads=2, head_dim=128, context_length=32768, vocab_size=151_936, dtype="bfloat16",
+)  # fmt: skip
+TEACHER = dataclasses.replace(STUDENT, num_parameters=7_000_000_000, hidden_size=3584, num_kv_heads=4)
+DATA = DataFacts(num_train_tasks=1000, max_prompt_tokens=200, max_answer_tokens=400)
+CONFIG = RunConfig(
+    model=ModelConfig(path="org/student"),
+    teacher=TeacherConfig(path="org/teacher"),
+    environment=EnvironmentConfig(name="x"),
+    algorithm=RLConfig(kind="distill"),
+    training=TrainingConfig(steps=40),
+)
+
+
+def facts(**changes):
+    base = Facts(num_cpus=8, memory_bytes=256 * GIB, model=STUDENT, data=DATA, teacher=TEACHER)
+    return dataclasses.replace(base, **changes)
+
+
+def note(plan):
+    (found,) = (each for each in plan.notes if each.name == "memory of the teacher")
+    return found
+
+
+def test_on_a_cpu_it_shares_the_memory_and_the_plan_says_so():
+    plan = make_plan(CONFIG, facts())
+    room = plan.teacher
+    assert (room.gpu, room.has_own_gpu) == (None, False)
+    assert room.max_model_len > plan.config.inference.max_model_len
+    assert note(plan).value == pytest.approx(room.total / GIB, abs=0.01)
+    assert "threads of run.threads" in note(plan).how
+    with pytest.raises(ConfigError, match=r"\(trainer .*, engine .*, teacher .*\)"):
+        make_plan(CONFIG, facts(memory_bytes=40 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "gpu", "own"), [(1, 0, False), (2, 1, False), (3, 2, True), (8, 2, True)]
+)  # fmt: skip
+def test_on_gpus_it_has_one_of_its_own_where_there_is_one(num_gpus, gpu, own):
+    plan = make_plan(CONFIG, facts(num_gpus=num_gpus, gpu_memory_bytes=140 * GIB))
+    assert (plan.teacher.gpu, plan.teacher.has_own_gpu) == (gpu, own)
+    assert plan.config.run.placement == ("shared" if num_gpus == 1 else "separate")
+    assert 0 < plan.teacher.gpu_part < 0.3
+    assert (f"GPU {gpu}, its own" in note(plan).how) is own
+    unused = [text for text in plan.warnings if "not used" in text]
+    assert unused == (["5 of 8 GPUs are not used: the trainer uses one"] if num_gpus == 8 else [])
+
+
+def test_what_shares_a_card_leaves_it_its_room():
+    alone = make_plan(CONFIG.model_copy(update={"teacher": None, "algorithm": RLConfig()}),
+                      facts(num_gpus=1, gpu_memory_bytes=80 * GIB, teacher=None)).config  # fmt: skip
+    plan = make_plan(CONFIG, facts(num_gpus=1, gpu_memory_bytes=80 * GIB))
+    config = plan.config
+    assert config.training.micro_batch_tokens <= alone.training.micro_batch_tokens
+    assert config.inference.gpu_memory_utilization + plan.teacher.gpu_part < 1.0
+    with pytest.raises(ConfigError, match="teacher"):
+        make_plan(CONFIG, facts(num_gpus=1, gpu_memory_bytes=24 * GIB))
+
+
+def test_one_that_cannot_read_its_student_is_refused():
+    short = dataclasses.replace(TEACHER, context_length=512)
+    with pytest.raises(ConfigError, match=r"context of 512 tokens, and scoring .* takes one more"):
+        make_plan(CONFIG, facts(teacher=short))
+
+
+def test_a_teacher_elsewhere_takes_nothing_here():
+    config = CONFIG.model_copy(update={"teacher": TeacherConfig(url="http://h/v1")})
+    plan = make_plan(config, facts(teacher=None))
+    assert plan.teacher is None
+    assert all(each.name != "memory of the teacher" for each in plan.notes)
