@@ -211,7 +211,7 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
     """Of a finished output: one number for each token; raises ValueError when that is not what vLLM gave."""
     from vllm.logprobs import FlatLogprobs
 
-    if isinstance(logprobs, FlatLogprobs) and logprobs.token_ids == list(token_ids):
+    flat: Any = FlatLogprobs
+    if isinstance(logprobs, flat) and logprobs.token_ids == list(token_ids):
         return list(logprobs.logprobs)
-    entries: list[dict[int, Any]] = list(logprobs or [])
-    return [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
+    return [entry[token].logprob for entry, token in zip(logprobs or [], token_ids, strict=True)]
