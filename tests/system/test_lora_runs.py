@@ -129,7 +129,7 @@ def test_dora_with_a_live_engine_then_evaluated_from_its_folder(command, run_fil
     """bfloat16, from memory to memory, only what changed."""
     options = (*LORA, "--lora.dora", "true", "--environment.settings", "{coin = true}", "--model.dtype", "bfloat16")
     more = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--run.folder", tmp_path / "run", "--json")
-    code, out, err = command("train", run_file, *options, *more).wait()
+    code, out, err = command("train", run_file, *options, *more).wait(500)
     assert code == 0, err
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 4
