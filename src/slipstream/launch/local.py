@@ -20,6 +20,7 @@ from slipstream.launch.bridges import run_bridge, travelled, update_metrics
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.models import build_critic, build_learner, load_reference, share_weights
+from slipstream.launch.peaks import note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.resume import changed_settings, refuse_ended
 from slipstream.launch.sleep import Turns
@@ -125,6 +126,7 @@ def train(
         run = _Run(prepared, folder, progress, log, stop, make_engine)
         with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
             log.listen(sinks.put)
+            log.listen(note_peak(log))
             try:
                 return run.carry_out(resume)
             finally:
@@ -222,7 +224,7 @@ class _Run:
         assert isinstance(config.run.threads, int)
         torch.set_num_threads(config.run.threads)
         torch.manual_seed(config.run.seed)
-        learner = build_learner(config, self._share_weights(), self._warn)
+        learner = build_learner(config, self._share_weights(), self._warn, self.prepared.plan.trainer_bytes)
         store = CheckpointStore(self.folder / "checkpoints", config.run.keep_checkpoints)
         sampling = self.prepared.sampling() if self.prepared.uses_engine else SamplingParams(max_tokens=1)
         loop = TrainingLoop(

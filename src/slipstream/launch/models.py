@@ -51,9 +51,12 @@ def load_reference(config: RunConfig, model: PolicyModel) -> PolicyModel | None:
     return load_model(config) if model.adapter is None else model.without_adapter()
 
 
-def build_learner(config: RunConfig, shared: SharedTensors | None, warn: Warn) -> Learner:
-    """Model, adapter if there is one, and optimizer. `warn` hears what could not be done as the config asks."""
-    return _learner(config, _with_adapter(config, load_model(config, shared)), warn)
+def build_learner(config: RunConfig, shared: SharedTensors | None, warn: Warn, planned_bytes: int) -> Learner:
+    """Model, adapter if there is one, and optimizer. `warn` hears what could not be done as the config asks.
+    `planned_bytes`: what the trainer was planned to take."""
+    learner = _learner(config, _with_adapter(config, load_model(config, shared)), warn)
+    learner.planned_bytes = planned_bytes
+    return learner
 
 
 def build_critic(config: RunConfig, warn: Warn) -> Critic | None:

@@ -45,6 +45,7 @@ from slipstream.launch.totals import (
     memory_notes,
     parameter_notes,
     policy_warnings,
+    trainer_bytes,
     training_state,
 )
 
@@ -71,6 +72,8 @@ class Plan:
     derived: tuple[Derived, ...]
     notes: tuple[Note, ...]
     warnings: tuple[str, ...]
+    trainer_bytes: int
+    """What the trainer will hold at most, without contexts and workspaces; a run tells its peak beside it."""
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
@@ -113,7 +116,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     draft.warnings += delta_warnings(planned)
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
-    return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings))
+    return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings), trainer_bytes(planned, facts))
 
 
 @dataclass

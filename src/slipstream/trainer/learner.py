@@ -31,6 +31,7 @@ from slipstream.weights.fingerprint import describe
 
 TENSORS_FILE = "learner.safetensors"
 FACTS_FILE = "learner.json"
+GIB = 1 << 30
 _UNPROCESSED = records.SamplingParams(max_tokens=1)
 
 
@@ -85,13 +86,33 @@ def score(
     return scores
 
 
-class Learner:
-    """Trains `model` with `optimizer`; `micro_batch_tokens` bounds memory and changes only rounding."""
+def memory_metrics(device: torch.device, planned_bytes: int | None) -> dict[str, float]:
+    """The most that this process had on its GPU so far, what its allocator held for it, and what was planned; nothing
+    on a CPU, where the interpreter and its libraries are most of a process."""
+    if device.type != "cuda":
+        return {}
+    peaks = {"peak": torch.cuda.max_memory_allocated(device), "held": torch.cuda.max_memory_reserved(device)}
+    if planned_bytes is not None:
+        peaks["planned"] = planned_bytes
+    return {f"memory/trainer_{name}_gib": value / GIB for name, value in peaks.items()}
 
-    def __init__(self, model: PolicyModel, optimizer: Optimizer, *, micro_batch_tokens: int = 4096) -> None:
+
+class Learner:
+    """Trains `model` with `optimizer`; `micro_batch_tokens` bounds memory and changes only rounding. `planned_bytes`:
+    what the plan expects it to take at most, to be told beside what it took."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        optimizer: Optimizer,
+        *,
+        micro_batch_tokens: int = 4096,
+        planned_bytes: int | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.micro_batch_tokens = micro_batch_tokens
+        self.planned_bytes = planned_bytes
 
     @property
     def step(self) -> int:
@@ -140,7 +161,8 @@ class Learner:
             num_rows += 1
             num_row_tokens += len(micro.token_ids_T)
         metrics = objective.summarize({key: value.cpu() for key, value in totals.items()}, divisors)
-        return {**metrics, "num_micro_batches": float(num_rows), "num_row_tokens": float(num_row_tokens)}
+        rows = {"num_micro_batches": float(num_rows), "num_row_tokens": float(num_row_tokens)}
+        return {**metrics, **rows, **memory_metrics(self.model.device, self.planned_bytes)}
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
         """Clip the accumulated gradient and make the update; see Optimizer.prepare."""
