@@ -15,7 +15,8 @@ runs in a process of its own:
   float32 logits, torch's variable-length attention, gradients, weights and fused AdamW all in bfloat16. `titan-all` is
   the same without checkpointing. Both take rows of one length only, so that they have the data `packed` alone.
 
-This project's learner has fp32 gradients and moments, and fp32 masters, or at 7b (`adamw_bf16`) none, which would not fit.
+This project's learner has fp32 gradients and moments, and fp32 masters, or at 7b (`adamw_bf16`) none, which would not
+fit. On a CPU, for smoke tests, all is in float32 and the vocabulary is small.
 Part of the peak: (6 N D + 6 L**2 heads head_dim layers, summed over segments of L tokens) / seconds / peak; N are the
 parameters that tokens are multiplied with; computing something again does not count. Two steps are left out first.
 """
@@ -46,6 +47,7 @@ OURS: dict[str, dict[str, Any]] = {
 TITAN = {"titan": True, "titan-all": False}
 PARTS = (4, 6, 8, 8, 8, 12, 16, 24, 32, 32)
 """A row's segments, as parts of it; what is left over is one more."""
+SMALL_VOCABULARY = 1000
 WARM_UP = 2
 KINDS = (
     ("attention", r"flash|fmha|attn"),
@@ -80,8 +82,11 @@ def make_network(shape: str, device: str, implementation: str) -> Any:
 
     make: Any = Qwen2ForCausalLM
     torch.manual_seed(0)
+    on_gpu = device == "cuda"
+    config = shape_config(shape) if on_gpu else shape_config(shape, vocab_size=SMALL_VOCABULARY)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     with torch.device(device):
-        return make._from_config(shape_config(shape), attn_implementation=implementation, dtype=torch.bfloat16).eval()
+        return make._from_config(config, attn_implementation=implementation, dtype=dtype).eval()
 
 
 def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float]], dict[str, Any]]:
@@ -134,7 +139,7 @@ def make_batch(options: argparse.Namespace) -> tuple[Any, Any, list[int]]:
     draw = random.Random(0)
 
     def tokens(number: int) -> list[int]:
-        return [draw.randrange(3, 150_000) for _ in range(number)]
+        return [draw.randrange(3, SMALL_VOCABULARY if options.device == "cpu" else 150_000) for _ in range(number)]
 
     if options.data == "packed":
         segments = segment_lengths(options.tokens) * options.rows
@@ -225,7 +230,7 @@ def titan_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, flo
     lengths = segment_lengths(options.tokens)
     ends = torch.tensor([0, *lengths], device=options.device).cumsum(0).int()
     places = torch.cat([torch.arange(length) for length in lengths])[None].to(options.device)
-    ids = torch.randint(3, 150_000, (options.rows, 2, options.tokens), device=options.device)
+    ids = torch.randint(3, network.config.vocab_size, (options.rows, 2, options.tokens), device=options.device)
 
     def step() -> dict[str, float]:
         for row in ids:
@@ -289,7 +294,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.steps):
         seconds, metrics = timed()
         times.append(seconds)
-    useful = flops(config, num_parameters(options.shape), segments)
+    useful = flops(config, num_parameters(config), segments)
     middle = statistics.median(times)
     result: dict[str, Any] = {
         "shape": options.shape,
@@ -317,16 +322,14 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def num_parameters(shape: str) -> int:
-    """Of a model of that shape, each once."""
+def num_parameters(config: Any) -> int:
+    """Of a model of that configuration, each once."""
     import torch
     from transformers import Qwen2ForCausalLM
 
-    from slipstream.trainer.shapes import shape_config
-
     make: Any = Qwen2ForCausalLM
     with torch.device("meta"):
-        return make._from_config(shape_config(shape)).num_parameters()
+        return make._from_config(config).num_parameters()
 
 
 def profile_of(step: Callable[[], Any], on_gpu: bool) -> tuple[dict[str, float], list[tuple[str, float, int]]]:

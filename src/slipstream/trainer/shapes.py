@@ -24,15 +24,15 @@ def shape_config(shape: str, **changes: Any) -> Any:
     """The Qwen2 configuration of that shape, with `changes`."""
     from transformers import Qwen2Config
 
-    return Qwen2Config(
-        vocab_size=VOCABULARY,
-        num_key_value_heads=_KV_HEADS[shape],
-        max_position_embeddings=32_768,
-        tie_word_embeddings=shape != "7b",
-        bos_token_id=None,
+    given: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": _KV_HEADS[shape],
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": shape != "7b",
+        "bos_token_id": None,
         **SHAPES[shape],
-        **changes,
-    )
+    }
+    return Qwen2Config(**given | changes)
 
 
 def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
