@@ -45,8 +45,8 @@ OURS: dict[str, dict[str, Any]] = {
     "compiled-again": {"compiled": True, "checkpointing": True},
 }
 TITAN = {"titan": True, "titan-all": False}
-PARTS = (4, 6, 8, 8, 8, 12, 16, 24, 32, 32)
-"""A row's segments, as parts of it; what is left over is one more."""
+PARTS = (8, 6, 5, 4, 3, 2, 2, 1, 1)
+"""A row's segments, in thirty-seconds of it."""
 SMALL_VOCABULARY = 1000
 WARM_UP = 2
 KINDS = (
@@ -61,8 +61,7 @@ KINDS = (
 
 def segment_lengths(tokens: int) -> list[int]:
     """The segments of one row."""
-    lengths = [tokens // part for part in PARTS]
-    return [*lengths, tokens - sum(lengths)] if sum(lengths) < tokens else lengths
+    return [tokens * part // sum(PARTS) for part in PARTS]
 
 
 def flops(config: Any, parameters: int, segments: list[int]) -> float:
@@ -396,7 +395,7 @@ def main() -> int:
     parser.add_argument("--shape", help=argparse.SUPPRESS)
     parser.add_argument("--systems", nargs="+", choices=[*OURS, *TITAN], default=["plain", "compiled", "titan"])
     parser.add_argument("--data", choices=["packed", "grpo"], default="packed")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a row")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a row; a multiple of 32")
     parser.add_argument("--rows", type=int, default=8, help="in a step, of the data `packed`")
     parser.add_argument("--prompts", type=int, default=32, help="of the data `grpo`")
     parser.add_argument("--prompt", type=int, default=128, help="its tokens")
