@@ -20,6 +20,7 @@ from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, up
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.models import Trained, build, build_objective, build_sharded, share_weights
+from slipstream.launch.peaks import note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks import RankCrew, rank_threads
 from slipstream.launch.resume import changed_settings, refuse_ended
@@ -127,6 +128,7 @@ def train(
         run = _Run(prepared, folder, progress, log, stop, make_engine)
         with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
             log.listen(sinks.put)
+            log.listen(note_peak(log))
             try:
                 return run.carry_out(resume)
             finally:
@@ -264,7 +266,7 @@ class _Run:
         """The models, in this process or over ranks."""
         config = self.config
         if config.training.ranks == 1:
-            return build(config, self._share_weights(), self._warn)
+            return build(config, self._share_weights(), self._warn, self.prepared.plan.trainer_bytes)
         self._crew = RankCrew(config, sampling, self.folder / "logs")
         self._exits.callback(self._crew.close)
         return build_sharded(config, sampling, self._crew)

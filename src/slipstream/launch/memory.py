@@ -34,14 +34,18 @@ def training_state_bytes(
     num_adapter_parameters: int | None = None,
     optimizer: OptimizerName = "adamw",
 ) -> int:
-    """Live weights and their gradients, and what the optimizer keeps; and, where there is a KL term, the frozen
-    reference. Under LoRA the frozen weights, which are the reference too, and the rest for the adapter alone."""
+    """Live weights, what the optimizer keeps, and what is there for a moment: the gradients of the layer that is in its
+    backward pass, or under `adamw_bf16` the new weights before they are written. And, where there is a KL term, the
+    frozen reference. Under LoRA the frozen weights, which are the reference too, and the rest for the adapter alone."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
         return weights + num_adapter_parameters * 2 * BYTES_OF[dtype] + kept
     kept = optimizer_bytes(optimizer, model.num_parameters, model)
-    return 2 * weights + kept + (weights if with_reference else 0)
+    # A gradient in the model's dtype becomes part of the fp32 one as soon as it is whole; a tied head has two.
+    passing = max(2 * model.vocab_size * model.hidden_size, model.num_parameters // model.num_layers) * BYTES_OF[dtype]
+    passing = weights if optimizer == "adamw_bf16" else min(passing, weights)
+    return weights + passing + kept + (weights if with_reference else 0)
 
 
 def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelFacts | None) -> int:

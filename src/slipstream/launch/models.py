@@ -72,8 +72,9 @@ def needs_reference(config: RunConfig) -> bool:
     return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
 
 
-def build(config: RunConfig, shared: SharedTensors | None, warn: Warn) -> Trained:
-    """Everything in this process. `warn` hears what could not be done as the config asks."""
+def build(config: RunConfig, shared: SharedTensors | None, warn: Warn, planned_bytes: int) -> Trained:
+    """Everything in this process. `warn` hears what could not be done as the config asks; `planned_bytes` is what the
+    trainer was planned to take."""
     from slipstream.trainer.compiled import compile_layers
     from slipstream.trainer.critic import Critic, ValueModel
     from slipstream.trainer.learner import Learner, Reference
@@ -87,6 +88,7 @@ def build(config: RunConfig, shared: SharedTensors | None, warn: Warn) -> Traine
         return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
 
     policy = learner(with_adapter(config, load_model(config, shared)))
+    policy.planned_bytes = planned_bytes
     reference = None
     if needs_reference(config):
         reference = load_model(config) if policy.model.adapter is None else policy.model.without_adapter()

@@ -58,6 +58,7 @@ from slipstream.launch.totals import (
     memory_notes,
     parameter_notes,
     rl_warnings,
+    trainer_bytes,
     training_state,
 )
 
@@ -84,6 +85,8 @@ class Plan:
     derived: tuple[Derived, ...]
     notes: tuple[Note, ...]
     warnings: tuple[str, ...]
+    trainer_bytes: int
+    """What the trainer will hold at most, without contexts and workspaces; a run tells its peak beside it."""
     teacher: TeacherRoom | None = None
     """How its engine is started, where there is a teacher of ours."""
 
@@ -128,7 +131,14 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     draft.warnings += delta_warnings(planned)
     notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
     check_memory(planned, facts)
-    return Plan(planned, tuple(draft.derived), notes, tuple(draft.warnings), planned_teacher(planned, facts))
+    return Plan(
+        planned,
+        tuple(draft.derived),
+        notes,
+        tuple(draft.warnings),
+        trainer_bytes(planned, facts),
+        planned_teacher(planned, facts),
+    )
 
 
 @dataclass

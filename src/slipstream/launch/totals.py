@@ -94,8 +94,7 @@ def activation_bytes_of(config: RunConfig, dtype: str, facts: Facts, **changes: 
 
 
 def trainer_bytes(config: RunConfig, facts: Facts) -> int:
-    """What a planned run's trainer will hold at most, without contexts and workspaces: what `slipstream plan` says and
-    the run compares with what it sees."""
+    """What a planned run's trainer will hold at most, without contexts and workspaces."""
     trainer, _ = _memory(config, facts)
     return trainer.kept + trainer.working
 

@@ -162,6 +162,8 @@ class Offloader:
             return kept
         with self._aside(kept.device) as stream:
             tensor = kept.fetch()
+        # The graph may hold on to what it was given until all of it is done.
+        kept.back = None
         if stream is not None:
             torch.cuda.current_stream(kept.device).wait_stream(stream)
             tensor.record_stream(torch.cuda.current_stream(kept.device))

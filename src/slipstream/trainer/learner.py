@@ -31,6 +31,7 @@ from slipstream.weights.files import write_model_folder
 from slipstream.weights.fingerprint import describe
 from slipstream.weights.shards import held
 
+GIB = 1 << 30
 _UNPROCESSED = records.SamplingParams(max_tokens=1)
 
 
@@ -157,13 +158,33 @@ class Reference:
         return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
 
 
-class Learner:
-    """Trains `model` with `optimizer`; `micro_batch_tokens` bounds memory and changes only rounding."""
+def memory_metrics(device: torch.device, planned_bytes: int | None) -> dict[str, float]:
+    """The most that this process had on its GPU so far, what its allocator held for it, and what was planned; nothing
+    on a CPU, where the interpreter and its libraries are most of a process."""
+    if device.type != "cuda":
+        return {}
+    peaks = {"peak": torch.cuda.max_memory_allocated(device), "held": torch.cuda.max_memory_reserved(device)}
+    if planned_bytes is not None:
+        peaks["planned"] = planned_bytes
+    return {f"memory/trainer_{name}_gib": value / GIB for name, value in peaks.items()}
 
-    def __init__(self, model: PolicyModel, optimizer: Optimizer, *, micro_batch_tokens: int = 4096) -> None:
+
+class Learner:
+    """Trains `model` with `optimizer`; `micro_batch_tokens` bounds memory and changes only rounding. `planned_bytes`:
+    what the plan expects it to take at most, to be told beside what it took."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        optimizer: Optimizer,
+        *,
+        micro_batch_tokens: int = 4096,
+        planned_bytes: int | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.micro_batch_tokens = micro_batch_tokens
+        self.planned_bytes = planned_bytes
 
     @property
     def step(self) -> int:
@@ -208,7 +229,11 @@ class Learner:
         sums = self._add_gradients(batch, objective, divisors)
         metrics = objective.summarize({key: value.cpu() for key, value in sums.values.items()}, divisors)
         counts = {"num_micro_batches": sums.num_micro_batches, "num_row_tokens": sums.num_row_tokens}
-        return {**metrics, **{name: float(count) for name, count in counts.items()}}
+        return {
+            **metrics,
+            **{name: float(count) for name, count in counts.items()},
+            **memory_metrics(self.model.device, self.planned_bytes),
+        }
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)

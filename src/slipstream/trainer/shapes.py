@@ -20,12 +20,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 _KV_HEADS = {"tiny": 2, "0.5b": 2, "1.5b": 2, "7b": 4}
 
 
+def shape_config(shape: str, **changes: Any) -> Any:
+    """The Qwen2 configuration of that shape, with `changes`."""
+    from transformers import Qwen2Config
+
+    given: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": _KV_HEADS[shape],
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": shape != "7b",
+        "bos_token_id": None,
+        **SHAPES[shape],
+    }
+    return Qwen2Config(**given | changes)
+
+
 def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
     """Write a bfloat16 model of that shape into `folder` and return it. `spread`: standard deviation of the logits, 0.6
     to 0.8 if left as transformers draws them."""
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     from slipstream.trainer.model import hide_progress_bars
     from slipstream.trainer.new_model import CHAT_TEMPLATE, DEFAULT_ALPHABET, END, PAD, START, UNKNOWN
@@ -40,16 +55,7 @@ def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
     tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=words, chat_template=CHAT_TEMPLATE, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
     )
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        num_key_value_heads=_KV_HEADS[shape],
-        max_position_embeddings=32_768,
-        tie_word_embeddings=shape != "7b",
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **SHAPES[shape],
-    )
+    config = shape_config(shape, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
