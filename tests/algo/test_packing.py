@@ -45,6 +45,7 @@ def test_rows_for_several_processes_hold_every_sequence_once_and_are_even(length
     held = [index for row in passes for part in row for index in part]
     assert sorted(held) == list(range(len(lengths)))
     longest = max(lengths, default=0)
+    assert len(passes) <= max(1, -(-len(lengths) // parts)), "nobody computes for nothing while others could"
     for row in passes:
         loads = [sum(lengths[index] for index in part) for part in row]
         assert all(load <= max_tokens or len(part) == 1 for load, part in zip(loads, row, strict=True))
