@@ -35,6 +35,8 @@ def model(tmp_path_factory):
 def make_config(model, ranks, algorithm=GRPO, dtype="float32", lora=None, **training):
     chosen = {"steps": 4, "ranks": ranks, "micro_batch_tokens": 160, "gradient_checkpointing": False}
     sections = {"lora": lora} if lora else {}
+    if algorithm["kind"] == "ppo":
+        sections["critic"] = {"learning_rate": RATE}
     return RunConfig.model_validate(
         {
             "model": {"path": str(model), "dtype": dtype},
