@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.algo.packing import pack, split
+from slipstream.algo.packing import pack, pack_evenly, split
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 60))
@@ -36,3 +36,29 @@ def test_split_is_contiguous_and_even(num_items, parts):
     ranges = split(num_items, parts)
     assert [index for part in ranges for index in part] == list(range(num_items))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60), st.integers(1, 5))
+def test_rows_for_several_processes_hold_every_sequence_once_and_are_even(lengths, max_tokens, parts):
+    passes = pack_evenly(lengths, max_tokens, parts)
+    assert all(len(row) == parts for row in passes)
+    held = [index for row in passes for part in row for index in part]
+    assert sorted(held) == list(range(len(lengths)))
+    longest = max(lengths, default=0)
+    assert len(passes) <= max(1, -(-len(lengths) // parts)), "nobody computes for nothing while others could"
+    for row in passes:
+        loads = [sum(lengths[index] for index in part) for part in row]
+        assert all(load <= max_tokens or len(part) == 1 for load, part in zip(loads, row, strict=True))
+    # The emptiest was always next: no two processes are further apart, in all, than one sequence for each pass.
+    totals = [sum(lengths[index] for row in passes for index in row[part]) for part in range(parts)]
+    assert max(totals) - min(totals) <= longest * len(passes)
+
+
+def test_four_processes_share_a_batch_evenly():
+    lengths = [100 + 7 * (number % 13) for number in range(256)]
+    passes = pack_evenly(lengths, 4096, 4)
+    for row in passes:
+        loads = [sum(lengths[index] for index in part) for part in row]
+        assert max(loads) - min(loads) < 0.01 * max(loads)
+    with pytest.raises(ValueError, match="parts is 0"):
+        pack_evenly([1], 10, 0)

@@ -320,6 +320,11 @@ class TestKnobsWithoutEffect:
                 ["--weights.bridge", "single_copy", "--inference.tensor_parallel_size", "2"],
                 "tensor_parallel_size = 2 divides the weights",
             ),
+            (MINIMAL, ["--training.ranks", "2", "--training.optimizer", "muon"], 'use "adamw" or "adamw_bf16"'),
+            (MINIMAL, ["--training.ranks", "2", "--training.optimizer", "adamw_8bit"], "in blocks of 256"),
+            (MINIMAL, ["--training.ranks", "2", "--weights.bridge", "single_copy"], "use another bridge, or one rank"),
+            (MINIMAL, ["--training.ranks", "2", "--lora.rank", "4", "--weights.bridge", "disk"], 'use "lora", or one'),
+            (MINIMAL, ["--training.rank_timeout_s", "9"], "has no effect while training.ranks is 1"),
             (
                 MINIMAL,
                 ["--weights.bridge", "single_copy", "--run.placement", "separate"],

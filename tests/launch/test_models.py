@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.config import ModelConfig, RunConfig, SFTConfig, TrainingConfig, with_values
-from slipstream.launch.models import build_learner
+from slipstream.launch.models import build
 from slipstream.trainer import layers
 from slipstream.trainer.layers import LayerOptions
 from slipstream.trainer.new_model import new_model
@@ -34,11 +34,11 @@ def test_layers_as_the_config_says_and_a_compiler_that_fails_is_told(config, wor
     torch._dynamo.reset()
     monkeypatch.setattr(layers, "COMPILER", compiler)
     heard = []
-    learner = build_learner(with_values(config, {"training.compile": True}), None, heard.append, 123)
+    learner = build(with_values(config, {"training.compile": True}), None, heard.append, 123).learner
     assert learner.planned_bytes == 123
     assert learner.model.layers == LayerOptions("selective", compiled=works)
     assert len(heard) == (0 if works else 1)
     assert all("could not be compiled" in text and "out of order" in text for text in heard)
-    plain = build_learner(config, None, heard.append, 123)
+    plain = build(config, None, heard.append, 123).learner
     assert plain.model.layers == LayerOptions("selective")
     torch._dynamo.reset()

@@ -55,7 +55,7 @@ def pack_evenly(lengths: Sequence[int], max_tokens: int, parts: int) -> list[lis
     if max_tokens < 1 or parts < 1:
         raise ValueError(f"max_tokens is {max_tokens} and parts is {parts}: use 1 or more")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    passes = max(1, -(-sum(lengths) // (max_tokens * parts)))
+    passes = max(1, -(-sum(min(length, max_tokens) for length in lengths) // (max_tokens * parts)))
     while (bins := _evenly(lengths, order, max_tokens, passes * parts)) is None:
         passes += 1
     bins.sort(key=lambda held: -sum(lengths[index] for index in held))

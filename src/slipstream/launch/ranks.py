@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from slipstream.trainer.group import RankGroup
     from slipstream.trainer.rank_part import Answer, AnyCommand
 
+_START_S = 300.0
+"""How long a rank may take to start and import what it needs, at least."""
 _GRACE_S = 5.0
 """How long to look for who has died, once somebody must have."""
 _POLL_S = 0.1
@@ -111,7 +113,7 @@ class RankCrew:
         """Meet the others; every rank then does the same: loads its share, and says when it has (`ready`)."""
         from slipstream.trainer.group import RankGroup
 
-        self._answers("start")
+        self._answers("start", max(_START_S, self._timeout_s))
         with self._blaming("meet"):
             self._group = RankGroup(self._store, 0, self._size, timeout_s=self._timeout_s)
         if self._group.device.type == "cuda":
@@ -127,7 +129,7 @@ class RankCrew:
 
     def together(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
         """Have every rank carry out its command, this one with `do`; their answers in order."""
-        doing = type(commands[0]).__name__.lower()
+        doing = commands[0].doing
         with self._blaming(doing):
             self._tell(commands[1:])
             try:
@@ -141,7 +143,7 @@ class RankCrew:
     @contextlib.contextmanager
     def meanwhile(self, command: AnyCommand) -> Generator[None]:
         """The other ranks carry out `command` while this one does its part inside."""
-        doing = type(command).__name__.lower()
+        doing = command.doing
         with self._blaming(doing):
             self._tell([command] * len(self._ranks))
             try:
@@ -157,8 +159,9 @@ class RankCrew:
             with contextlib.suppress(ChannelClosed):
                 rank.channel.send(msgspec.msgpack.encode(command), self._timeout_s)
 
-    def _answers(self, doing: str) -> list[Answer]:
-        deadline = time.monotonic() + self._timeout_s
+    def _answers(self, doing: str, timeout_s: float | None = None) -> list[Answer]:
+        longest_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + longest_s
         found: list[Answer] = []
         for rank in self._ranks:
             try:
@@ -167,8 +170,8 @@ class RankCrew:
                 raise self._failure() or RankError(f"{self._name(rank)} ended while it was to {doing}") from error
             except TimeoutError as error:
                 raise RankError(
-                    f"{self._name(rank)} did not {doing} within {self._timeout_s:g} s (training.rank_timeout_s): raise "
-                    f"it, or look at {rank.log}"
+                    f"{self._name(rank)} did not {doing} within {longest_s:g} s (training.rank_timeout_s): raise it, "
+                    f"or look at {rank.log}"
                 ) from error
             if answer.error:
                 raise self._failure({rank.number: answer}) or self._said(rank, answer)

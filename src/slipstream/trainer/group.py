@@ -8,7 +8,6 @@ float32, never averaged, since an objective's divisors are the whole step's; onl
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,12 +18,14 @@ from torch import Tensor, nn
 from slipstream.trainer.layers import decoder_layers
 from slipstream.trainer.model import PolicyModel, check_isolation
 from slipstream.trainer.optimizer import local_part
+from slipstream.weights.broadcast import environment
 from slipstream.weights.shards import Shard, rows_of
 
 _VARIABLES = {
-    # Torch would end the whole process at a deadline; here it is an error with a sentence.
+    # At a deadline torch gives up what waits, instead of ending the process: then it is an error with a sentence.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
 }
 
 
@@ -38,20 +39,21 @@ class RankGroup:
         self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
-        for name, value in _VARIABLES.items():
-            os.environ.setdefault(name, value)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         timeout = timedelta(seconds=timeout_s)
         files = distributed.FileStore(store, size)
         files.set_timeout(timeout)
-        distributed.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=files,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=self.device if on_gpu else None,
-        )
+        # NCCL itself would wait without end for somebody who never comes.
+        files.set(f"here-{rank}", b"1")
+        files.wait([f"here-{other}" for other in range(size)], timeout)
+        with environment(_VARIABLES):
+            distributed.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=files,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=self.device if on_gpu else None,
+            )
         self.mesh: Any = torch.distributed.device_mesh.init_device_mesh(self.device.type, (size,))
 
     def leave(self) -> None:

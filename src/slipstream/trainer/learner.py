@@ -228,12 +228,8 @@ class Learner:
         divisors = objective.counts(batch)
         sums = self._add_gradients(batch, objective, divisors)
         metrics = objective.summarize({key: value.cpu() for key, value in sums.values.items()}, divisors)
-        counts = {"num_micro_batches": sums.num_micro_batches, "num_row_tokens": sums.num_row_tokens}
-        return {
-            **metrics,
-            **{name: float(count) for name, count in counts.items()},
-            **memory_metrics(self.model.device, self.planned_bytes),
-        }
+        counts = {"num_micro_batches": float(sums.num_micro_batches), "num_row_tokens": float(sums.num_row_tokens)}
+        return {**metrics, **counts, **memory_metrics(self.model.device, self.planned_bytes)}
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)

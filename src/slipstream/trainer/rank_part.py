@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -108,12 +109,15 @@ def share_of(batch: StepBatch, rows: Sequence[Row]) -> tuple[Share, list[int]]:
 class Command(msgspec.Struct, frozen=True, tag=True):
     """Something for every rank to do. `part`: with which model."""
 
+    doing: ClassVar[str] = ""
+    """For a sentence: what a rank did not do."""
     part: str
 
 
 class Score(Command, frozen=True):
     """Say how likely the share's tokens are under `sampling`; without it, the critic's values."""
 
+    doing = "score tokens"
     share: Share
     sampling: records.SamplingParams | None
 
@@ -121,6 +125,7 @@ class Score(Command, frozen=True):
 class Backward(Command, frozen=True):
     """Add the gradients of the share."""
 
+    doing = "compute gradients"
     share: Share
     divisors: dict[str, float]
 
@@ -128,34 +133,41 @@ class Backward(Command, frozen=True):
 class Prepare(Command, frozen=True):
     """Make the update."""
 
+    doing = "make an update"
     learning_rate: float
 
 
 class Commit(Command, frozen=True):
     """Write it to the live weights."""
 
+    doing = "write an update"
+
 
 class Gather(Command, frozen=True):
     """Bring the weights together in rank 0: `model`, `base` or `adapter`."""
 
+    doing = "bring the weights together"
     what: str
 
 
 class Describe(Command, frozen=True):
     """The share of each fingerprint, of the same."""
 
+    doing = "prove the weights"
     what: str
 
 
 class Save(Command, frozen=True):
     """Write this rank's resume state into `folder`, which is there."""
 
+    doing = "save its state"
     folder: str
 
 
 class Load(Command, frozen=True):
     """Take over the resume state in `folder`, of however many ranks."""
 
+    doing = "load its state"
     folder: str
 
 

@@ -145,7 +145,9 @@ class ShardedLearner(Learner):
         self._all([Commit(self._name)])
 
     def named_weights(self) -> NamedWeights:
-        """See the base; gathered by whoever goes through them."""
+        """See the base; gathered by whoever goes through them. An adapter is not merged into them: the config's checks
+        let nobody ask for that."""
+        assert self.model.adapter is None
         return self._weights("model")
 
     def base_weights(self) -> NamedWeights:

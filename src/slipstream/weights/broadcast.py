@@ -92,7 +92,7 @@ class Group:
             store.wait([f"here-{other}" for other in range(size)], timeout)
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            with _environment(_NO_WATCHDOG):
+            with environment(_NO_WATCHDOG):
                 self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
             return
         if not distributed.is_gloo_available():
@@ -192,7 +192,7 @@ class Group:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Generator[None]:
+def environment(values: Mapping[str, str]) -> Generator[None]:
     """These variables, for as long as something reads them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -1,0 +1,176 @@
+"""The learner on one, two and four ranks: tokens a second and memory, on GPUs (NCCL) or on a CPU (gloo).
+
+    python benchmarks/ranks.py [--shape 1.5b] [--ranks 1 2 4] [--sequences 32] [--tokens 2048] [--row 16384] [--steps 8]
+                               [--optimizer adamw|adamw_bf16] [--lora RANK] [--set KEY=VALUE ...]
+
+Each case is a process of its own that trains by SFT on random tokens, with the random weights of a Qwen2 of the named
+shape: `--sequences` of `--tokens` for every rank, so that the work grows with the ranks (weak scaling), in rows of
+`--row` tokens. A step is a forward and backward pass over all of it, the update and its commit; the first two are not
+counted. Prints a Markdown table: median and range of the seconds a step, tokens a second, what part that is of so many
+times the first case, and the most memory that rank 0 had. On a GPU the exit code is 1 when four ranks are below 92 % of
+four times one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WARM_UP = 2
+TARGET = 0.92
+
+
+def make_config(options: argparse.Namespace, model: Path, ranks: int) -> Any:
+    """The run, as far as the learner sees it."""
+    from slipstream.config import RunConfig
+
+    training: dict[str, Any] = {
+        "steps": 1,
+        "ranks": ranks,
+        "micro_batch_tokens": options.row,
+        "optimizer": options.optimizer,
+        "gradient_checkpointing": options.checkpointing,
+    }
+    for setting in options.set:
+        key, _, value = setting.partition("=")
+        training[key] = json.loads(value)
+    sections: dict[str, Any] = {"lora": {"rank": options.lora}} if options.lora else {}
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "bfloat16"},
+            "data": {"path": "none"},
+            "algorithm": {"kind": "sft"},
+            "training": training,
+            "evaluation": None,
+            "run": {"threads": options.threads},
+            **sections,
+        }
+    )
+
+
+def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, Any]:
+    """One case, in this process and its ranks."""
+    import torch
+
+    from slipstream.launch.models import build, build_objective, build_sharded
+    from slipstream.launch.ranks import RankCrew
+    from slipstream.records import SamplingParams, Sequence
+    from slipstream.trainer.batching import StepBatch
+
+    config, sampling = make_config(options, model, ranks), SamplingParams(max_tokens=1)
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    length = options.tokens
+    sequences = [
+        Sequence([draw.randrange(100, 100_000) for _ in range(length)], [False] + [True] * (length - 1))
+        for _ in range(options.sequences * ranks)
+    ]
+    batch, objective = StepBatch(sequences), build_objective(config, sampling)
+    crew = RankCrew(config, sampling, model.parent / f"logs-{ranks}") if ranks > 1 else None
+    on_gpu = torch.cuda.is_available()
+    try:
+        begun = time.monotonic()
+        learner = (build(config, None) if crew is None else build_sharded(config, sampling, crew)).learner
+        loaded_s = time.monotonic() - begun
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds: list[float] = []
+        metrics: dict[str, float] = {}
+        for _ in range(WARM_UP + options.steps):
+            begun = time.monotonic()
+            metrics = learner.forward_backward(batch, objective)
+            learner.optim_prepare(1e-6)
+            learner.optim_commit()
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.monotonic() - begun)
+        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    finally:
+        if crew is not None:
+            crew.close()
+    counted = seconds[WARM_UP:]
+    return {
+        "ranks": ranks,
+        "seconds": [statistics.median(counted), min(counted), max(counted)],
+        "tokens_per_s": len(sequences) * length / statistics.median(counted),
+        "peak_gib": peak / 2**30,
+        "loaded_s": loaded_s,
+        "loss": metrics["loss"],
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "| ranks | s a step | tokens/s | of ranks x the first | peak GiB of rank 0 | s to load |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        median, low, high = result["seconds"]
+        lines.append(
+            f"| {result['ranks']} | {median:.3f} ({low:.3f} to {high:.3f}) | {result['tokens_per_s']:,.0f} | "
+            f"{100 * part_of_first(results, result):.1f} % | {result['peak_gib']:.1f} | {result['loaded_s']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def part_of_first(results: list[dict[str, Any]], result: dict[str, Any]) -> float:
+    """Tokens a second, as a part of so many times the first case's."""
+    first = results[0]
+    return result["tokens_per_s"] / first["tokens_per_s"] * first["ranks"] / result["ranks"]
+
+
+def main() -> int:
+    """Measure all cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.5b", help="tiny, 0.5b, 1.5b or 7b")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--row", type=int, default=16_384)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--lora", type=int)
+    parser.add_argument("--threads", type=int, default=8, help="of all ranks together")
+    parser.add_argument("--set", action="append", default=[], help="further settings of [training]: KEY=JSON")
+    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help="a folder that a former call has left")
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(measure(options, options.model, options.case)))
+        return 0
+    from slipstream.trainer.shapes import shaped_model
+
+    with tempfile.TemporaryDirectory() as scratch:
+        model = options.model or Path(scratch) / "model"
+        if not model.exists():
+            shaped_model(model, options.shape)
+        results: list[dict[str, Any]] = []
+        for ranks in options.ranks:
+            arguments = [*sys.argv[1:], "--model", str(model), "--case", str(ranks)]
+            done = subprocess.run(
+                [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, timeout=options.timeout, check=False
+            )
+            if done.returncode != 0:
+                for log in sorted(model.parent.glob(f"logs-{ranks}/*")):
+                    print(f"{log}:\n{log.read_text()[-4000:]}", file=sys.stderr)
+                return 1
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    print(table(results))
+    on_gpu = results[0]["peak_gib"] > 0
+    return int(on_gpu and any(part_of_first(results, r) < TARGET for r in results if r["ranks"] == 4))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

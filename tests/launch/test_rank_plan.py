@@ -1,0 +1,63 @@
+"""Several trainer processes in the plan: whose cards, how much memory, and what is said where they do not fit."""
+
+import pytest
+
+from slipstream.launch.engines import engine_gpus
+from slipstream.launch.memory import GIB
+
+from .test_plan import GENERATED, LARGE, SFT, SFT_DATA, plan, refusal
+
+FOUR = {"num_gpus": 4, "gpu_memory_bytes": 80 * GIB, **LARGE}
+THREE = GENERATED | {"training.ranks": 3}
+
+
+def memory_of(made, who):
+    return next(note for note in made.notes if note.name == f"memory of the {who}")
+
+
+def test_the_engine_has_the_cards_after_the_ranks():
+    made = plan(THREE, **FOUR)
+    assert (made.config.run.placement, made.config.weights.bridge) == ("separate", "broadcast")
+    assert engine_gpus(made.config, None) == ("3",)
+    assert engine_gpus(made.config, "4, 5, 6, 7") == ("7",)
+    assert not any("not used" in text for text in made.warnings)
+    two = plan(GENERATED | {"training.ranks": 2, "inference.options": {"tensor_parallel_size": 2}}, **FOUR)
+    assert engine_gpus(two.config, None) == ("2", "3")
+    spare = plan(GENERATED | {"training.ranks": 2}, **FOUR)
+    assert "1 of 4 GPUs are not used: the trainer uses 2 (training.ranks)" in spare.warnings
+
+
+def test_a_rank_keeps_a_part_of_the_state():
+    one, three = (memory_of(plan(values, **FOUR), "trainer").how for values in (GENERATED, THREE))
+    assert "of each of 3 ranks" in three
+    assert "ranks" not in one
+    kept = [float(how.partition("gradients ")[2].partition(" ")[0]) for how in (one, three)]
+    # Embedding, head and two layers are gathered beside it.
+    assert kept[0] / 3 < kept[1] < kept[0] / 2
+
+
+def test_too_few_cards():
+    assert "training.ranks = 4 needs 5 GPUs, one for each and 1 for the engine, and there are 4: lower it" in refusal(
+        GENERATED | {"training.ranks": 4}, **FOUR
+    )
+    assert 'leave run.placement = "shared" to one rank' in refusal(THREE | {"run.placement": "shared"}, **FOUR)
+    config = SFT.model_copy(update={"evaluation": None})
+    made = plan({"training.ranks": 4}, config, max_sequence_tokens=90, **FOUR)
+    assert not any("not used" in text for text in made.warnings)
+    assert "needs 5 GPUs" in refusal({"training.ranks": 5}, config, max_sequence_tokens=90, **FOUR)
+
+
+def test_on_a_cpu_they_share_cores_and_memory():
+    one, two, three = (plan({"training.ranks": ranks}) for ranks in (1, 2, 3))
+    assert (two.config.run.placement, two.config.weights.bridge) == ("shared", "disk")
+    assert two.config.training.micro_batch_tokens <= one.config.training.micro_batch_tokens
+    assert memory_of(two, "trainer").value >= memory_of(one, "trainer").value
+    assert memory_of(two, "trainer").how.endswith("of all 2 ranks")
+    assert two.warnings == ()
+    assert three.warnings == ("training.ranks = 3 processes share 2 cores: lower it",)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_data_is_planned_as_for_one(ranks):
+    made = plan({"training.ranks": ranks}, SFT, max_sequence_tokens=SFT_DATA.max_sequence_tokens)
+    assert made.config.training.micro_batch_tokens >= SFT_DATA.max_sequence_tokens

@@ -1,0 +1,129 @@
+"""Runs of several trainer processes through the real command: resumed by other numbers of them, ended in every way, and
+with real vLLM, which takes their weights and proves them."""
+
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.weights.adapter import read_adapter_tensors
+from slipstream.weights.fingerprint import describe, digest
+
+from .test_real_runs import COIN, ENDLESS, check_interrupted, check_run, num_steps, sft_file
+
+
+def ranks(number, **settings):
+    """On the command line."""
+    chosen = {"training.ranks": number, "run.threads": 2, **settings}
+    return [part for key, value in chosen.items() for part in (f"--{key}", str(value))]
+
+
+def rank_processes(run):
+    found = []
+    for child in run.children().values():
+        try:
+            if "slipstream.launch.rank" in child.cmdline():
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+def rendezvous_folders():
+    return set(Path(tempfile.gettempdir()).glob("slipstream-ranks-*"))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(command, run_file, tmp_path):
+    file = sft_file(run_file)
+    every = ("--run.checkpoint_every", "2", "--training.steps")
+    assert command("sft", file, *every, "6", *ranks(1), "--run.folder", tmp_path / "one").wait()[0] == 0
+    for number, steps in ((2, 2), (4, 4), (1, 6)):
+        again = ("--resume",) if steps > 2 else ()
+        code, _, err = command(
+            "sft", file, *again, *every, steps, *ranks(number), "--run.folder", tmp_path / "several"
+        ).wait()
+        assert code == 0, err
+    rows = [read_metrics(tmp_path / folder) for folder in ("one", "several")]
+    assert [row["step"] for row in rows[1]] == [row["step"] for row in rows[0]]
+    for one, several in zip(*rows, strict=True):
+        assert several["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4)
+    changed = [event["changed"] for event in read_events(tmp_path / "several") if event["kind"] == "start"]
+    assert "training.ranks was 2 and is 4" in changed[1]
+    shards = tmp_path / "several/checkpoints/step-000004/state"
+    assert len(list(shards.glob("shard-*.safetensors"))) == 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_run(command, run_file, tmp_path):
+    folder, before = tmp_path / "run", rendezvous_folders()
+    run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 2)
+    (rank,) = rank_processes(run)
+    rank.send_signal(signal.SIGKILL)
+    code, _, err = run.wait(60)
+    report = read_exit(folder)
+    assert (code, report.exit_code, report.error) == (8, 8, "RankError")
+    assert "error: trainer process 1 (of 0 to 1) was killed (SIGKILL): continue with --resume" in err
+    assert run.left_behind() == []
+    assert rendezvous_folders() <= before
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_no_rank(command, run_file, tmp_path):
+    folder, before = tmp_path / "run", rendezvous_folders()
+    run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 2)
+    assert len(rank_processes(run)) == 1
+    run.process.kill()
+    run.process.wait(10)
+    assert run.left_behind() == []
+    deadline = time.monotonic() + 5
+    while not rendezvous_folders() <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_checkpoint_and_no_rank(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 2)
+    run.process.send_signal(signal.SIGINT)
+    check_interrupted(run, folder)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("bridge", ["broadcast", "disk"])
+def test_vllm_takes_the_weights_of_two_ranks(bridge, command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    options = ("--weights.bridge", bridge, "--algorithm.kl_coef", "0.01", "--run.folder", folder)
+    code, _, err = command("train", run_file, *COIN, *ranks(2), *options).wait(400)
+    assert code == 0, err
+    check_run(folder, steps=3)
+    assert "train/grad_norm" in read_metrics(folder)[-1]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_adapter_over_two_ranks(command, run_file, model, tmp_path):
+    folder = tmp_path / "run"
+    lora = ("--lora.rank", "4", "--training.learning_rate", "1e-2", "--run.folder", folder)
+    code, _, err = command("train", run_file, *COIN, *ranks(2), *lora).wait(400)
+    assert code == 0, err
+    events = read_events(folder)
+    applied = [event["digest"] for event in events if event["kind"] == "apply"]
+    assert len(set(applied)) == 4
+    assert applied == [event["digest"] for event in events if event["kind"] == "publish"]
+    weights = folder / "checkpoints/step-000003/weights"
+    proof = [event["digest"] for event in events if event["kind"] == "checkpoint"]
+    assert digest(describe(read_adapter_tensors(weights).items())) == proof[-1]
+    base = AutoModelForCausalLM.from_pretrained(model)
+    assert PeftModel.from_pretrained(base, weights).peft_config["default"].r == 4

@@ -1,0 +1,91 @@
+"""A step dealt to several processes: what they add up to is what one of them finds."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream import records
+from slipstream.config.schema import RLConfig
+from slipstream.trainer.batching import StepBatch, ValueTargets, even_rows, micro_batches_of
+from slipstream.trainer.learner import add_gradients, predictions
+from slipstream.trainer.objectives import PolicyObjective
+from slipstream.trainer.rank_part import Packed, share_of
+
+SAMPLING = records.SamplingParams(max_tokens=32, temperature=0.9)
+OBJECTIVE = PolicyObjective(RLConfig(kl_coef=0.1), SAMPLING)
+
+
+def make_groups(seed, prompts, size):
+    """Groups of completions of a prompt, some empty; with everything that a policy gradient may need."""
+    rng = random.Random(seed)
+    sequences = []
+    for _ in range(prompts):
+        prompt = [rng.randrange(1, 90) for _ in range(rng.randint(1, 20))]
+        for _ in range(size):
+            length = rng.choice((0, 1, 3, 11, 25))
+            ids = prompt + [rng.randrange(1, 90) for _ in range(length)]
+            mask = [False] * len(prompt) + [True] * length
+            sequences.append(records.Sequence(ids, mask, [-3.0 * trained for trained in mask]))
+    counts = [sequence.num_trainable for sequence in sequences]
+    batch = StepBatch(sequences, [rng.gauss(0, 1) for _ in sequences])
+    batch.old_logprobs = [torch.full((count,), -4.5) + 0.1 * torch.rand(count) for count in counts]
+    batch.reference_logprobs = [values - 0.2 for values in batch.old_logprobs]
+    batch.value_targets = [ValueTargets(torch.rand(count), torch.rand(count)) for count in counts]
+    return batch
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 1000), prompts=st.integers(1, 4), size=st.integers(1, 4), data=st.data())
+def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, data):
+    learner = session_learner
+    batch = make_groups(seed, prompts, size)
+    if not batch.num_tokens:
+        return
+    ranks, tokens = data.draw(st.integers(1, 5)), data.draw(st.sampled_from((20, 60, 4000)))
+    learner.optimizer.discard_gradients()
+    learner.forward_backward(batch, OBJECTIVE)
+    expected = gradients(learner)
+    learner.optimizer.discard_gradients()
+    passes = even_rows(batch, tokens, ranks)
+    divisors = OBJECTIVE.counts(batch)
+    seen = []
+    for rank in range(ranks):
+        share, chosen = share_of(batch, [row[rank] for row in passes])
+        assert len(share.rows) == len(passes)
+        seen += chosen
+        own = share.batch()
+        rows = list(micro_batches_of(own, share.rows))
+        assert all(row is None or len(row.token_ids_T) <= tokens or len(row.sequences) == 1 for row in rows)
+        add_gradients(learner.model, rows, OBJECTIVE, divisors)
+        found = predictions(learner.model, rows, SAMPLING)
+        whole = learner.forward(batch.sequences, SAMPLING).logprobs
+        for place, index in enumerate(chosen):
+            torch.testing.assert_close(found[place][0], whole[index], atol=1e-5, rtol=1e-5)
+    assert sorted(seen) == [index for index, sequence in enumerate(batch.sequences) if sequence.num_trainable]
+    for name, gradient in gradients(learner).items():
+        difference = (gradient - expected[name]).norm() / max(1e-9, expected[name].norm())
+        assert difference < 1e-5, name
+
+
+def gradients(learner):
+    return {name: master.grad.clone() for name, master in learner.optimizer.masters().items()}
+
+
+@pytest.fixture(scope="module")
+def session_learner(model_folder):
+    from slipstream.trainer.learner import Learner
+    from slipstream.trainer.model import PolicyModel
+    from slipstream.trainer.optimizer import MasterAdamW
+
+    model = PolicyModel.load(model_folder)
+    return Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=512)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor(2.5), torch.arange(6).reshape(2, 3), torch.rand(3, 1)])
+def test_a_packed_tensor_comes_out_as_it_was(tensor):
+    again = Packed.of(tensor).tensor()
+    assert again.dtype == tensor.dtype
+    assert torch.equal(again, tensor)
