@@ -189,7 +189,7 @@ class Two(Pair):
 
 
 class Asking:
-    """Somebody who always has eight requests at the engines, as a run has, until `stop`."""
+    """Eight who ask the engines all the time, as a run does, until `stop`."""
 
     def __init__(self, two: Two) -> None:
         self._two = two
@@ -210,7 +210,9 @@ class Asking:
             request = GenerateRequest(
                 f"{number}-{place}", PROMPTS[place], SamplingParams(max_tokens=64), number, 60, f"group {number // 4}"
             )
-            self.answered.append((time.monotonic(), await self._two.engine.generate(request)))
+            completion = await self._two.engine.generate(request)
+            self.answered.append((time.monotonic(), completion))
+            await asyncio.sleep(0.1)
 
     def stop(self) -> list[Completion]:
         """All answers, each asked once; raises what a request raised."""

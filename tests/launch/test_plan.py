@@ -30,6 +30,8 @@ from slipstream.config.keys import leaves
 from slipstream.config.recipes import RECIPES
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
+from slipstream.launch.cards import num_cards, place, replicas_beside
+from slipstream.launch.engines import engine_gpus
 from slipstream.launch.measured import AdapterFacts
 from slipstream.launch.memory import (
     GIB,
@@ -348,6 +350,31 @@ class TestGPU:
         message = refusal(values, num_gpus=1, gpu_memory_bytes=80 * GIB, **LARGE)
         assert "tensor_parallel_size = 2 needs as many GPUs, and there are 1" in message
 
+    def test_several_engines(self):
+        four = {"num_gpus": 4, "gpu_memory_bytes": 80 * GIB, **LARGE}
+        made = plan(GENERATED, **four)
+        assert (made.config.run.placement, made.config.weights.bridge) == ("separate", "broadcast")
+        assert (made.config.inference.replicas, made.config.inference.max_num_seqs) == (3, 167)  # 500 / 3
+        assert not any("not used" in warning for warning in made.warnings)
+        few = plan(GENERATED | {"training.prompts_per_batch": 2}, **four)
+        assert few.config.inference.replicas == 2
+        assert "1 of 4 GPUs are not used" in few.warnings[0]
+        divided = plan(GENERATED | {"inference.tensor_parallel_size": 2}, **four | {"num_gpus": 5})
+        assert divided.config.inference.replicas == 2
+        engine = next(note for note in divided.notes if note.name == "memory of the engine")
+        assert "on each of its cards" in engine.how
+        assert plan(GENERATED | {"weights.bridge": "single_copy"}, **four).config.inference.replicas == 1
+        both = GENERATED | {"inference.replicas": 2, "run.placement": "separate"}
+        assert "needs 3 GPUs" in refusal(both, **four | {"num_gpus": 2})
+        assert "needs as many GPUs, and there are 1" in refusal(
+            GENERATED | {"inference.replicas": 2}, **four | {"num_gpus": 1}
+        )
+        message = refusal(GENERATED | {"inference.tensor_parallel_size": 8}, **four | {"num_gpus": 9})
+        assert "does not divide the model's 12 attention heads" in message
+        assert "keeps the weights 2 times" in refusal_of_file(
+            {"inference.replicas": 2, "weights.bridge": "single_copy"}
+        )
+
     def test_what_cannot_be(self):
         alone = {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB, **LARGE}
         assert "needs 2 GPUs" in refusal(GENERATED | {"run.placement": "separate"}, **alone)
@@ -359,6 +386,32 @@ class TestGPU:
 
 def refusal_of_file(values):
     return " ".join(sentence for _, sentence in contradictions(with_values(GRPO, values)))
+
+
+def test_several_engines_on_a_cpu():
+    one, two = plan(), plan({"inference.replicas": 2})
+    assert (one.config.inference.max_num_seqs, two.config.inference.max_num_seqs) == (256, 250)
+    assert any("shared out to 2 engines" in item.reason for item in two.derived)
+    note = next(note for note in two.notes if note.name == "memory of the engine")
+    assert "2 processes together" in note.how
+    small = {"num_layers": 40, "num_kv_heads": 32, "memory_bytes": 4 * GIB}
+    one, two = plan(**small), plan({"inference.replicas": 2}, **small)
+    assert two.config.inference.max_num_seqs <= one.config.inference.max_num_seqs / 2
+    assert two.config.inference.kv_cache_gib <= one.config.inference.kv_cache_gib / 2 + 0.0625
+
+
+def test_the_first_cards_are_the_trainers():
+    four = place(ranks=2, replicas=2, separate=True)
+    assert (four.trainer, four.engines) == ((0, 1), ((2,), (3,)))
+    divided = place(replicas=2, tensor_parallel_size=2, separate=True)
+    assert (divided.engines, num_cards(divided)) == (((1, 2), (3, 4)), 5)
+    together = place(replicas=2, separate=False)
+    assert (together.trainer, together.engines, num_cards(together)) == ((0,), ((0,), (1,)), 2)
+    assert replicas_beside(8, ranks=2, tensor_parallel_size=2) == 3
+    assert replicas_beside(1) == 0
+    config = with_values(GRPO, {"inference.replicas": 2, "run.placement": "separate"})
+    assert [engine_gpus(config, visible, 1) for visible in (None, "4, 5,7")] == [("2",), ("7",)]
+    assert engine_gpus(with_values(GRPO, {"inference.replicas": 1}), None) == ()
 
 
 class TestMicroBatch:

@@ -49,6 +49,20 @@ def report(tmp_path, *folders):
     return text, Words(text)
 
 
+def test_several_engines_are_told_apart(write, tmp_path):
+    folder = write("one")
+    with (folder / "metrics.jsonl").open() as file:
+        rows = [json.loads(line) for line in file]
+    for row in rows:
+        row |= {"replica_0/requests": 600.0, "replica_0/tokens_per_s": 1234.0, "replica_0/restarts": 0.0}
+        row |= {"replica_1/requests": 0.0, "replica_1/restarts": 2.0, "replica_x/requests": 1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, _ = report(tmp_path, folder)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", text[text.index("What each engine did") :])[:8]
+    assert cells[:3] == [f"{600 * len(rows):,}", "1,234", "0"]
+    assert cells[3:6] == ["0", "0", "2"]
+
+
 def test_a_finished_run_is_told_whole(write, tmp_path):
     text, page = report(tmp_path, write("one"))
     for words in ("one", "finished", "reasoning_gym/spell_backward", "+60.0", "of 6", "0.6"):

@@ -45,6 +45,7 @@ def bench_sync(
             help="One GPU for both, or the first for the trainer and the second for the engine; no matter on CPUs."
         ),
     ] = "auto",
+    replicas: Annotated[int, Parameter(help="Engines that are updated together; not with single_copy.")] = 1,
     changed: Annotated[
         float, Parameter(help="Part of the weights that an update changes; 0.02 at most for deltas.")
     ] = 1.0,
@@ -65,6 +66,7 @@ def bench_sync(
     for name, value, good in (
         ("--updates", updates, updates >= 1),
         ("--streams", streams, streams >= 1),
+        ("--replicas", replicas, replicas >= 1),
         ("--changed", changed, 0 < changed <= 1),
         ("--rank", rank, rank >= 1),
     ):
@@ -81,7 +83,7 @@ def bench_sync(
         if model in SHAPES:
             print(f"making a model of shape {model}", file=sys.stderr)
             folder = str(shaped_model(Path(temporary) / "model", model))
-        options = SyncOptions(folder, updates, streams, placement, changed, rank, scratch=scratch)
+        options = SyncOptions(folder, updates, streams, placement, replicas, changed, rank, scratch=scratch)
         if len(bridges) == 1:
             found = [dataclasses.asdict(measure_sync(bridges[0], options))]
             failures: list[str] = []
@@ -104,7 +106,7 @@ def _each_apart(bridges: Sequence[Bridge], options: Any) -> tuple[list[dict[str,
     for name in bridges:
         print(f"measuring {name}", file=sys.stderr)
         command = [sys.executable, "-m", "slipstream.cli", "bench", "sync", "--json", "--bridges", name]
-        for key in ("model", "updates", "streams", "placement", "changed", "rank"):
+        for key in ("model", "updates", "streams", "placement", "replicas", "changed", "rank"):
             command += [f"--{key}", str(getattr(options, key))]
         if options.scratch is not None:
             command += ["--scratch", str(options.scratch)]

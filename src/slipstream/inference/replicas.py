@@ -123,7 +123,7 @@ class EngineReplicas:
     """Engines with the same weights behind the face of one. All methods belong to one event loop, but for `kill`."""
 
     def __init__(self, engines: Sequence[Member], *, num_places: int, on_event: Callable[..., None]) -> None:
-        """`num_places`: how many requests an engine computes at once (`inference.max_num_seqs`)."""
+        """`num_places`: how many requests an engine has when its group's next one goes to another that has fewer."""
         self._replicas = [_Replica(number, engine) for number, engine in enumerate(engines)]
         self._num_places = num_places
         self._on_event = on_event

@@ -169,4 +169,6 @@ def create_engine(
             first_rank=settings.first_rank + number * settings.tensor_parallel_size,
         )
         engines.append(create(own, f"engine-{number}.log", functools.partial(on_event, replica=number)))
-    return EngineReplicas(engines, num_places=settings.max_num_seqs, on_event=on_event)
+    num_sequences = config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1)
+    fair = min(settings.max_num_seqs, -(-num_sequences // len(engines)))
+    return EngineReplicas(engines, num_places=fair, on_event=on_event)

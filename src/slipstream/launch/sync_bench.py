@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from slipstream.config import LoraConfig, RunConfig, with_values
-from slipstream.config.checks import publishes_adapter
+from slipstream.config.checks import engine_workers, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
+from slipstream.launch.cards import num_cards, place
 from slipstream.launch.deployable import engine_config, find_deployable
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_settings
 from slipstream.launch.facts import adapter_config, measure_adapter, measure_gpus, read_model
@@ -60,6 +61,8 @@ class SyncOptions:
     streams: int = 4
     """Generations that go on meanwhile."""
     placement: Literal["auto", "shared", "separate"] = "auto"
+    replicas: int = 1
+    """Engines that are updated together."""
     changed: float = 1.0
     """Part of the elements that each update changes; see DELTA_CHANGED."""
     rank: int = 16
@@ -118,7 +121,7 @@ class SyncFigures:
     """From the last token before to the first one after; None where nothing was being generated."""
     update: Spread
     raw_s: float | None
-    """The same bytes by the collective alone."""
+    """The same bytes by the collective alone; None of other bridges, and of several engines."""
     raw_share: float | None
     """Part of the raw bandwidth that the transfer reached."""
     trainer: Memory
@@ -146,6 +149,11 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
         placement = "separate" if num_gpus > 1 and name != "single_copy" else "shared"
     if placement == "separate" and num_gpus < 2:
         raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
+    needed = num_cards(place(replicas=options.replicas, separate=placement == "separate"))
+    if 0 < num_gpus < needed:
+        raise ConfigError(f"--replicas {options.replicas} needs {needed} GPUs, and there are {num_gpus}: use fewer")
+    if options.replicas > 1 and name == "single_copy":
+        raise ConfigError("single_copy shares one engine's memory with the trainer: use --replicas 1")
     if placement == "separate" and name == "single_copy":
         raise ConfigError("single_copy has trainer and engine on one card: use --placement shared")
     deployable = find_deployable(options.model)
@@ -168,6 +176,7 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
         "weights.delta": bool(delta),
         "weights.apply_timeout_s": options.timeout_s,
         "run.placement": placement,
+        "inference.replicas": options.replicas,
     }
     config = with_values(config, values)
     if name != "lora":
@@ -238,6 +247,7 @@ def _bridge(
         source=model.folder,
         engine=engine,
         timeout_s=config.weights.apply_timeout_s,
+        num_workers=engine_workers(config),
         between_gpus=_between_gpus(config, model),
         held=(lambda: thread.call(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
     )
@@ -428,7 +438,7 @@ class _Bench:
         transfer = _spread([report.transfer_s for report in reports])
         num_bytes, raw_s = reports[-1].num_bytes, None
         on_gpu = self._model.device.type == "cuda"
-        if self._bridge.name == "broadcast":
+        if self._bridge.name == "broadcast" and self._options.replicas == 1:
             from slipstream.weights.raw import raw_broadcast_s
 
             backend = "nccl" if _between_gpus(self._config, self._model) else "gloo"

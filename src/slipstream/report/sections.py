@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.report.headline import Accuracy, Headline, headline, identity, setting
@@ -19,6 +21,7 @@ _STATE_WORDS = {
     "killed": "killed: it left no exit report",
     "damaged": "damaged: parts of its folder cannot be read",
 }
+_REPLICA = re.compile(r"replica_(\d{1,4})/")
 _MAX_WARNINGS = 50
 _MAX_VERSIONS = 400
 
@@ -126,7 +129,32 @@ def ending(record: RunRecord) -> Html:
         if report.traceback:
             parts.append(details("Traceback", h("pre", report.traceback)))
     parts.append(_warnings(record.events))
+    parts.append(_replicas(record.rows))
     return join(*parts)
+
+
+def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
+    """What each of several engines did, from `replica_<number>/...`; nothing where there was one."""
+    found = {match[1] for row in metrics for name in row if (match := _REPLICA.match(name))}
+    numbers = sorted(map(int, found))
+    if not numbers:
+        return None
+
+    def values(number: int, name: str) -> list[float]:
+        found = (row.get(f"replica_{number}/{name}") for row in metrics)
+        return [value for value in found if value is not None]
+
+    rows: list[list[Child]] = [
+        [
+            str(replica),
+            f"{sum(values(replica, 'requests')):,.0f}",
+            f"{statistics.median(values(replica, 'tokens_per_s') or [0.0]):,.0f}",
+            f"{max(values(replica, 'restarts'), default=0):.0f}",
+        ]
+        for replica in numbers
+    ]
+    head = ["engine", "requests answered", "tokens a second while it had any, median of the steps", "restarts"]
+    return join(h("h3", "Engines"), table(head, rows, caption="What each engine did"))
 
 
 def _warnings(events: Sequence[dict[str, Any]]) -> Html:
