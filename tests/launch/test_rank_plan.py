@@ -21,9 +21,13 @@ def test_the_engine_has_the_cards_after_the_ranks():
     assert engine_gpus(made.config, None) == ("3",)
     assert engine_gpus(made.config, "4, 5, 6, 7") == ("7",)
     assert not any("not used" in text for text in made.warnings)
-    two = plan(GENERATED | {"training.ranks": 2, "inference.options": {"tensor_parallel_size": 2}}, **FOUR)
+    two = plan(GENERATED | {"training.ranks": 2, "inference.tensor_parallel_size": 2}, **FOUR)
     assert engine_gpus(two.config, None) == ("2", "3")
-    spare = plan(GENERATED | {"training.ranks": 2}, **FOUR)
+    both = plan(GENERATED | {"training.ranks": 2}, **FOUR)
+    assert both.config.inference.replicas == 2
+    assert [engine_gpus(both.config, None, replica) for replica in (0, 1)] == [("2",), ("3",)]
+    assert not any("not used" in text for text in both.warnings)
+    spare = plan(GENERATED | {"training.ranks": 2, "inference.replicas": 1}, **FOUR)
     assert "1 of 4 GPUs are not used: the trainer uses 2 (training.ranks)" in spare.warnings
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from slipstream.config.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
+from slipstream.config.traits import bridge_of, num_replicas, shares_weights, uses_critic, uses_engine
 
 OPTIONS_WITH_OWN_KEY = {
     "model": "model.path",
@@ -41,59 +42,6 @@ OPTIONS_FIXED = {
 """vLLM's engine arguments that nobody else may set, and why."""
 
 
-def uses_engine(config: RunConfig) -> bool:
-    """Whether the run generates anything at all."""
-    return isinstance(config.algorithm, RLConfig) or config.evaluation is not None
-
-
-def publishes_adapter(config: RunConfig) -> bool:
-    """Whether a version is an adapter alone, which the engine loads beside a base that stays."""
-    return config.lora is not None and config.weights.bridge in ("lora", "single_copy")
-
-
-def _bridge_of(config: RunConfig) -> str:
-    """`weights.bridge`, or what its `auto` becomes under an adapter that vLLM loads."""
-    by_itself = config.lora is not None and not config.lora.dora
-    return "lora" if config.weights.bridge == "auto" and by_itself else config.weights.bridge
-
-
-def apply_timeout_s(config: RunConfig) -> float:
-    """How long an update may take, the completions included that it waits for under `drain`."""
-    waits = config.weights.in_flight == "drain" and config.training.staleness > 0
-    return config.weights.apply_timeout_s + waits * config.inference.request_timeout_s
-
-
-def keeps_copy(config: RunConfig) -> bool:
-    """Whether the trainer keeps a copy of the published weights, to find what changed."""
-    return config.weights.delta and uses_engine(config)
-
-
-def shares_weights(config: RunConfig) -> bool:
-    """Whether the trainer's parameters are the engine's tensors."""
-    return config.weights.bridge == "single_copy" and uses_engine(config)
-
-
-def uses_critic(config: RunConfig) -> bool:
-    """Whether advantages are a critic's."""
-    return isinstance(config.algorithm, RLConfig) and resolved(config.algorithm).advantage == "gae"
-
-
-def num_replicas(config: RunConfig) -> int:
-    """How many engines there are; 1 while nobody has decided."""
-    replicas = config.inference.replicas
-    return replicas if isinstance(replicas, int) else 1
-
-
-def starts_teacher(config: RunConfig) -> bool:
-    """Whether a second engine of ours, the teacher's, belongs to the run."""
-    return config.teacher is not None and config.teacher.path is not None
-
-
-def engine_workers(config: RunConfig) -> int:
-    """How many GPUs, or processes on a CPU, all engines have together."""
-    return num_replicas(config) * config.inference.tensor_parallel_size
-
-
 def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) without effect, each with what to say of them."""
     found: dict[str, str] = {}
@@ -112,7 +60,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
         if not config.training.staleness:
             found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
-        elif config.lora is not None and _bridge_of(config) in ("lora", "single_copy"):
+        elif config.lora is not None and bridge_of(config) in ("lora", "single_copy"):
             found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
         return found | _inapplicable_to(resolved(algorithm))
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
@@ -446,7 +394,7 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _delta(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What a delta can be of."""
-    bridge = _bridge_of(config)
+    bridge = bridge_of(config)
     if not config.weights.delta or bridge in ("auto", "disk", "broadcast"):
         return
     reasons = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import RunConfig
-from slipstream.config.checks import apply_timeout_s, engine_workers, keeps_copy, num_replicas, publishes_adapter
+from slipstream.config.traits import apply_timeout_s, engine_workers, keeps_copy, num_replicas, publishes_adapter
 from slipstream.errors import SlipstreamError
 from slipstream.launch.engines import RunEngine
 from slipstream.orchestrator.runtime import EventLoopThread

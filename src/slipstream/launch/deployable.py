@@ -23,7 +23,8 @@ from slipstream.errors import ConfigError
 from slipstream.launch.facts import measure_gpus, read_model, usable_cpus, usable_memory_bytes
 from slipstream.launch.memory import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
 from slipstream.launch.model_folder import check_model
-from slipstream.launch.plan import MAX_KV_PART, MIN_KV_CACHE_GIB, SMALL_MODEL_PARAMETERS
+from slipstream.launch.plan import SMALL_MODEL_PARAMETERS
+from slipstream.launch.room import MAX_KV_PART, MIN_KV_CACHE_GIB
 from slipstream.runlog import read_settings
 
 MAX_CONTEXT, MAX_CPU_CONTEXT = 32_768, 8_192

@@ -12,7 +12,7 @@ import msgspec
 
 from slipstream import weights
 from slipstream.config import RunConfig
-from slipstream.config.checks import engine_workers, num_replicas, publishes_adapter
+from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
 from slipstream.inference.engine import OnEvent, SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
-from slipstream.config.checks import apply_timeout_s, publishes_adapter
+from slipstream.config.traits import apply_timeout_s, publishes_adapter
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s

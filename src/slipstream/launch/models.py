@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import RunConfig
-from slipstream.config.checks import uses_critic
+from slipstream.config.traits import uses_critic
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.facts import adapter_config
 from slipstream.records import SamplingParams

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from slipstream.config import Loaded, RunConfig
-from slipstream.config.checks import uses_engine
+from slipstream.config.traits import uses_engine
 from slipstream.data.chat import ChatTokenizer
 from slipstream.data.files import Columns, read_conversations
 from slipstream.envs.base import Environment

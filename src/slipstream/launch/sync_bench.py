@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from slipstream.config import LoraConfig, RunConfig, with_values
-from slipstream.config.checks import engine_workers, publishes_adapter
+from slipstream.config.traits import engine_workers, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.cards import num_cards, place
 from slipstream.launch.deployable import engine_config, find_deployable

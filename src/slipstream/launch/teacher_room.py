@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from slipstream.config import RunConfig
-from slipstream.config.checks import engine_workers, starts_teacher
+from slipstream.config.traits import engine_workers, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ENGINE_RESERVE, USABLE
 from slipstream.launch.measured import Facts

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config import RLConfig, RunConfig
-from slipstream.config.checks import engine_workers, keeps_copy, num_replicas, shares_weights, uses_critic, uses_engine
 from slipstream.config.recipes import resolved
+from slipstream.config.traits import engine_workers, keeps_copy, num_replicas, shares_weights, uses_critic, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
 from slipstream.launch.measured import Facts, ModelFacts

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.algo.losses import kl_estimate
-from slipstream.config.checks import num_replicas
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
+from slipstream.config.traits import num_replicas
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.runlog import sample_of
 from slipstream.trainer.batching import StepBatch, make_step_batches

@@ -1,0 +1,59 @@
+"""What a config amounts to: the questions that more than one place asks of it. Pure."""
+
+from __future__ import annotations
+
+from slipstream.config.recipes import resolved
+from slipstream.config.schema import RLConfig, RunConfig
+
+
+def uses_engine(config: RunConfig) -> bool:
+    """Whether the run generates anything at all."""
+    return isinstance(config.algorithm, RLConfig) or config.evaluation is not None
+
+
+def publishes_adapter(config: RunConfig) -> bool:
+    """Whether a version is an adapter alone, which the engine loads beside a base that stays."""
+    return config.lora is not None and config.weights.bridge in ("lora", "single_copy")
+
+
+def bridge_of(config: RunConfig) -> str:
+    """`weights.bridge`, or what its `auto` becomes under an adapter that vLLM loads."""
+    by_itself = config.lora is not None and not config.lora.dora
+    return "lora" if config.weights.bridge == "auto" and by_itself else config.weights.bridge
+
+
+def apply_timeout_s(config: RunConfig) -> float:
+    """How long an update may take, the completions included that it waits for under `drain`."""
+    waits = config.weights.in_flight == "drain" and config.training.staleness > 0
+    return config.weights.apply_timeout_s + waits * config.inference.request_timeout_s
+
+
+def keeps_copy(config: RunConfig) -> bool:
+    """Whether the trainer keeps a copy of the published weights, to find what changed."""
+    return config.weights.delta and uses_engine(config)
+
+
+def shares_weights(config: RunConfig) -> bool:
+    """Whether the trainer's parameters are the engine's tensors."""
+    return config.weights.bridge == "single_copy" and uses_engine(config)
+
+
+def uses_critic(config: RunConfig) -> bool:
+    """Whether advantages are a critic's."""
+    return isinstance(config.algorithm, RLConfig) and resolved(config.algorithm).advantage == "gae"
+
+
+def num_replicas(config: RunConfig) -> int:
+    """How many engines there are; 1 while nobody has decided."""
+    replicas = config.inference.replicas
+    return replicas if isinstance(replicas, int) else 1
+
+
+def starts_teacher(config: RunConfig) -> bool:
+    """Whether a second engine of ours, the teacher's, belongs to the run."""
+    return config.teacher is not None and config.teacher.path is not None
+
+
+def engine_workers(config: RunConfig) -> int:
+    """How many GPUs, or processes on a CPU, all engines have together."""
+    return num_replicas(config) * config.inference.tensor_parallel_size
