@@ -29,8 +29,8 @@ def differences(live, model):
 @pytest.mark.engine
 @pytest.mark.slow
 def test_the_difference_falls(tmp_path):
-    """One hidden channel is large and the same for every token, as in trained models: it is in each logit, where it
-    costs bfloat16 its precision, and in no log-probability."""
+    """In a model made for it: one hidden channel is large and the same for every token, so that it is in each logit,
+    where it costs bfloat16 its precision, and in no log-probability."""
     folder = new_model(tmp_path / "new", hidden_size=64, num_layers=1, seed=3)
     weights = dict(read_model_folder(folder))
     for name, tensor in weights.items():

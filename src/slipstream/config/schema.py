@@ -46,7 +46,8 @@ class ModelConfig(Section):
     `training.optimizer`'s. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""
     fp32_head: bool = False
     """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
-    Rounded to bfloat16 they are most of what the two differ by; the weights stay as they are."""
+    The weights stay as they are. How much nearer the two come depends on the model: what the layers before the head
+    round stays; `probe/abs_logprob_diff` tells."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 
