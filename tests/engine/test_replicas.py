@@ -177,7 +177,11 @@ def test_one_is_killed_while_it_takes_a_version(several):
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -9 {several.pid(1)}"])
     several.publish("disk")
     killer.wait()
-    assert several.call(several.engine.held(), 200).name == f"0.{several.step}"
+    deadline, held = time.monotonic() + 200, None
+    while held is None:  # a killed process lives on for a moment
+        assert time.monotonic() < deadline
+        held = several.call(several.engine.held(), 200)
+    assert held.name == f"0.{several.step}"
     several.engine.take_metrics()
     completions = several.ask("taken").result(60)
     several.check(completions)
@@ -214,7 +218,8 @@ def test_one_is_killed_in_the_middle_of_a_collective(several):
         several.publish("broadcast")
     assert time.monotonic() - began < GROUP_TIMEOUT_S + 10
     killer.wait()
-    with pytest.raises(SlipstreamError, match="no engine is in service"):
-        several.ask("refused").result(60)
+    waiting = several.ask("waits for the version that is published again")
     several.publish("broadcast")
-    several.check(several.ask("whole again").result(60))
+    completions = waiting.result(60)
+    several.check(completions)
+    assert {span.version for c in completions for span in c.versions} == {f"0.{several.step}"}

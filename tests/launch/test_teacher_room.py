@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig
+from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
 from slipstream.config.schema import TeacherConfig
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.launch.engines import engine_gpus
 from slipstream.launch.memory import GIB
 
 STUDENT = ModelFacts(
@@ -47,7 +48,7 @@ def test_on_a_cpu_it_shares_the_memory_and_the_plan_says_so():
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "gpu", "own"), [(1, 0, False), (2, 1, False), (3, 2, True), (8, 2, True)]
+    ("num_gpus", "gpu", "own"), [(1, 0, False), (2, 1, False), (3, 2, True), (8, 7, True)]
 )  # fmt: skip
 def test_on_gpus_it_has_one_of_its_own_where_there_is_one(num_gpus, gpu, own):
     plan = make_plan(CONFIG, facts(num_gpus=num_gpus, gpu_memory_bytes=140 * GIB))
@@ -56,7 +57,19 @@ def test_on_gpus_it_has_one_of_its_own_where_there_is_one(num_gpus, gpu, own):
     assert 0 < plan.teacher.gpu_part < 0.3
     assert (f"GPU {gpu}, its own" in note(plan).how) is own
     unused = [text for text in plan.warnings if "not used" in text]
-    assert unused == (["5 of 8 GPUs are not used: the trainer uses one"] if num_gpus == 8 else [])
+    assert unused == []
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "ranks", "engines", "gpu", "own"),
+    [(4, 1, ["1", "2"], 3, True), (3, 2, ["2"], 2, False), (4, 2, ["2"], 3, True), (4, 3, ["3"], 3, False)],
+)
+def test_it_is_on_no_card_of_the_trainers(num_gpus, ranks, engines, gpu, own):
+    config = with_values(CONFIG, {"training.ranks": ranks})
+    plan = make_plan(config, facts(num_gpus=num_gpus, gpu_memory_bytes=140 * GIB))
+    assert (plan.teacher.gpu, plan.teacher.has_own_gpu) == (gpu, own)
+    each = [engine_gpus(plan.config, None, number) for number in range(plan.config.inference.replicas)]
+    assert each == [(name,) for name in engines]
 
 
 def test_what_shares_a_card_leaves_it_its_room():

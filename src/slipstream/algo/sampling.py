@@ -148,6 +148,11 @@ class HeadLogits:
             return torch.mm(hidden_ND, wide_weight_VD.t(), out_dtype=torch.float32)
         return _wide(hidden_ND) @ wide_weight_VD.t()
 
+    def chunks(self) -> Iterator[slice]:
+        """Rows that are computed together: more on a GPU, where each chunk also reads and writes the weight's
+        gradient."""
+        return _chunks(self.num_rows, self.num_tokens // 8 if self.weight_VD.is_cuda else self.num_tokens)
+
     def wide_weight(self) -> Tensor:
         """What rows are multiplied with: on a GPU the weight as it is, as products of bfloat16 matrices can come out in
         float32 there, as in vLLM."""
@@ -160,9 +165,7 @@ def greedy_tokens(logits_NV: Tensor | HeadLogits) -> Tensor:
         return logits_NV.argmax(-1)
     with torch.no_grad():
         weight_VD = logits_NV.wide_weight()
-        parts = [
-            logits_NV.rows(rows, weight_VD).argmax(-1) for rows in _chunks(logits_NV.num_rows, logits_NV.num_tokens)
-        ]
+        parts = [logits_NV.rows(rows, weight_VD).argmax(-1) for rows in logits_NV.chunks()]
     return torch.cat(parts) if parts else logits_NV.hidden_ND.new_zeros(0, dtype=torch.long)
 
 
@@ -258,7 +261,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(len(hidden_ND), dtype=dtype, device=hidden_ND.device)
         entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         wide_VD = logits.wide_weight()
-        for rows in _chunks(logits.num_rows, logits.num_tokens):
+        for rows in logits.chunks():
             found = _statistics(logits.rows(rows, wide_VD), token_ids_N[rows], rules)
             logprobs_N[rows], entropy_N[rows], lse_N[rows] = found
         ctx.save_for_backward(hidden_ND, weight_VD, token_ids_N, lse_N, entropy_N)
@@ -275,7 +278,7 @@ class _HeadLogprobs(torch.autograd.Function):
         wide_VD = logits.wide_weight()
         grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD: Tensor | None = None
-        for rows in _chunks(logits.num_rows, logits.num_tokens):
+        for rows in logits.chunks():
             grads = (_part(grad_logprobs_N, rows), _part(grad_entropy_N, rows))
             grad_NV = _gradient(
                 logits.rows(rows, wide_VD), token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules

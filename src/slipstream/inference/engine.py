@@ -139,11 +139,13 @@ class SupervisedEngine:
         """See `weights.Engine`."""
         if not self.is_up:
             await self.revive()
+        num_restarts = self.num_restarts
         try:
             report = await self._process.client.apply(ticket, timeout_s)
         except EngineError:
+            has_died = not self._process.is_alive() or self.num_restarts != num_restarts
             # A collective cannot be joined again by a new process: the trainer has to send once more.
-            if self._process.is_alive() or ticket.bridge == "broadcast":
+            if not has_died or ticket.bridge == "broadcast":
                 raise
             await self.revive()
             report = await self._process.client.apply(ticket, timeout_s)

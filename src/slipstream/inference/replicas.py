@@ -236,6 +236,7 @@ class EngineReplicas:
                 replica.is_serving = True
         except Exception as error:  # noqa: BLE001 (raised by the next call, whoever makes it)
             self._failure = self._failure or error
+            self._settled.set()  # nobody waits for an update that will not come
         finally:
             if replica.coming_back is asyncio.current_task():
                 replica.coming_back = None
@@ -257,6 +258,7 @@ class EngineReplicas:
     async def revive(self) -> None:
         """Wait until one is in service; raises when a dead one may not be started again."""
         while True:
+            await self._settled.wait()
             self._raise_failure()
             self._find_dead()
             if self.each:
@@ -281,15 +283,16 @@ class EngineReplicas:
         async with self._updating:
             self._raise_failure()
             self._settled.clear()
-            proved = [False] * len(self._replicas)
+            proved, has_ended = [False] * len(self._replicas), False
             try:
                 reports = await self._all(lambda engine: engine.apply(ticket, timeout_s))
-                proved = [not (report.mismatched or report.unverified) for report in reports]
+                proved, has_ended = [not (report.mismatched or report.unverified) for report in reports], True
             finally:
                 for replica, is_proved in zip(self._replicas, proved, strict=True):
                     replica.is_serving = is_proved
                 self._homes.clear()
-                self._settled.set()
+                if has_ended or ticket.bridge != "broadcast":  # a broken collective is made again: requests wait
+                    self._settled.set()
             return _worst(reports)
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
@@ -340,8 +343,9 @@ class EngineReplicas:
 
     def kill(self) -> None:
         """The same at once, from any thread and without an event loop."""
-        for replica in self._replicas:
-            replica.engine.kill()
+        with contextlib.ExitStack() as stack:  # all of them, whatever becomes of the first
+            for replica in self._replicas:
+                stack.callback(replica.engine.kill)
 
     async def _all(self, call: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
         return await _together(call(replica.engine) for replica in self._replicas)

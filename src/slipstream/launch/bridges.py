@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ from slipstream.records import Ticket, Version
 from slipstream.runlog import RunLog
 from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
 from slipstream.weights.base import NamedWeights
+
+_DYING_S, _POLL_S = 10.0, 0.1
+"""An engine's process outlives vLLM's core a little; its death is looked for so long, and so often."""
 
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
@@ -63,10 +67,14 @@ def repeats_updates(config: RunConfig, engine: RunEngine, log: RunLog) -> Callab
     which those that are left cannot end. It then comes whole, over a new group."""
 
     def publishes_again(error: SlipstreamError) -> bool:
-        is_broken = config.weights.bridge == "broadcast" and num_replicas(config) > 1 and not engine.is_up
-        if is_broken:
+        if config.weights.bridge != "broadcast" or num_replicas(config) == 1:
+            return False
+        deadline = time.monotonic() + _DYING_S
+        while engine.is_up and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if not engine.is_up:
             log.event("update_repeated", reason=str(error))
-        return is_broken
+        return not engine.is_up
 
     return publishes_again
 

@@ -30,8 +30,9 @@ class Channel:
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
-    def send(self, message: bytes, timeout_s: float) -> None:
-        """Raises ChannelClosed when the other side has ended, TimeoutError when it takes nothing for so long."""
+    def send(self, message: bytes, timeout_s: float | None) -> None:
+        """Raises ChannelClosed when the other side has ended, TimeoutError when it takes nothing for so long. A side
+        that receives without a deadline in another thread sends with None: a socket has one timeout for both."""
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(len(message).to_bytes(_LENGTH, "little") + message)

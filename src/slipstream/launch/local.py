@@ -168,9 +168,10 @@ class _Run:
         stop.at_once = self._kill
 
     def _kill(self) -> None:
-        for child in (self._engine, self._teacher, self._crew):
-            if child is not None:
-                child.kill()
+        with contextlib.ExitStack() as stack:  # all of them, whatever becomes of the first
+            for child in (self._engine, self._teacher, self._crew):
+                if child is not None:
+                    stack.callback(child.kill)
 
     def _warn(self, text: str) -> None:
         self.log.warning(text)
@@ -256,8 +257,10 @@ class _Run:
         )
         if resume:
             self._resume(loop)
-        elif self._teacher is not None:
-            self._teacher.refuse_itself(trained.learner.named_weights)
+        elif self._teacher is not None and (config.lora is None or config.lora.path is None):
+            # A fresh adapter changes nothing.
+            learner = trained.learner
+            self._teacher.refuse_itself(learner.named_weights if config.lora is None else learner.base_weights)
         if self.prepared.uses_engine:
             self._attach_orchestrator(loop)
         return loop

@@ -23,8 +23,6 @@ from slipstream.errors import ZeroGradientError
 from slipstream.launch.channel import Channel, ChannelClosed
 from slipstream.launch.ranks import RankSettings, rank_threads
 
-_SEND_S = 60.0
-
 
 def main(path: str, descriptor: str) -> int:
     """Serve until the channel closes."""
@@ -40,7 +38,7 @@ def main(path: str, descriptor: str) -> int:
 
         traceback.print_exc()
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        channel.send(msgspec.msgpack.encode(Answer(kind=type(error).__name__, error=reason)), _SEND_S)
+        channel.send(msgspec.msgpack.encode(Answer(kind=type(error).__name__, error=reason)), None)
         return 1
     return 0
 
@@ -63,7 +61,7 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
     from slipstream.trainer.rank_part import Answer, AnyCommand
 
     def answer(value: Answer) -> None:
-        channel.send(msgspec.msgpack.encode(value), _SEND_S)
+        channel.send(msgspec.msgpack.encode(value), None)
 
     config = RunConfig.model_validate_json(settings.config)
     torch.set_num_threads(rank_threads(config))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.config import RunConfig
+from slipstream.config import RunConfig, with_values
 from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
@@ -64,7 +64,8 @@ class RunTeacher:
         settings = _settings(config, room)
         assert settings.version is not None
         self.digest = settings.version.digest
-        self._engine = make_engine(config, settings, logs / "teacher", on_event)
+        alone = with_values(config, {"inference.replicas": 1})
+        self._engine = make_engine(alone, settings, logs / "teacher", on_event)
 
     def launch(self) -> None:
         """Begin to start."""

@@ -93,7 +93,7 @@ def teacher_room(
         weights=weights,
         cache=cache,
         reserve=reserve,
-        gpu=None if on_cpu else used_cards if own else int(separate),
+        gpu=None if on_cpu else used_cards if own else config.training.ranks * separate,
         has_own_gpu=own,
         gpu_part=part,
     )

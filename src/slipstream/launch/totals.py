@@ -242,26 +242,3 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
             f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: use a smaller model, "
             '[lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
         )
-
-
-def policy_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
-    """What a policy gradient is given and does not use."""
-    one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
-    usual = resolved(RLConfig(kind=algorithm.kind))
-    is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
-    if one_update and is_set and algorithm.old_policy == "trainer":
-        yield (
-            "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
-            "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
-        )
-    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
-    if budget is not None and budget >= longest:
-        yield (
-            f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
-            f"{longest}"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield (
-            'algorithm.kl_estimator = "k1" in the loss has a gradient that is zero on average, so it holds nothing'
-            ' back: use "k3", or set algorithm.kl_in = "reward"'
-        )

@@ -110,6 +110,14 @@ class ServerSource:
     async def connect(self, text: str, token_ids: list[int]) -> None:
         """Find the model, and ask whether its tokenizer makes `token_ids` of `text`, as ours does. Raises ConfigError
         with what is wrong."""
+        try:
+            await self._connect(text, token_ids)
+        except Refused as refusal:
+            raise ConfigError(
+                f"the teacher at {self._url} {refusal}: look at teacher.url and teacher.name"
+            ) from refusal
+
+    async def _connect(self, text: str, token_ids: list[int]) -> None:
         listed = await self._ask("GET", f"{self._url}/models")
         names = [str(each.get("id")) for each in listed.get("data", [])]
         if not self._name and len(names) == 1:

@@ -89,7 +89,12 @@ def share_of(batch: StepBatch, rows: Sequence[Row]) -> tuple[Share, list[int]]:
 
     def slim(sequence: records.Sequence) -> records.Sequence:
         return records.Sequence(
-            sequence.token_ids, sequence.mask, sequence.logprobs, advantages=sequence.advantages, media=sequence.media
+            sequence.token_ids,
+            sequence.mask,
+            sequence.logprobs,
+            advantages=sequence.advantages,
+            media=sequence.media,
+            teacher_logprobs=sequence.teacher_logprobs,
         )
 
     targets = batch.value_targets

@@ -186,7 +186,7 @@ class ShardedLearner(Learner):
         specs = self._specs[what]
         if specs is None:
             # Transformers keeps several stored tensors as one, or otherwise: they are only known when made.
-            return describe(list(self._gathered(what)))
+            return tuple(spec for each in self._gathered(what) for spec in describe([each]))
         shares = [answer.fingerprints for answer in self._all([Describe(self._name, what)])]
         sums = [sum(each) for each in zip(*shares, strict=True)]
         return tuple(

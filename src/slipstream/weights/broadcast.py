@@ -189,6 +189,7 @@ class Group:
                 del arrived[spec.name]
         for work in works:
             work.wait()
+        next(coming, None)  # to the end of what gathers them
 
 
 @contextlib.contextmanager
@@ -294,6 +295,9 @@ class BroadcastPublisher:
                 f"version {version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) within "
                 f"{self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {_first_line(error)}"
             ) from error
+        finally:
+            if isinstance(tensors, Generator):  # or the other ranks would still gather when it is published again
+                tensors.close()
         return ticket
 
     def _meet_anew(self) -> None:

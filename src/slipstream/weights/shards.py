@@ -77,9 +77,12 @@ def gathered(
             yield from finish(pending)
         pending = None
     finally:
-        for begun in [pending, *(_begin(shard, rank, size, group) for shard in steps)]:
-            if begun is not None and begun[1] is not None:
-                begun[1].wait()
+        if pending is not None and pending[1] is not None:
+            pending[1].wait()
+        for shard in steps:
+            _, work, *_ = _begin(shard, rank, size, group)
+            if work is not None:
+                work.wait()
 
 
 def _begin(shard: Shard, rank: int, size: int, group: ProcessGroup | None) -> tuple[str, Any, Tensor, int, Tensor]:

@@ -89,7 +89,7 @@ def sampling_arguments(request: GenerateRequest) -> Any:
         stop=list(s.stop) or None,
         stop_token_ids=list(s.stop_token_ids) or None,
         logprobs=0,
-        flat_logprobs=True,
+        flat_logprobs=not request.scores_prompt,  # the prompt's would be laid out otherwise
         prompt_logprobs=0 if request.scores_prompt else None,
         detokenize=bool(s.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

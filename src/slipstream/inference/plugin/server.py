@@ -46,6 +46,8 @@ from slipstream.weights.delta import check_base
 from slipstream.weights.single_copy import SharedWeights
 
 _MAX_BODY_BYTES = 1 << 30
+_SHUTDOWN_S = 2.0
+"""For calls that are being answered when the engine has died: vLLM may never answer them."""
 
 
 class EngineServer:
@@ -409,7 +411,7 @@ async def serve(settings: EngineSettings) -> None:
     await server.start()
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
     app.add_routes(routes(server))
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     await web.UnixSite(runner, settings.socket).start()
     os.chmod(settings.socket, 0o600)
