@@ -15,7 +15,7 @@ from slipstream.trainer.objectives import PolicyObjective
 from slipstream.trainer.rank_part import Packed, share_of
 
 SAMPLING = records.SamplingParams(max_tokens=32, temperature=0.9)
-OBJECTIVE = PolicyObjective(RLConfig(kl_coef=0.1), SAMPLING)
+OBJECTIVE = PolicyObjective(RLConfig(kl_coef=0.1), SAMPLING, teacher_coef=0.5)
 
 
 def make_groups(seed, prompts, size):
@@ -28,7 +28,8 @@ def make_groups(seed, prompts, size):
             length = rng.choice((0, 1, 3, 11, 25))
             ids = prompt + [rng.randrange(1, 90) for _ in range(length)]
             mask = [False] * len(prompt) + [True] * length
-            sequences.append(records.Sequence(ids, mask, [-3.0 * trained for trained in mask]))
+            logprobs, taught = [-3.0 * trained for trained in mask], [-2.5 * trained for trained in mask]
+            sequences.append(records.Sequence(ids, mask, logprobs, teacher_logprobs=taught))
     counts = [sequence.num_trainable for sequence in sequences]
     batch = StepBatch(sequences, [rng.gauss(0, 1) for _ in sequences])
     batch.old_logprobs = [torch.full((count,), -4.5) + 0.1 * torch.rand(count) for count in counts]
