@@ -7,6 +7,7 @@ from slipstream.inference.plugin import scoring
 from slipstream.records import GenerateRequest, SamplingParams, Sequence
 from slipstream.trainer.learner import score
 from slipstream.trainer.model import PolicyModel
+from slipstream.weights import create_bridge
 
 from .conftest import PROMPTS
 
@@ -17,7 +18,10 @@ def request(tag, tokens, temperature):
     return GenerateRequest(tag, tokens, SamplingParams(max_tokens=1, temperature=temperature), scores_prompt=True)
 
 
-def test_each_request_is_scored_at_its_own_temperature(live):
+def test_each_request_is_scored_at_its_own_temperature(live, tmp_path):
+    weights = PolicyModel.load(live.model, "float32").named_weights()
+    bridge = create_bridge("disk", folder=tmp_path, source=live.model, engine=live.engine)
+    live.call(bridge.receiver.apply(bridge.publisher.publish(weights, 1, 0, lambda _: None), 60))
     jobs = [(tokens, (0.5, 1.0, 2.0)[place % 3]) for place, tokens in enumerate(PROMPTS * 3)]
     answers = live.generate(*(request(f"s{n}", tokens, by) for n, (tokens, by) in enumerate(jobs)))
     model = PolicyModel.load(live.model, "float32")

@@ -32,13 +32,14 @@ def check_versions(folder, staleness=0):
 
 
 def test_from_files_in_flight(command, run_file, tmp_path):
-    train(command, run_file, tmp_path, "--training.steps", 4, "--training.staleness", 1)
-    check_run(tmp_path, steps=4)
-    check_versions(tmp_path, staleness=1)
-    for row in read_metrics(tmp_path)[1:]:
+    folder = tmp_path / "run"
+    train(command, run_file, folder, "--training.steps", 4, "--training.staleness", 1)
+    check_run(folder, steps=4)
+    check_versions(folder, staleness=1)
+    for row in read_metrics(folder)[1:]:
         # A batch is four groups of four.
         assert row["replica_0/requests"] + row["replica_1/requests"] >= 16
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["engine-0.log", "engine-1.log"]
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["engine-0.log", "engine-1.log"]
 
 
 def test_divided_over_two_workers_each_with_deltas_over_one_group(command, run_file, tmp_path):
@@ -53,9 +54,10 @@ def test_divided_over_two_workers_each_with_deltas_over_one_group(command, run_f
 
 
 def test_an_adapter(command, run_file, tmp_path):
-    train(command, run_file, tmp_path, "--lora.rank", 4, "--training.steps", 3, "--training.staleness", 1)
-    check_versions(tmp_path, staleness=1)
-    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3]
+    folder = tmp_path / "run"
+    train(command, run_file, folder, "--lora.rank", 4, "--training.steps", 3, "--training.staleness", 1)
+    check_versions(folder, staleness=1)
+    assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("bridge", ["disk", "broadcast"])

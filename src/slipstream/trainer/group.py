@@ -29,6 +29,11 @@ _VARIABLES = {
 }
 
 
+_kept: list[Any] = []
+"""Process groups live as long as the process. DTensor keeps their meshes in a cache of the thread, which a child that
+another thread forks clears: the last to let go there would wait for threads that a forked child does not have."""
+
+
 class RankGroup:
     """One rank's membership: `rank` of `size`, on `device`. Every wait for another rank ends after `timeout_s`."""
 
@@ -54,6 +59,7 @@ class RankGroup:
                 timeout=timeout,
                 device_id=self.device if on_gpu else None,
             )
+        _kept.append(torch.distributed.group.WORLD)
         self.mesh: Any = torch.distributed.device_mesh.init_device_mesh(self.device.type, (size,))
 
     def leave(self) -> None:
