@@ -1,12 +1,16 @@
 """Several trainer processes against one: the same losses, gradients, weights and fingerprints, however many there are;
 state that any number of them reads; and what is said when one of them fails."""
 
+import asyncio
+import concurrent.futures
 import contextlib
+import gc
 import random
 import signal
 
 import pytest
 import torch
+import uvloop
 
 from slipstream import records
 from slipstream.config import RunConfig
@@ -262,3 +266,21 @@ def test_a_rank_that_cannot_start(model, tmp_path):
     config = make_config(model, 2, lora={"rank": 4, "target_modules": ["nonsense"]})
     with pytest.raises(ConfigError, match="nonsense"), trained(config, tmp_path):
         pass
+
+
+def test_a_child_can_be_forked_by_another_thread_when_the_ranks_are_gone(model, tmp_path):
+    """A forked child clears the caches of its parent's other threads; DTensor's is one of them, with the group in it."""
+    config = make_config(model, 2, {"kind": "grpo"})
+    with trained(config, tmp_path) as (parts, _):
+        parts.learner.forward_backward(make_batch(0), build_objective(config, SAMPLING))
+        parts.learner.optim_prepare(RATE)
+    del parts
+    gc.collect()
+
+    async def start():
+        process = await asyncio.create_subprocess_exec("true", stderr=asyncio.subprocess.PIPE)
+        _, err = await process.communicate()
+        return process.returncode, err
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # as the orchestrator's thread starts reward workers
+        assert pool.submit(uvloop.run, start()).result(60) == (0, b"")
