@@ -269,7 +269,7 @@ def test_a_rank_that_cannot_start(model, tmp_path):
 
 
 def test_a_child_can_be_forked_by_another_thread_when_the_ranks_are_gone(model, tmp_path):
-    """A forked child clears the caches of its parent's other threads; DTensor's is one of them, with the group in it."""
+    """A forked child clears the caches of its parent's other threads; DTensor's is one, with the group in it."""
     config = make_config(model, 2, {"kind": "grpo"})
     with trained(config, tmp_path) as (parts, _):
         parts.learner.forward_backward(make_batch(0), build_objective(config, SAMPLING))

@@ -127,13 +127,17 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(make_learner, model_folder
     store.save(0, learner, model_folder, {"step": 0})
     rng = random.Random(0)
     last = 0
-    for _ in range(8):
+    for attempt in range(8):
         child = os.fork()
         if child == 0:
             try:
                 saves_until_killed(store, learner, model_folder)
             finally:
                 os._exit(1)
+        deadline = time.monotonic() + 60
+        while attempt % 2 and not any(path.name > f"step-{last:06d}" for path in tmp_path.glob("step-*")):
+            assert time.monotonic() < deadline, "no checkpoint was made"
+            time.sleep(0.001)
         time.sleep(rng.uniform(0.02, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -145,6 +149,21 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(make_learner, model_folder
     assert last > 0
     store.save(20_000, learner, model_folder, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-020000"], "leftovers are cleaned up"
+
+
+@pytest.mark.parametrize("format", [None, 99])
+def test_state_of_another_version_is_refused_and_kept(format, make_learner, model_folder, tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, make_learner(), model_folder, {})
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(
+        json.dumps({**manifest, "format": format} if format else {"files": manifest["files"]})
+    )
+    with pytest.raises(
+        ConfigError, match=r"format (none|99) and this Slipstream reads \d+: resume with the version that"
+    ):
+        store.load(path, make_learner())
+    assert store.latest() == path
 
 
 def test_keep_zero_is_refused(tmp_path):

@@ -23,7 +23,7 @@ from slipstream.launch.models import Trained, build, build_objective, build_shar
 from slipstream.launch.peaks import note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks import RankCrew, rank_threads
-from slipstream.launch.resume import changed_settings, refuse_ended
+from slipstream.launch.resume import changed_settings, refuse_to_resume
 from slipstream.launch.sleep import Turns
 from slipstream.launch.stop import StopRequest
 from slipstream.launch.teacher import RunTeacher, launch_teacher
@@ -109,7 +109,7 @@ def train(
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
     if resume:
-        refuse_ended(folder, prepared.config)
+        refuse_to_resume(folder, prepared.config)
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,

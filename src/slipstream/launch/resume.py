@@ -9,14 +9,15 @@ from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 
 
-def refuse_ended(folder: Path, config: RunConfig) -> None:
-    """Raises `ConfigError` for a run that has nothing left to do, before anything of it is touched."""
+def refuse_to_resume(folder: Path, config: RunConfig) -> None:
+    """Raises `ConfigError` for a run that cannot go on or has nothing left to do, before anything of it is touched."""
     from slipstream.trainer.checkpoint import CheckpointStore
     from slipstream.trainer.early_stop import EarlyStop
 
     latest = CheckpointStore(folder / "checkpoints").latest()
     if latest is None:
         return
+    CheckpointStore.check_format(latest)
     extra = CheckpointStore.read_extra(latest)
     step, watch = int(extra["step"]), EarlyStop(config.evaluation)
     watch.load(extra.get("early_stop", {}))

@@ -32,6 +32,8 @@ _MANIFEST = "manifest.json"
 _EXTRA = "state.json"
 _FINGERPRINTS = "fingerprints.json"
 _CRITIC = "critic"
+_FORMAT = 1
+"""Of `state/`, and what is in `extra`: one more whenever an older one cannot be resumed from."""
 _STEP = re.compile(r"step-\d+(\.old)?")
 _HASHED_BYTES = 1 << 20
 """Files up to this size are proved by SHA-256; larger ones by their size, so that looking stays cheap."""
@@ -105,11 +107,12 @@ class CheckpointStore:
         return None
 
     def load(self, path: Path, learner: Learner, critic: Critic | None = None) -> dict[str, Any]:
-        """Put the checkpoint's state into `learner` and return its `extra`. Raises TrainingError if it is
-        damaged."""
+        """Put the checkpoint's state into `learner` and return its `extra`. Raises `TrainingError` if it is
+        damaged, and as `check_format` does."""
         reason = damage(path)
         if reason is not None:
             raise TrainingError(f"checkpoint {path} is damaged: {reason}")
+        self.check_format(path)
         if critic is not None:
             critic.load(path / "state" / _CRITIC)
         learner.load(path / "state")
@@ -119,6 +122,16 @@ class CheckpointStore:
     def read_extra(path: Path) -> dict[str, Any]:
         """What was saved as `extra` with the whole checkpoint in `path`."""
         return json.loads((path / "state" / _EXTRA).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def check_format(path: Path) -> None:
+        """Raises `ConfigError` for a whole checkpoint whose state another version of Slipstream wrote."""
+        found = json.loads((path / _MANIFEST).read_text(encoding="utf-8")).get("format", "none")
+        if found != _FORMAT:
+            raise ConfigError(
+                f"checkpoint {path} has state of format {found} and this Slipstream reads {_FORMAT}: resume with the "
+                f"version that wrote it, or start a new run from {path / 'weights'}"
+            )
 
     @staticmethod
     def read_fingerprints(path: Path) -> Fingerprints | None:
@@ -195,7 +208,9 @@ def _write_manifest(folder: Path, step: int) -> None:
         if size <= _HASHED_BYTES:
             facts["sha256"] = _sha256(path)
         files[path.relative_to(folder).as_posix()] = facts
-    (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
+    (folder / _MANIFEST).write_text(
+        json.dumps({"format": _FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8"
+    )
     sync(folder / _MANIFEST)
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(path)
