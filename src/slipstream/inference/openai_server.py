@@ -7,28 +7,25 @@ also those that vLLM's own check leaves open, and the key is in no argument list
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference import child
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _MODULE = "vllm.entrypoints.openai.api_server"
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
-_LAST_LINES = 15
 
 
 class OpenAIServer:
@@ -46,18 +43,12 @@ class OpenAIServer:
         """Start the process without waiting for it."""
         guard = ["--middleware", f"{__name__}.KeyGuard"] if self._api_key else []
         environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-        environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= child.OFFLINE
         if self._api_key:
             environment[KEY_VARIABLE] = self._api_key
-        with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *self.arguments, *guard],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        self._process = child.launch(
+            [sys.executable, "-m", __name__, *self.arguments, *guard], environment, self._log_path
+        )
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -87,26 +78,13 @@ class OpenAIServer:
     def describe(self) -> str:
         """How it is, with the last lines of its log."""
         code = self._process.poll() if self._process else None
-        lines = ""
-        if self._log_path.exists():
-            with self._log_path.open(errors="replace") as file:
-                lines = "".join(deque(file, maxlen=_LAST_LINES)).rstrip()
+        lines = child.last_lines(self._log_path)
         return f"it {'is running' if code is None else f'ended with code {code}'}; its last lines are:\n{lines}"
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End it and everything it started: asked first, killed at the deadline."""
-        process = self._process
-        if process is None:
-            return
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-        if process.stdin is not None:
-            process.stdin.close()
+        if self._process is not None:
+            child.end(self._process, timeout_s)
 
 
 class KeyGuard:

@@ -11,22 +11,20 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from pathlib import Path
 
 import msgspec
 
 from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference import child
 from slipstream.inference.client import EngineClient
 from slipstream.inference.settings import EngineSettings
 
 _POLL_S = 0.1
-_LAST_LINES = 15
 
 
 class EngineProcess:
@@ -53,10 +51,7 @@ class EngineProcess:
 
     def last_lines(self) -> str:
         """The end of the child's output."""
-        if not self.log_path.exists():
-            return ""
-        with self.log_path.open(errors="replace") as file:
-            return "".join(deque(file, maxlen=_LAST_LINES)).rstrip()
+        return child.last_lines(self.log_path)
 
     def launch(self) -> None:
         """Start the process without waiting for it, so that other work can overlap its start-up."""
@@ -65,26 +60,16 @@ class EngineProcess:
             os.unlink(settings.socket)
         path = self._folder / "settings.json"
         path.write_bytes(msgspec.json.encode(settings))
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.inference.plugin.server", str(path)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment(),
-                start_new_session=True,
-            )
+        command = [sys.executable, "-m", "slipstream.inference.plugin.server", str(path)]
+        self.process = child.launch(command, self._environment(), self.log_path)
         self._launched_at = time.monotonic()
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
         environment |= {
+            **child.OFFLINE,
             "SLIPSTREAM_ENGINE": "1",
             "VLLM_PLUGINS": "slipstream",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "TOKENIZERS_PARALLELISM": "false",
             # Idle OpenMP threads must not spin: the trainer needs the same cores.
             "OMP_WAIT_POLICY": "PASSIVE",
             "KMP_BLOCKTIME": "0",
@@ -128,19 +113,8 @@ class EngineProcess:
 
     def kill(self, timeout_s: float = 0.0) -> None:
         """The same from any thread, without an event loop."""
-        process = self.process
-        if process is None:
-            return
-        if process.poll() is None and timeout_s > 0:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-        # The group outlives its leader when the leader died alone: always end the group too.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-        if process.stdin is not None:
-            process.stdin.close()
+        if self.process is not None:
+            child.end(self.process, timeout_s)
 
     def remove_files(self) -> None:
         """Remove the socket's folder; the process can not be started again afterwards."""

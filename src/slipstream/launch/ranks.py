@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import msgspec
 from slipstream import errors
 from slipstream.config import RunConfig
 from slipstream.errors import RankError, SlipstreamError, ZeroGradientError
+from slipstream.inference import child
 from slipstream.launch.channel import Channel, ChannelClosed
 from slipstream.records import SamplingParams
 
@@ -40,7 +40,6 @@ _START_S = 300.0
 _GRACE_S = 5.0
 """How long to look for who has died, once somebody must have."""
 _POLL_S = 0.1
-_LAST_LINES = 8
 
 
 class RankSettings(msgspec.Struct, frozen=True):
@@ -69,8 +68,7 @@ class _Rank:
     log: Path
 
     def last_lines(self) -> str:
-        with self.log.open(errors="replace") as file:
-            return "".join(deque(file, maxlen=_LAST_LINES)).rstrip()
+        return child.last_lines(self.log, 8)
 
 
 class RankCrew:
