@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,12 +18,14 @@ import torch
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.runtime import EventLoopThread
-from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence
+from slipstream.records import Completion, GenerateRequest, SamplingParams
+from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 
 T = TypeVar("T")
+PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]
 
 
 @dataclasses.dataclass
@@ -66,14 +68,17 @@ class LiveEngine:
             time.sleep(0.005)
 
     @contextlib.contextmanager
-    def under_load(self, tag: str) -> Iterator[None]:
+    def under_load(
+        self, tag: str, prompts: Sequence[list[int]] = PROMPTS, images: tuple[bytes, ...] = ()
+    ) -> Iterator[None]:
         """Long requests again and again, from when they have tokens to the end of the block, however fast they are."""
         has_tokens, is_over = threading.Event(), threading.Event()
 
         async def go_on(place: int) -> None:
             sampling = SamplingParams(max_tokens=200 if place else 2)
             for number in itertools.count():
-                request = GenerateRequest(f"{tag}-{place}-{number}", PROMPTS[place], sampling, seed=number)
+                id_ = f"{tag}-{place}-{number}"
+                request = GenerateRequest(id_, prompts[place], sampling, seed=number, images=images)
                 completion = await self.engine.generate(request)
                 assert completion.finish_reason != "abort", completion.error
                 # The short one has ended: the others came with it.
@@ -82,7 +87,7 @@ class LiveEngine:
                 if is_over.is_set():
                     return
 
-        running = [self.thread.submit(go_on(place)) for place in range(len(PROMPTS))]
+        running = [self.thread.submit(go_on(place)) for place in range(len(prompts))]
         try:
             assert has_tokens.wait(120), "no request was answered"
             yield
@@ -90,9 +95,6 @@ class LiveEngine:
             is_over.set()
             for each in running:
                 each.result(120)
-
-
-PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]
 
 
 def settings_for(model: Path, dtype: str = "float32", **changes: Any) -> EngineSettings:
@@ -168,7 +170,7 @@ def mean_difference(live: LiveEngine, policy: PolicyModel, sampling: SamplingPar
     """Between the engine's log-probabilities of what it samples and the trainer's of the same."""
     completions = live.sample(f"probe-{os.urandom(4).hex()}", sampling)
     sequences = [
-        Sequence(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
+        Tokens(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
         for prompt, c in zip(PROMPTS, completions, strict=True)
     ]
     ours = torch.cat(score(policy, sequences, sampling, micro_batch_tokens=1024).logprobs)

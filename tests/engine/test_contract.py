@@ -352,5 +352,24 @@ def test_the_same_with_the_weights_divided_over_two_workers(divided: WholeCase):
         divided.attach("single_copy")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", ["vision"], indirect=True)
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_prompts_with_an_image_that_run_when_versions_come(whole: WholeCase, in_flight: str):
+    live = whole.live
+    if in_flight == "keep":
+        # With the engine in a process of its own, as on GPUs.
+        live = whole.launch("kept", in_flight="keep", own_process=True)
+        whole.wait()
+    tokens, image = image_prompt(whole.model)
+    bridge = create_bridge("disk", folder=whole.folder / in_flight, source=whole.model, engine=live.engine)
+    with live.under_load(in_flight, [tokens] * 8, (image,)):
+        for step in (FIRST, BETWEEN, LAST):
+            whole.write(whole.policy, step)
+            ticket = bridge.publisher.publish(whole.weights(whole.policy), step, 0, lambda ticket: None)
+            check_report(live.call(bridge.receiver.apply(ticket, 60)), ticket)
+    assert whole.answers(live, in_flight) == whole.oracle_answers
+
+
 def _bits(tensor: torch.Tensor) -> torch.dtype:
     return {2: torch.int16, 4: torch.int32}[tensor.element_size()]
