@@ -12,7 +12,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kill_resume.py"
 @pytest.mark.slow
 def test_sft_killed_three_times_ends_with_the_same_weights():
     result = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--kills", "3", "--steps", "200"],
+        [sys.executable, str(BENCHMARK), "--kills", "3", "--steps", "100"],
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
