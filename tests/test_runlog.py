@@ -47,6 +47,11 @@ def kill(process):
     process.stdout.close()
 
 
+def num_lines(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def test_a_run_from_beginning_to_end(tmp_path):
     with RunLog.create(tmp_path / "runs" / "one") as log:
         log.resolved("[training]\nsteps = 2 # run.toml\n")
@@ -160,8 +165,12 @@ def test_kill_9_at_any_moment_leaves_a_readable_and_resumable_run(tmp_path):
     folder = tmp_path / "run"
     more = []
     for lineage in range(4):
+        before = num_lines(folder)
         process = start_writer(folder, *more)
-        time.sleep(0.02 * (lineage + 1))
+        deadline = time.monotonic() + 60
+        while num_lines(folder) == before:  # a slow machine may take longer than any pause to write its first row
+            assert time.monotonic() < deadline
+        time.sleep(0.02 * lineage)
         kill(process)
         rows = runlog.read_metrics(folder)
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))

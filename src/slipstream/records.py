@@ -246,6 +246,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Requests of one group begin alike: the engine that has computed the beginning for one has it for the others."""
     scores_prompt: bool = False
     """Also return the log-probabilities of the prompt's own tokens, at `sampling.temperature` and among all tokens."""
+    images: tuple[bytes, ...] = ()
+    """Encoded (PNG, JPEG), one for each image token of the prompt; vLLM puts as many tokens there as an image needs."""
 
 
 class Completion(msgspec.Struct):

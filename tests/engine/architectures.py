@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from PIL import Image
 
 from slipstream.trainer.new_model import new_tokenizer
 
@@ -103,6 +105,18 @@ def pixels() -> torch.Tensor:
     size = 3 * PATCHES["temporal_patch_size"] * PATCHES["patch_size"] ** 2
     frames, rows, columns = GRID
     return torch.randn(frames * rows * columns, size, generator=torch.Generator().manual_seed(0))
+
+
+def image_prompt(model: Path) -> tuple[list[int], bytes]:
+    """A prompt in which an image of `GRID` stands between words, and the image."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    start, end, image = (tokenizer.convert_tokens_to_ids(token) for token in IMAGE_TOKENS[:3])
+    words = [(7 * i) % 90 + 1 for i in range(24)]
+    rows, columns = (PATCHES["patch_size"] * number for number in GRID[1:])
+    noise = torch.randint(256, (rows, columns, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    file = io.BytesIO()
+    Image.fromarray(noise.numpy()).save(file, "PNG")
+    return [*words[:12], start, image, end, *words[12:]], file.getvalue()
 
 
 @dataclasses.dataclass(frozen=True)

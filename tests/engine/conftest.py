@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
-from collections.abc import Coroutine, Iterator
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +18,14 @@ import torch
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.runtime import EventLoopThread
-from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence
+from slipstream.records import Completion, GenerateRequest, SamplingParams
+from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 
 T = TypeVar("T")
+PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]
 
 
 @dataclasses.dataclass
@@ -48,8 +54,47 @@ class LiveEngine:
             *(GenerateRequest(f"{tag}-{i}", prompt, sampling, seed=i) for i, prompt in enumerate(prompts))
         )
 
+    def until_running(
+        self, number: int = 1, *, ended: Callable[[], int] = lambda: 0, engine: SupervisedEngine | None = None
+    ) -> None:
+        """Wait until so many requests, those that have ended already included, have begun inside the engine."""
+        deadline = time.monotonic() + 120
+        while True:
+            num_ended = ended()
+            health = self.call((engine or self.engine).process.client.health())
+            if health is not None and health.num_running + num_ended >= number:
+                return
+            assert time.monotonic() < deadline, f"{number} requests have not begun: {health}"
+            time.sleep(0.005)
 
-PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]
+    @contextlib.contextmanager
+    def under_load(
+        self, tag: str, prompts: Sequence[list[int]] = PROMPTS, images: tuple[bytes, ...] = ()
+    ) -> Iterator[None]:
+        """Long requests again and again, from when they have tokens to the end of the block, however fast they are."""
+        has_tokens, is_over = threading.Event(), threading.Event()
+
+        async def go_on(place: int) -> None:
+            sampling = SamplingParams(max_tokens=200 if place else 2)
+            for number in itertools.count():
+                id_ = f"{tag}-{place}-{number}"
+                request = GenerateRequest(id_, prompts[place], sampling, seed=number, images=images)
+                completion = await self.engine.generate(request)
+                assert completion.finish_reason != "abort", completion.error
+                # The short one has ended: the others came with it.
+                if place == 0:
+                    has_tokens.set()
+                if is_over.is_set():
+                    return
+
+        running = [self.thread.submit(go_on(place)) for place in range(len(prompts))]
+        try:
+            assert has_tokens.wait(120), "no request was answered"
+            yield
+        finally:
+            is_over.set()
+            for each in running:
+                each.result(120)
 
 
 def settings_for(model: Path, dtype: str = "float32", **changes: Any) -> EngineSettings:
@@ -71,7 +116,7 @@ def create(
     dtype: str = "float32",
     *,
     max_restarts: int = 1,
-    start_timeout_s: float = 180,
+    start_timeout_s: float = 300,
     **changes: Any,
 ) -> LiveEngine:
     """An engine that does not run yet."""
@@ -93,7 +138,7 @@ def create(
 def start(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: int = 1, **changes: Any) -> LiveEngine:
     live = create(model, folder, dtype, max_restarts=max_restarts, **changes)
     live.engine.launch()
-    live.call(live.engine.wait_ready(), 200)
+    live.call(live.engine.wait_ready(), 320)
     return live
 
 
@@ -125,7 +170,7 @@ def mean_difference(live: LiveEngine, policy: PolicyModel, sampling: SamplingPar
     """Between the engine's log-probabilities of what it samples and the trainer's of the same."""
     completions = live.sample(f"probe-{os.urandom(4).hex()}", sampling)
     sequences = [
-        Sequence(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
+        Tokens(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
         for prompt, c in zip(PROMPTS, completions, strict=True)
     ]
     ours = torch.cat(score(policy, sequences, sampling, micro_batch_tokens=1024).logprobs)

@@ -48,13 +48,16 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(live):
 def test_logprobs_are_those_of_the_processed_distribution(live):
     narrow = SamplingParams(max_tokens=16, temperature=0.8, top_k=1)
     completion = live.sample("narrow", narrow)[0]
-    assert completion.logprobs == pytest.approx([0.0] * 16, abs=1e-6)
+    assert completion.logprobs == pytest.approx([0.0] * len(completion.token_ids), abs=1e-6)
 
 
 def test_stop_tokens_end_a_completion_and_are_part_of_it(live):
-    free = live.sample("free", SamplingParams(max_tokens=32))[0]
-    at = free.token_ids[5]
-    ended = live.sample("ended", SamplingParams(max_tokens=32, stop_token_ids=(at,)))[0]
+    # Which of them samples the end token early is chance.
+    every = live.sample("free", SamplingParams(max_tokens=32))
+    place = max(range(len(every)), key=lambda i: len(every[i].token_ids))
+    free = every[place]
+    at = free.token_ids[len(free.token_ids) // 2]
+    ended = live.sample("ended", SamplingParams(max_tokens=32, stop_token_ids=(at,)))[place]
     assert ended.finish_reason == "stop"
     assert ended.token_ids == free.token_ids[: free.token_ids.index(at) + 1]
 
@@ -70,7 +73,9 @@ def test_a_request_past_its_deadline_is_aborted_inside_the_engine_too(live):
 def test_a_cancelled_call_frees_the_engine(live):
     async def cancel_soon():
         tasks = [asyncio.create_task(live.engine.generate(request)) for request in long_requests("cancelled")]
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while not ((health := await live.engine.process.client.health()) and health.num_running):
+                await asyncio.sleep(0.005)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -102,7 +107,7 @@ def test_a_prompt_that_is_too_long_concerns_its_caller_only(live):
     refused, answered = live.generate(long, short)
     assert refused.finish_reason == "abort"
     assert "refused" in refused.error
-    assert len(answered.token_ids) == 8
+    assert answered.finish_reason in ("stop", "length")
 
 
 def test_a_seeded_prompt_may_be_split_over_several_steps(live):
@@ -110,16 +115,16 @@ def test_a_seeded_prompt_may_be_split_over_several_steps(live):
     assert len(live.generate(*requests)) == 60
 
 
-def wait_until_idle(live, timeout_s=5.0):
+def wait_until_idle(live, timeout_s=60.0):
     until = time.monotonic() + timeout_s
-    while live.call(live.engine.process.client.health()).num_running:
+    while (health := live.call(live.engine.process.client.health())) is None or health.num_running:
         assert time.monotonic() < until, "the engine still runs a request that nobody waits for"
         time.sleep(0.05)
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path):
     (tmp_path / "empty").mkdir()
-    process = EngineProcess(settings_for(tmp_path / "empty"), tmp_path / "engine.log", start_timeout_s=120)
+    process = EngineProcess(settings_for(tmp_path / "empty"), tmp_path / "engine.log", start_timeout_s=300)
     with pytest.raises(EngineError, match=r"(?s)did not start.*last lines.*\n"):
         asyncio.run(process.start())
     assert not process.is_alive()
@@ -131,7 +136,7 @@ def test_a_start_that_takes_too_long_is_given_up(tiny_model, tmp_path):
     began = time.monotonic()
     with pytest.raises(DeadlineError, match="start_timeout_s"):
         asyncio.run(process.start())
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert not process.is_alive()
     process.remove_files()
 
@@ -152,7 +157,7 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
             live.engine.process.process.wait(10)
             # The first to notice starts the engine again, which closes the connections of all others.
             await live.engine.revive()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 results = await asyncio.gather(*tasks, return_exceptions=True)
             raise next(result for result in results if isinstance(result, Exception))
 
@@ -162,7 +167,7 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
         assert [c.logprobs for c in before] == [c.logprobs for c in after]
         assert [kind for kind, _ in live.events] == ["engine_restart"]
         os.kill(live.engine.process.process.pid, signal.SIGKILL)
-        time.sleep(0.3)
+        live.engine.process.process.wait(10)
         with pytest.raises(EngineError, match="max_restarts"):
             live.sample("third", SamplingParams(max_tokens=4))
     finally:
@@ -178,7 +183,7 @@ def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
         "sys.path.insert(0, sys.argv[3])\n"
         "from tests.engine.conftest import settings_for\n"
         "from slipstream.inference.process import EngineProcess\n"
-        "process = EngineProcess(settings_for(Path(sys.argv[1])), Path(sys.argv[2]), start_timeout_s=120)\n"
+        "process = EngineProcess(settings_for(Path(sys.argv[1])), Path(sys.argv[2]), start_timeout_s=300)\n"
         "asyncio.run(process.start())\n"
         "print(process.process.pid, flush=True)\n"
         "time.sleep(600)\n"
@@ -191,5 +196,5 @@ def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
     family = [engine, *engine.children(recursive=True)]
     supervisor.kill()
     supervisor.wait()
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive

@@ -1,5 +1,6 @@
 """Given tokens, scored by a real engine: at the temperature that each request names, as the trainer scores them."""
 
+import msgspec
 import pytest
 import torch
 
@@ -57,6 +58,16 @@ def test_what_cannot_be_scored_is_refused_in_one_sentence(live):
     assert "score at one above 0" in answer.error
     (answer,) = live.generate(request("foreign", [1, 10**6], 1.0))
     assert answer.finish_reason == "abort"
+    (answer,) = live.generate(msgspec.structs.replace(request("image", PROMPTS[0], 1.0), images=(b"",)))
+    assert "a prompt with images cannot be scored" in answer.error
+
+
+def test_what_is_no_image_is_refused_in_one_sentence(live):
+    asked = GenerateRequest("torn", PROMPTS[0], SamplingParams(max_tokens=4), images=(b"\x89PNG\r\n\x1a\n",))
+    (answer,) = live.generate(asked)
+    assert answer.finish_reason == "abort"
+    assert "an image cannot be read" in answer.error
+    assert "send it as PNG or JPEG" in answer.error
 
 
 def test_another_temperature_than_1_needs_the_patch():

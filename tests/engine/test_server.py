@@ -80,7 +80,7 @@ async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(serve
     assert not standing.done()
     server.num_running = 0
     server._request_ended.set()
-    await asyncio.wait_for(standing, 1.0)
+    await asyncio.wait_for(standing, 30.0)
 
 
 async def test_requests_end_with_the_client_that_is_gone(server):
@@ -102,7 +102,7 @@ async def test_requests_end_with_the_client_that_is_gone(server):
         call = asyncio.create_task(client.post("/generate", data=msgspec.msgpack.encode(requests)))
         response = await call
         response.close()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             while len(ended) < 3:
                 await asyncio.sleep(0.01)
 
@@ -118,10 +118,18 @@ async def test_a_request_that_is_cancelled_before_it_began_never_begins(server):
     await server.fence()
     app = web.Application(middlewares=[errors_as_text])
     app.add_routes(routes(server))
-    requests = [GenerateRequest(name, [1], SamplingParams(1), timeout_s=5) for name in ("a", "b")]
+    requests = [GenerateRequest(name, [1], SamplingParams(1), timeout_s=60) for name in ("a", "b")]
+    come = asyncio.Event()
+    until_in_service = server.until_in_service
+
+    async def stand(timeout_s):
+        come.set()
+        await until_in_service(timeout_s)
+
+    server.until_in_service = stand
     async with TestServer(app) as site, TestClient(site) as client:
         call = asyncio.create_task(client.post("/generate", data=msgspec.msgpack.encode(requests)))
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(come.wait(), 30)
         await client.post("/cancel", data=msgspec.msgpack.encode(["a"]))
         server.reason = ""
         server._settled.set()

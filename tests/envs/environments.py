@@ -72,6 +72,14 @@ class Behaving(SingleTurn):
     def _pid(self, _):
         return float(os.getpid())
 
+    def _meet(self, folder):
+        """Right when another comes there while this one waits."""
+        (Path(folder) / str(os.getpid())).touch()
+        end = time.monotonic() + 30
+        while len(list(Path(folder).iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        return float(len(list(Path(folder).iterdir())) == 2)
+
     def _child(self, path):
         child = subprocess.Popen(["sleep", "60"])
         Path(path).write_text(str(child.pid))

@@ -14,6 +14,7 @@ from tests.envs.environments import config, task
 from slipstream.envs.base import RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scorer import InlineScorer, ScorerPool
+from slipstream.envs.scorer_process import Worker
 from slipstream.errors import EnvironmentFault
 
 
@@ -25,7 +26,7 @@ def alive(pid):
     return state != "Z"
 
 
-async def gone(pid, within_s=3.0):
+async def gone(pid, within_s=20.0):
     end = time.monotonic() + within_s
     while alive(pid) and time.monotonic() < end:
         await asyncio.sleep(0.02)
@@ -76,17 +77,17 @@ async def test_the_traceback_comes_along(scorer):
 
 
 async def test_a_hanging_reward_is_killed_and_the_others_are_graded():
-    async with ScorerPool(config(timeout_s=0.5)) as pool:
+    async with ScorerPool(config(timeout_s=1.0)) as pool:
         first = (await pool.score(task(), "pid x")).reward
         started = time.monotonic()
         results = await asyncio.gather(
             *(pool.score(task("4"), text) for text in ["4", "4", "hang x", "4", "5", "hang x", "4"]),
             return_exceptions=True,
         )
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 50, "it would hang for 60 s"
         kinds = [type(result) if isinstance(result, Exception) else result.reward for result in results]
         assert kinds == [1.0, 1.0, RewardTimeout, 1.0, 0.0, RewardTimeout, 1.0]
-        assert "killed after 0.5 s" in str(results[2])
+        assert "killed after 1 s" in str(results[2])
         assert "in _hang" in results[2].details, "where it hung, though it held the interpreter's lock"
         assert pool.num_restarts == 2
         assert (await pool.score(task(), "pid x")).reward != first
@@ -94,18 +95,18 @@ async def test_a_hanging_reward_is_killed_and_the_others_are_graded():
 
 
 async def test_each_reward_has_the_whole_deadline():
-    async with ScorerPool(config(timeout_s=0.6)) as pool:
-        results = await asyncio.gather(*(pool.score(task(), "sleep 0.25") for _ in range(6)))
-        assert [result.reward for result in results] == [1.0] * 6
+    async with ScorerPool(config(timeout_s=1.5)) as pool:
+        results = await asyncio.gather(*(pool.score(task(), "sleep 0.5") for _ in range(4)))
+        assert [result.reward for result in results] == [1.0] * 4
         assert pool.num_restarts == 0
 
 
 async def test_a_busy_event_loop_is_not_taken_for_a_slow_reward():
-    async with ScorerPool(config(timeout_s=0.5)) as pool:
+    async with ScorerPool(config(timeout_s=1.0)) as pool:
         calls = [asyncio.create_task(pool.score(task("4"), "4")) for _ in range(3)]
         slow = asyncio.create_task(pool.score(task(), "sleep 0.3"))
         await asyncio.sleep(0.01)
-        time.sleep(1.2)  # the blocked loop meets the deadline only now, with the answers already there
+        time.sleep(2.4)  # the blocked loop meets the deadline only now, with the answers already there
         assert [(await call).reward for call in [*calls, slow]] == [1.0] * 4
         assert pool.num_restarts == 0
 
@@ -130,7 +131,7 @@ async def test_printing_and_reading_do_not_disturb_the_protocol():
 
 
 async def test_what_the_reward_started_dies_with_it(tmp_path):
-    async with ScorerPool(config(timeout_s=0.5)) as pool:
+    async with ScorerPool(config(timeout_s=2.0)) as pool:
         with pytest.raises(RewardTimeout):
             await pool.score(task(), f"child {tmp_path / 'pid'}")
         assert await gone(int((tmp_path / "pid").read_text()))
@@ -144,7 +145,7 @@ async def test_memory_is_bounded():
 
 
 async def test_a_caller_that_gives_up_leaves_the_others_alone():
-    async with ScorerPool(config(timeout_s=2.0)) as pool:
+    async with ScorerPool(config()) as pool:
         calls = [asyncio.create_task(pool.score(task("4"), "sleep 0.2" if i % 2 else "4")) for i in range(6)]
         await asyncio.sleep(0.05)
         for call in calls[1::2]:
@@ -159,12 +160,12 @@ async def test_large_completions_pass():
         assert {result.metrics["length"] for result in results} == {3_000_000.0}
 
 
-async def test_two_workers_share_the_work():
-    async with ScorerPool(config(), num_workers=2) as pool:
-        calls = [pool.score(task(), text) for text in ["sleep 0.5", "sleep 0.5", "pid x", "pid x"]]
-        started = time.monotonic()
+async def test_two_workers_share_the_work(tmp_path):
+    """Two rewards that wait for each other are at work at once."""
+    async with ScorerPool(config(timeout_s=60.0), num_workers=2) as pool:
+        calls = [pool.score(task(), text) for text in [f"meet {tmp_path}", f"meet {tmp_path}", "pid x", "pid x"]]
         results = await asyncio.gather(*calls)
-        assert time.monotonic() - started < 0.9
+        assert [result.reward for result in results[:2]] == [1.0, 1.0]
         assert len(results) == 4
 
 
@@ -174,7 +175,7 @@ async def test_leaving_ends_the_workers_and_the_waiting_calls():
         hanging = [asyncio.create_task(pool.score(task(), "hang x")) for _ in range(100)]
         await asyncio.sleep(0.1)
     assert not alive(pid)
-    results = await asyncio.wait_for(asyncio.gather(*hanging, return_exceptions=True), 1.0)
+    results = await asyncio.wait_for(asyncio.gather(*hanging, return_exceptions=True), 20.0)
     assert all(isinstance(result, EnvironmentFault) for result in results)
     with pytest.raises(EnvironmentFault, match="were stopped"):
         await pool.score(task(), "4")
@@ -234,17 +235,20 @@ async def test_workers_end_when_the_run_is_killed(tmp_path):
     assert await gone(pid)
 
 
-async def test_throughput_of_one_worker():
+async def test_many_quick_rewards_travel_together(monkeypatch):
+    """One by one, each would wait for the answer to the one before."""
+    sizes = []
+    send = Worker.send
+    monkeypatch.setattr(Worker, "send", lambda self, data: sizes.append(len(data)) or send(self, data))
     async with ScorerPool(config()) as pool:
-        await pool.score(task("4"), "4")
-        started = time.monotonic()
+        sizes.clear()
         await asyncio.gather(*(pool.score(task("4"), "4") for _ in range(4000)))
-        assert 4000 / (time.monotonic() - started) > 1000
+    assert len(sizes) < 4000 / 4
 
 
 def test_it_works_on_the_orchestrators_event_loop():
     async def main():
-        async with ScorerPool(config(timeout_s=0.5), num_workers=2) as pool:
+        async with ScorerPool(config(timeout_s=1.0), num_workers=2) as pool:
             return await asyncio.gather(
                 *(pool.score(task("4"), text) for text in ["4", "hang x", "5", "exit 3", "print a"]),
                 return_exceptions=True,

@@ -126,6 +126,7 @@ async def test_all_of_keeps_the_order_and_raises_the_first_failure_itself():
 
 async def test_an_engine_that_lives_and_refuses_is_given_up(monkeypatch):
     monkeypatch.setattr(tasks_module, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(tasks_module, "_PAUSE_S", 0.1)
     engine = ScriptedEngine(say("b"), max_restarts=5)
     num_attempts = 0
 
@@ -136,7 +137,7 @@ async def test_an_engine_that_lives_and_refuses_is_given_up(monkeypatch):
 
     with pytest.raises(EngineError, match="out of service"):
         await outliving(engine, refused)
-    assert 2 <= num_attempts <= 5
+    assert 2 <= num_attempts <= 7
     assert engine.num_restarts == 0
 
 
@@ -159,20 +160,20 @@ async def test_an_environment_that_does_nothing_is_given_up_but_the_engines_time
     class Slow(Odd):
         async def run(self, task, policy):
             reply = await super().run(task, policy)
-            await asyncio.sleep(10.0 if task.id == "t1" else 0.0)
+            await asyncio.sleep(60.0 if task.id == "t1" else 0.0)
             return reply
 
     class SlowEngine(ScriptedEngine):
         async def generate(self, request):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
             return await super().generate(request)
 
-    runner = make_runner(SlowEngine(say("b")), Slow(), run_timeout_s=0.1)
+    runner = make_runner(SlowEngine(say("b")), Slow(), run_timeout_s=0.5)
     common = {"rollout_id": "r", "group_id": "g", "sampling": SAMPLING, "seed": 0}
     assert (await runner.run(TASKS[0], **common)).outcome == "done"
     rollout = await runner.run(TASKS[1], **common)
     assert rollout.outcome == "environment_error"
-    assert "did nothing for 0.1 s (environment.run_timeout_s)" in rollout.error
+    assert "did nothing for 0.5 s (environment.run_timeout_s)" in rollout.error
 
 
 async def test_a_rollout_that_lost_its_engine_is_made_again_with_the_same_seed():
@@ -335,7 +336,7 @@ def test_a_call_to_the_event_loop_ends_by_result_failure_deadline_or_stop_reques
     began = time.monotonic()
     with pytest.raises(Interrupted, match="--resume"):
         thread.call(forever(), 60.0, "the sun")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     thread.submit(forever())
     thread.stop(asyncio.sleep(0))
     assert len(cancelled) == 3

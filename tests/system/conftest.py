@@ -167,7 +167,7 @@ class Command:
                 continue
         return found
 
-    def until(self, condition, timeout_s=240.0):
+    def until(self, condition, timeout_s=400.0):
         """Wait for something while the command runs."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -177,12 +177,12 @@ class Command:
             assert time.monotonic() < deadline, "what was waited for did not come"
             time.sleep(0.05)
 
-    def wait(self, timeout_s=240.0):
+    def wait(self, timeout_s=500.0):
         """(exit code, standard output, standard error)."""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
-    def left_behind(self, timeout_s=5.0):
+    def left_behind(self, timeout_s=20.0):
         """Children that live on after the command's end."""
         _, alive = psutil.wait_procs(list(self._family.values()), timeout=timeout_s)
         return alive

@@ -105,7 +105,12 @@ def test_quiet_steps_are_counted_across_a_resume(scripted):
     limit = ("--run.max_steps_without_signal", "2", "--training.steps", "4")
 
     def stop_in_the_second_step(engine):
-        engine.on_request = lambda request: os.kill(os.getpid(), signal.SIGTERM) if engine.num_requests == 22 else None
+        def on_request(request):
+            if engine.num_requests == 22:
+                engine.is_hanging = True  # or the second step would end before anybody has looked at the signal
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        engine.on_request = on_request
 
     report = scripted.run(*WITHOUT_EVALUATION, *limit, **quiet, change=stop_in_the_second_step)
     assert (report.status, report.step) == ("interrupted", 1)
@@ -298,7 +303,7 @@ def test_an_engine_that_hangs_is_not_waited_for(scripted):
 
     report = scripted.run("--inference.request_timeout_s", "0.5", change=change)
     assert (report.error, report.exit_code) == ("DeadlineError", 5)
-    assert report.seconds < 30
+    assert report.seconds < 300, "a request may take 600 s by itself"
 
 
 EVERY_STEP = ("--evaluation.every", "1", "--training.steps", "6", "--run.keep_checkpoints", "1")

@@ -90,7 +90,9 @@ def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command,
     assert summary["steps"] == 6
     rows = read_metrics(tmp_path / "grpo")
     assert all(row["probe/abs_logprob_diff"] < 0.001 for row in rows)
-    assert [row["staleness/max"] for row in rows[-2:]] == [1.0, 1.0]
+    # How far generation has come when a version is there is a matter of speed; the bound is not.
+    assert 1.0 in [row["staleness/max"] for row in rows[-2:]]
+    assert max(row["staleness/max"] for row in rows[1:]) <= 1.0
     assert summary["weights"].endswith("step-000006/weights")
 
     code, out, err = command("eval", run_file, *LORA[:4], *coin, "--lora.path", summary["weights"], "--json").wait()

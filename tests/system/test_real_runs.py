@@ -5,7 +5,6 @@ Judged by `metrics.jsonl`, `events.jsonl`, `exit.json` and exit codes.
 
 import json
 import signal
-import time
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,12 +113,11 @@ def test_a_second_signal_ends_at_once(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("train", run_file, *COIN, *LONG, "--run.folder", folder)
     run.until(lambda: run.engines() and (folder / "events.jsonl").exists())
-    began = time.monotonic()
-    # One that arrives before the first was handled counts as the same: so they are repeated.
-    while run.process.poll() is None and time.monotonic() - began < 20:
-        run.process.send_signal(signal.SIGTERM)
-        time.sleep(0.05)
-    assert run.wait()[0] == 128 + signal.SIGTERM
+    # The same one twice may count as one, and after a pause the first may have ended the run: so two, at once.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run.process.send_signal(number)
+    # Which of two that wait is handled first is not ours to say.
+    assert run.wait()[0] in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert read_exit(folder) is None
     assert run.left_behind() == []
 
@@ -159,7 +157,7 @@ def check_run(folder, steps):
 
 
 def check_interrupted(run, folder):
-    code, _, _ = run.wait(60)
+    code, _, _ = run.wait(200)
     report = read_exit(folder)
     assert (code, report.status, report.exit_code) == (130, "interrupted", 130)
     checkpoints = [event["step"] for event in read_events(folder) if event["kind"] == "checkpoint"]

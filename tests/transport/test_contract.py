@@ -79,7 +79,7 @@ def test_deadlines_name_who_was_waited_for(make):
     transport.put("a", 0)
     with pytest.raises(DeadlineError, match=r"waited 0\.1 s for the reader.* 1 records"):
         transport.put("b", 0.1)
-    assert 0.2 <= time.monotonic() - start < 5
+    assert 0.2 <= time.monotonic() - start < PLENTY_S
     transport.take(0)
     with pytest.raises(DeadlineError):
         transport.take(0)
@@ -109,7 +109,7 @@ def test_close_ends_the_other_sides_wait_at_once(make, side):
     transport.close("the engine died")
     with pytest.raises(TransportClosed, match="the engine died"):
         wait()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < PLENTY_S / 2
 
 
 def test_after_close_nothing_moves_but_acknowledgements(make):
@@ -162,24 +162,19 @@ async def test_a_waiting_coroutine_is_woken_by_a_thread(make):
     in_thread(transport.close, "enough")()
     with pytest.raises(TransportClosed, match="enough"):
         await taking
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < PLENTY_S / 2
 
 
 async def test_a_waiting_coroutine_leaves_the_loop_free_and_meets_its_deadline(make):
     transport = make(1)
-    ticks = 0
-
-    async def tick():
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
+    taking = asyncio.create_task(transport.take_async(PLENTY_S))
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+    assert not taking.done(), "the loop was held up until the wait was over"
+    taking.cancel()
+    await asyncio.wait([taking])
     with pytest.raises(DeadlineError, match="the writer"):
         await transport.take_async(0.2)
-    ticking.cancel()
-    assert ticks >= 5
 
 
 async def test_a_cancelled_take_takes_nothing(make):

@@ -20,7 +20,8 @@ from slipstream.records import Task
 
 _STDERR_TAIL_BYTES = 4096
 _STOP_TIMEOUT_S = 1.0
-_LAST_WORDS_S = 0.05
+_LAST_WORDS_S = 2.0
+_MORE_WORDS_S = 0.05
 _LATE_S = 0.25
 
 
@@ -69,6 +70,7 @@ class Worker:
         self._stdout = process.stdout
         self._decoder = msgspec.msgpack.Decoder(Answer)
         self._tail = b""
+        self._heard = asyncio.Event()
         self._drain = asyncio.create_task(self._keep_tail())
 
     @classmethod
@@ -133,6 +135,8 @@ class Worker:
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(65536):
             self._tail = (self._tail + chunk)[-_STDERR_TAIL_BYTES:]
+            self._heard.set()
+        self._heard.set()
 
     async def stop(self) -> None:
         """Close its input, which it takes for its end; kill it when it does not."""
@@ -147,8 +151,13 @@ class Worker:
         with contextlib.suppress(TimeoutError, ProcessLookupError):
             async with asyncio.timeout(_LAST_WORDS_S):
                 if self.alive and not self._stdout.at_eof():
+                    self._heard.clear()
                     self._process.send_signal(signal.SIGUSR1)
-                await self._process.wait()
+                    # A busy machine may not let it speak at once, and it speaks in pieces.
+                    await self._heard.wait()
+                    await asyncio.sleep(_MORE_WORDS_S)
+                else:
+                    await self._process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._stdin.close()

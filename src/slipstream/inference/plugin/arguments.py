@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any, get_args
 
 from slipstream.inference.settings import EngineSettings
@@ -71,6 +72,20 @@ def checked_head(head_dtypes: list[list[str]]) -> str:
             "it to false"
         )
     return "fp32_head"
+
+
+def prompt_arguments(request: GenerateRequest) -> dict[str, Any]:
+    """vLLM's prompt for a request of ours. Raises ValueError for what is no image."""
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+    if request.images:
+        from PIL import Image
+
+        try:
+            images = [Image.open(io.BytesIO(data)).convert("RGB") for data in request.images]
+        except OSError as error:
+            raise ValueError(f"an image cannot be read ({error}): send it as PNG or JPEG") from error
+        prompt["multi_modal_data"] = {"image": images}
+    return prompt
 
 
 def sampling_arguments(request: GenerateRequest) -> Any:

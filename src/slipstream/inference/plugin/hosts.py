@@ -83,6 +83,11 @@ class Host(Protocol):
         they go on; False when vLLM refused."""
         ...
 
+    async def reset_encoder_cache(self) -> None:
+        """Forget what a tower made of images, which vLLM keeps by their contents alone. The engine stands still, and no
+        running request is in the middle of its prompt."""
+        ...
+
     async def set_version(self, name: str) -> None:
         """Tokens from now on are made by the version called `name`."""
         ...
@@ -246,6 +251,11 @@ class InProcessHost:
         """See `Host`."""
         return bool(await asyncio.wrap_future(self._submit(lambda: self._engine.reset_prefix_cache(True))))
 
+    async def reset_encoder_cache(self) -> None:
+        """See `Host`."""
+        if self._engine.model_config.is_multimodal_model:
+            await asyncio.wrap_future(self._submit(self._engine.reset_encoder_cache))
+
     async def set_version(self, name: str) -> None:
         """See `Host`."""
         if self.keeps_requests:
@@ -334,6 +344,11 @@ class AsyncHost:
     async def reset_prefix_cache(self) -> bool:
         """See `Host`; versions before 0.27 answer nothing."""
         return (await self._engine.reset_prefix_cache(True)) is not False
+
+    async def reset_encoder_cache(self) -> None:
+        """See `Host`."""
+        if self._engine.model_config.is_multimodal_model:
+            await self._engine.reset_encoder_cache()
 
     async def num_tokens(self) -> dict[str, int]:
         """See `Host`; tokens may be on their way from the engine's process to this one, and are waited for."""

@@ -21,6 +21,8 @@ PATCH = "scores_at_temperature"
 
 def check(request: GenerateRequest, applied: tuple[str, ...]) -> None:
     """Raises ValueError for a request whose scores would not be what it asks for."""
+    if request.images:
+        raise ValueError("a prompt with images cannot be scored: leave out the images, or scores_prompt")
     temperature = request.sampling.temperature
     if temperature <= 0.0:
         raise ValueError(f"temperature {temperature:g} has no log-probabilities: score at one above 0")

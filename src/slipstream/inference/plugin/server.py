@@ -27,7 +27,7 @@ from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, delivery, lifeline, scoring, tensor_map
-from slipstream.inference.plugin.arguments import checked_head, engine_arguments, sampling_arguments
+from slipstream.inference.plugin.arguments import checked_head, engine_arguments, prompt_arguments, sampling_arguments
 from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
 from slipstream.inference.plugin.labels import Spans
 from slipstream.inference.plugin.routes import OutOfService, errors_as_text, routes
@@ -186,6 +186,8 @@ class EngineServer:
         self.version = ticket.version
         if self._keeps_context:
             await self._begin_anew()
+        if ticket.bridge != "lora":
+            await self.host.reset_encoder_cache()
         await self.host.resume()
         self.reason = ""
         return report
@@ -342,7 +344,7 @@ class EngineServer:
         if request.scores_prompt:
             scoring.check(request, self.patches)
         before, adapter = self.version.name if self.version else "", self.adapter
-        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_arguments(request)
+        prompt, params = prompt_arguments(request), sampling_arguments(request)
         if adapter is not None:
             self._adapter_users[adapter.id] += 1
             try:
@@ -351,7 +353,7 @@ class EngineServer:
             finally:
                 self._adapter_users[adapter.id] -= 1
         elif self._keeps_context:
-            output, spans = await self._generate_on_kept_context(request, params)
+            output, spans = await self._generate_on_kept_context(request.id, prompt, params)
         else:
             output, spans = await self.host.generate(prompt, params, request.id)
         out = output.outputs[0]
@@ -363,20 +365,20 @@ class EngineServer:
         scores = scoring.prompt_logprobs(output, request) if request.scores_prompt else None
         return Completion(request.id, token_ids, logprobs, reason, versions, text, prompt_logprobs=scores)
 
-    async def _generate_on_kept_context(self, request: GenerateRequest, params: Any) -> tuple[Any, Spans]:
+    async def _generate_on_kept_context(self, id_: str, prompt: dict[str, Any], params: Any) -> tuple[Any, Spans]:
         """Blocks of the prefix cache are told apart by the version that they are begun with; see `_begin_anew`."""
         ours = asyncio.current_task()
         while True:
             salt = f"{self.version.name}-{self.version.digest}" if self.version else "none"
-            prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": salt}
-            self._kept[request.id] = task = asyncio.create_task(self.host.generate(prompt, params, request.id))
+            salted = {**prompt, "cache_salt": salt}
+            self._kept[id_] = task = asyncio.create_task(self.host.generate(salted, params, id_))
             try:
                 return await task
             except asyncio.CancelledError:
                 if ours is None or ours.cancelling():
                     raise
             finally:
-                del self._kept[request.id]
+                del self._kept[id_]
 
     def health(self) -> EngineHealth:
         """What this engine says of itself."""
