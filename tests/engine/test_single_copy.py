@@ -137,7 +137,7 @@ def test_a_hundred_updates_leave_equal_fingerprints(pair: Pair):
 @pytest.mark.slow
 def test_no_token_is_made_by_a_half_written_version(pair: Pair):
     """The trainer writes one parameter after the other, with pauses, while requests are in flight."""
-    params = SamplingParams(max_tokens=200)  # a fast machine would soon be done with fewer
+    params = SamplingParams(max_tokens=200)
     versions = {pair.publish(200).version.name: pair.copied()}
     load = test_in_flight.Load(pair.live, "torn", params)
     for step in range(201, 201 + test_in_flight.NUM_UPDATES):
