@@ -48,10 +48,9 @@ def parameters_of(shape: str) -> list[ParameterSpec]:
     return [ParameterSpec(name, tuple(p.shape), "bfloat16", "") for name, p in network.named_parameters()]
 
 
-def one_side(options: argparse.Namespace, rank: int, store: str) -> dict[str, Any]:
+def one_side(options: argparse.Namespace, group: Group, rank: int) -> dict[str, Any]:
     """All passes of one process: seconds of each, and what its parameters are at the end."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    group = Group(Rendezvous(store, 1, TIMEOUT_S, backend), rank)
+    backend = group.rendezvous.backend
     device = group.device
     found: dict[str, Any] = {"backend": backend, "raw": {}, "passes": {}, "prints": {}, "fingerprint_s": {}}
     for shape in options.shapes:
@@ -147,8 +146,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if options.store:
-        print(json.dumps(one_side(options, 1, options.store)))
+        print(json.dumps(one_side(options, Group(Rendezvous(options.store, 1, TIMEOUT_S, backend), 1), 1)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -157,7 +157,8 @@ def main() -> int:
         command = [sys.executable, __file__, *sys.argv[1:], "--store", store]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
         try:
-            ours = one_side(options, 0, store)
+            group = Group(Rendezvous(store, 1, TIMEOUT_S, backend), 0)
+            ours = one_side(options, group, 0)
             answer, _ = child.communicate(timeout=TIMEOUT_S)
         finally:
             child.kill()

@@ -39,8 +39,10 @@ def raw_broadcast_s(
         [sys.executable, "-m", "slipstream.weights.raw", *arguments], stdout=subprocess.PIPE, env=environment
     )
     try:
-        ours = passes(Group(rendezvous, rank=0), num_bytes, repeats)
+        group = Group(rendezvous, rank=0)  # until the other side has all of it: a group that is dropped is aborted
+        ours = passes(group, num_bytes, repeats)
         answer, _ = child.communicate(timeout=timeout_s)
+        del group
         theirs: list[float] = json.loads(answer)
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         reason = str(error).strip().split("\n")[0]

@@ -72,6 +72,8 @@ class EngineServer:
         self._request_ended = asyncio.Event()
         self._kept: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
         """Under `keep`, what computes each request."""
+        self._stands = False
+        """Whether no step is made since a fence, or an update that failed."""
         self._num_adapters = 0
         self._base_verified = False
 
@@ -187,7 +189,7 @@ class EngineServer:
         if self._keeps_context:
             await self._begin_anew()
         await self.host.resume()
-        self.reason = ""
+        self._stands, self.reason = False, ""
         return report
 
     def _check_running(self) -> None:
@@ -199,9 +201,12 @@ class EngineServer:
 
     async def _stand(self) -> None:
         """Make no step from now on; under `drain` when the last request has ended, and none begins meanwhile."""
+        if self._stands:
+            return
         while self.settings.in_flight == "drain" and self.num_running:
             await self._until_a_request_ends()
         await self.host.pause()
+        self._stands = True
 
     async def _until_a_request_ends(self) -> None:
         """Every request has its deadline, and the call that waits for it ends with its client."""
