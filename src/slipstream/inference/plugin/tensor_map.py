@@ -108,6 +108,10 @@ class TensorMap:
             raise ValueError(
                 f"vLLM's loader transforms {spec.name}, so a part of it cannot be written: publish it whole"
             )
+        memory = self.memory(spec)
+        if memory is not None:
+            memory.view(values.dtype)[places] = values
+            return
         for piece in self.pieces.get(spec.name, []):
             piece.write(places, values, is_whole=piece.numel == math.prod(spec.shape))
 
