@@ -27,6 +27,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -355,6 +356,7 @@ def main() -> int:
         os._exit(0)  # the group of another process may be gone: nothing is waited for
     from slipstream.trainer.shapes import SHAPES
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended with us
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model
         if folder in SHAPES:

@@ -96,11 +96,14 @@ def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the numbers are aligned
     flat = [named_weights[name].detach().reshape(-1).view(torch.uint8) for name in order]
-    numbers: Any = torch.cat(flat).cpu().numpy() if flat else b""
+    numbers = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+    if numbers.is_cuda:
+        numbers = torch.empty(numbers.shape, dtype=torch.uint8, pin_memory=True).copy_(numbers)
+    content: Any = numbers.numpy()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        file.write(numbers)
+        file.write(content)
 
 
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
