@@ -24,6 +24,10 @@ Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON an
 Bridge = Literal[
     "disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta", "single_copy+lora"
 ]
+InFlight = Annotated[
+    Literal["recompute", "keep", "drain"],
+    Parameter(help="What becomes of the generations: their context is computed anew, kept, or they are awaited."),
+]
 _MIB = 1 << 20
 _WIDTH = 140
 """Of a table that goes to a file."""
@@ -52,10 +56,7 @@ def bench_sync(
         float, Parameter(help="Part of the weights that an update changes; 0.02 at most for deltas.")
     ] = 1.0,
     rank: Annotated[int, Parameter(help="Of the adapter, for the bridge lora.")] = 16,
-    in_flight: Annotated[
-        Literal["recompute", "keep", "drain"],
-        Parameter(help="What becomes of the generations: their context is computed anew, kept, or they are awaited."),
-    ] = "recompute",
+    in_flight: InFlight = "recompute",
     context: Annotated[int, Parameter(help="Tokens that a generation grows to.")] = 2048,
     together: Annotated[
         bool,
