@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -414,6 +415,8 @@ async def serve(settings: EngineSettings) -> None:
     """Answer on the socket until SIGTERM or until the engine dies."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     await server.start()
+    gc.collect()
+    gc.freeze()  # what was imported stays: to look through it takes longer than an update may
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
     app.add_routes(routes(server))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
