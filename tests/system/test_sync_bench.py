@@ -8,7 +8,9 @@ from typing import get_args
 import pytest
 
 from slipstream.cli import proof
-from slipstream.launch.sync_bench import BRIDGES, BridgeName
+from slipstream.errors import ConfigError
+from slipstream.launch.sync_bench import BRIDGES, BridgeName, measure_sync
+from slipstream.launch.sync_figures import SyncOptions
 from slipstream.trainer.new_model import new_model
 from slipstream.weights.raw import raw_broadcast_s
 
@@ -49,5 +51,41 @@ def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
         for side in ("trainer", "engine"):
             assert size < row[side]["pss"] <= row[side]["rss"]
     assert broadcast["raw_s"] > 0
+    assert json.loads(err.splitlines()[-1])["bridge"] == "lora", "each is told of as soon as it is there"
     assert list((tmp_path / "scratch").iterdir()) == []
     assert command.left_behind() == []
+
+
+@pytest.mark.slow
+def test_one_engine_takes_its_weights_by_several_bridges(tmp_path):
+    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
+    command = Command(
+        *("bench", "sync", "--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
+        *("--updates", 2, "--streams", 2, "--in-flight", "keep", "--context", 128, "--timeout", 120, "--json"),
+    )
+    code, out, err = command.wait()
+    assert code == 0, err
+    rows = json.loads(out)["bridges"]
+    assert [row["bridge"] for row in rows] == ["disk", "broadcast", "broadcast+delta"]
+    assert {(row["in_flight"], row["context"], row["num_updates"]) for row in rows} == {("keep", 128, 2)}
+    assert rows[2]["num_bytes"] < 0.2 * rows[1]["num_bytes"] == 0.2 * rows[0]["num_bytes"]
+    assert command.left_behind() == []
+
+
+def test_an_adapter_needs_an_engine_of_its_own():
+    with pytest.raises(ConfigError, match="lora needs an engine of its own: leave out --together"):
+        measure_sync(["disk", "lora"], SyncOptions("nowhere"))
+
+
+@pytest.mark.slow
+def test_an_adapter_over_a_base_that_is_shared(tmp_path):
+    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
+    command = Command(
+        *("bench", "sync", "--model", model, "--bridges", "single_copy+lora", "--updates", 2, "--streams", 2, "--json")
+    )
+    code, out, err = command.wait()
+    assert code == 0, err
+    (row,) = json.loads(out)["bridges"]
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert 0 < row["num_bytes"] < size / 2
+    assert row["commit"] is None, "nothing that the engine reads is written in place"

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.trainer.new_model import new_model
-from slipstream.weights.files import WEIGHTS_FILE, whole_folder, write_model_folder
+from slipstream.weights.files import WEIGHTS_FILE, whole_folder, write_model_folder, write_tensors
 
 
 @contextmanager
@@ -40,6 +40,17 @@ def test_a_training_state_without_room(tmp_path):
         whole_folder(tmp_path / "state", durable=False) as temporary,
     ):
         torch.save(torch.ones(100_000), temporary / "state.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_without_room(tmp_path):
+    """As the bridge lora writes it."""
+    with (
+        room_for(20_000),
+        pytest.raises(SlipstreamError, match="make room on its disk"),
+        whole_folder(tmp_path / "adapter", durable=False) as temporary,
+    ):
+        write_tensors(temporary / WEIGHTS_FILE, {"a": torch.ones(100_000)})
     assert list(tmp_path.iterdir()) == []
 
 

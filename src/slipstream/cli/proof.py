@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 bench_app = App(name="bench", help="Measure this machine.")
 
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON and nothing else.")]
-Bridge = Literal["disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta"]
+Bridge = Literal[
+    "disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta", "single_copy+lora"
+]
+InFlight = Annotated[
+    Literal["recompute", "keep", "drain"],
+    Parameter(help="What becomes of the generations: their context is computed anew, kept, or they are awaited."),
+]
 _MIB = 1 << 20
 _WIDTH = 140
 """Of a table that goes to a file."""
@@ -50,6 +56,13 @@ def bench_sync(
         float, Parameter(help="Part of the weights that an update changes; 0.02 at most for deltas.")
     ] = 1.0,
     rank: Annotated[int, Parameter(help="Of the adapter, for the bridge lora.")] = 16,
+    in_flight: InFlight = "recompute",
+    context: Annotated[int, Parameter(help="Tokens that a generation grows to.")] = 2048,
+    together: Annotated[
+        bool,
+        Parameter(negative="", help="One engine for all of them: quicker, and their memory is that of all. Not lora."),
+    ] = False,
+    timeout: Annotated[float, Parameter(help="Seconds that an engine's start, or one update, may take.")] = 600.0,
     scratch: Annotated[
         Path | None, Parameter(help="Folder to write files in; the system's for temporary files.")
     ] = None,
@@ -63,32 +76,34 @@ def bench_sync(
     update, and the memory of both sides. For broadcast the collective alone sends the same bytes in the same run, and
     what part of its bandwidth was reached is shown. Nothing is trained, and nothing is left behind.
     """
-    for name, value, good in (
-        ("--updates", updates, updates >= 1),
-        ("--streams", streams, streams >= 1),
-        ("--replicas", replicas, replicas >= 1),
-        ("--changed", changed, 0 < changed <= 1),
-        ("--rank", rank, rank >= 1),
-    ):
-        if not good:
-            remedy = "use a part above 0 and up to 1" if name == "--changed" else "use 1 or more"
-            raise ConfigError(f"{name} {value:g} leaves nothing to measure: {remedy}")
+    for name, value in (("--updates", updates), ("--streams", streams), ("--replicas", replicas), ("--rank", rank)):
+        if value < 1:
+            raise ConfigError(f"{name} {value} leaves nothing to measure: use 1 or more")
+    if not 0 < changed <= 1:
+        raise ConfigError(f"--changed {changed:g} leaves nothing to measure: use a part above 0 and up to 1")
+    if timeout <= 0:
+        raise ConfigError(f"--timeout {timeout:g} leaves no time: use some hundred seconds")
     if scratch is not None and not scratch.is_dir():
         raise ConfigError(f"--scratch {scratch} is not a folder: make it first")
-    from slipstream.launch.sync_bench import BRIDGES, SyncOptions, measure_sync
-    from slipstream.trainer.shapes import SHAPES, shaped_model
+    from slipstream.launch.sync_bench import BRIDGES, TOGETHER, measure_sync
+    from slipstream.launch.sync_figures import SyncOptions
+    from slipstream.trainer.shapes import SHAPES
 
     with tempfile.TemporaryDirectory(prefix="slipstream-shape-", dir=scratch) as temporary:
         folder = model
         if model in SHAPES:
-            print(f"making a model of shape {model}", file=sys.stderr)
-            folder = str(shaped_model(Path(temporary) / "model", model))
-        options = SyncOptions(folder, updates, streams, placement, replicas, changed, rank, scratch=scratch)
-        if len(bridges) == 1:
-            found = [dataclasses.asdict(measure_sync(bridges[0], options))]
-            failures: list[str] = []
+            folder = str(_make_shape(Path(temporary) / "model", model))
+        options = SyncOptions(
+            *(folder, updates, streams, placement, replicas, changed, in_flight, context, rank),
+            scratch=scratch,
+            timeout_s=timeout,
+        )
+        names = bridges or (TOGETHER if together else BRIDGES)
+        failures: list[str] = []
+        if together or len(names) == 1:
+            found = [dataclasses.asdict(figures) for figures in measure_sync(names, options, _tell)]
         else:
-            found, failures = _each_apart(bridges or BRIDGES, options)
+            found, failures = _each_apart(names, options)
     figures = [row | {"model": model} for row in found]
     if json:
         _print_json({"bridges": figures, "failures": failures})
@@ -99,6 +114,23 @@ def bench_sync(
     return 0
 
 
+def _make_shape(folder: Path, shape: str) -> Path:
+    """A model with random weights; on a GPU by another process, whose memory there ends with it."""
+    from slipstream.launch.usage import gpus_in_use
+    from slipstream.trainer.shapes import shaped_model
+
+    print(f"making a model of shape {shape}", file=sys.stderr)
+    if not gpus_in_use():
+        return shaped_model(folder, shape)
+    subprocess.run([sys.executable, "-m", "slipstream.trainer.shapes", str(folder), shape], check=True)
+    return folder
+
+
+def _tell(figures: Any) -> None:
+    """A bridge's figures as soon as they are there: what comes after it may fail, or be killed."""
+    print(json.dumps(dataclasses.asdict(figures)), file=sys.stderr, flush=True)
+
+
 def _each_apart(bridges: Sequence[Bridge], options: Any) -> tuple[list[dict[str, Any]], list[str]]:
     """Each bridge in a process of its own, so that its memory is its own; what was found, and what failed."""
     found: list[dict[str, Any]] = []
@@ -106,13 +138,15 @@ def _each_apart(bridges: Sequence[Bridge], options: Any) -> tuple[list[dict[str,
     for name in bridges:
         print(f"measuring {name}", file=sys.stderr)
         command = [sys.executable, "-m", "slipstream.cli", "bench", "sync", "--json", "--bridges", name]
-        for key in ("model", "updates", "streams", "placement", "replicas", "changed", "rank"):
-            command += [f"--{key}", str(getattr(options, key))]
+        for key in ("model", "updates", "streams", "placement", "replicas", "changed", "rank", "in_flight", "context"):
+            command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+        command += ["--timeout", str(options.timeout_s)]
         if options.scratch is not None:
             command += ["--scratch", str(options.scratch)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             found += json.loads(done.stdout)["bridges"]
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         else:
             said = done.stderr.strip().removeprefix("error: ")
             failures.append(f"{name} was not measured ({said or f'exit code {done.returncode}'})")
@@ -126,7 +160,8 @@ def _show_sync(figures: list[dict[str, Any]]) -> None:
     print(f"{first['model']}: {first['num_parameters'] / 1e6:,.1f} M parameters, {first['dtype']}, {where}")
     kinds = ("RSS", "PSS") if on_cpu else ("torch's", "nvidia-smi's")
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
-        "updates": lambda row: str(row["num_updates"]),
+        "updates, each verified": lambda row: str(row["num_updates"]),
+        "generations, of tokens": lambda row: f"{row['in_flight']}, {row['context']}",
         "moved, MB": lambda row: f"{row['num_bytes'] / 1e6:,.2f}",
         "publish, ms": lambda row: _ms(row["publish"]),
         "transfer, ms": lambda row: _ms(row["transfer"]),

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, eng
 from slipstream.launch.facts import adapter_config, measure_adapter, measure_gpus, read_model
 from slipstream.launch.models import load_model, share_weights
 from slipstream.launch.stop import StopRequest
+from slipstream.launch.sync_figures import PROMPT_TOKENS, WORD_IDS, Memory, SyncFigures, SyncOptions, spread
 from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, session_of
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
@@ -39,129 +38,69 @@ from slipstream.weights.base import Fence, NamedWeights
 if TYPE_CHECKING:
     from slipstream.trainer.model import PolicyModel
 
-BridgeName = Literal["disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta"]
+BridgeName = Literal[
+    "disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta", "single_copy+lora"
+]
 BRIDGES: tuple[BridgeName, ...] = get_args(BridgeName)
+TOGETHER: tuple[BridgeName, ...] = ("disk", "disk+delta", "broadcast", "broadcast+delta")
+"""Those that one engine can take its weights by, one after the other."""
 DELTA_CHANGED = 0.02
 """Part of the elements that change, at most, where only these travel: about what a step in bfloat16 does."""
 WARM_UP = 2
 """Updates that are not counted: the first makes maps and groups."""
 MAX_RESTARTS = 3
 """Under `restart`, which has nothing to warm up and takes as long as an engine's start, so many are enough."""
-MAX_CONTEXT, PROMPT_TOKENS, WORD_IDS = 2048, 32, 90
 _GRACE_S = 60.0
 
 
-@dataclass(frozen=True)
-class SyncOptions:
-    """What is measured."""
-
-    model: str
-    """A model's folder or hub id."""
-    updates: int = 20
-    streams: int = 4
-    """Generations that go on meanwhile."""
-    placement: Literal["auto", "shared", "separate"] = "auto"
-    replicas: int = 1
-    """Engines that are updated together."""
-    changed: float = 1.0
-    """Part of the elements that each update changes; see DELTA_CHANGED."""
-    rank: int = 16
-    """Of the adapter, under `lora`."""
-    pause_s: float = 0.2
-    """Between two updates."""
-    scratch: Path | None = None
-    """Where files are written; None: where temporary files are."""
-    timeout_s: float = 600.0
-    """Longest start of the engine, and longest update."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Of all counted updates, in seconds."""
-
-    median: float
-    p95: float
-    """The smallest that 95 % of them do not exceed."""
-    largest: float
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Of one side's processes, in bytes; None where nobody says."""
-
-    rss: int
-    pss: int
-    torch: int | None
-    """Allocated by torch on the GPU."""
-    gpu: int | None
-    """In use on GPUs as nvidia-smi sees it."""
-
-
-@dataclass(frozen=True)
-class SyncFigures:
-    """One bridge. `publish` is the trainer's call, with its fingerprints; `transfer` is from the engine's first byte
-    to loaded weights (under `restart` the engine's start); `commit` is the writing of weights while the engine stands
-    still, where it does; `update` is all of it up to the verified version."""
-
-    bridge: str
-    model: str
-    num_parameters: int
-    dtype: str
-    placement: str
-    """`cpu`, or who is on which GPU: `shared` or `separate`."""
-    num_updates: int
-    num_bytes: int
-    """That moved in an update."""
-    first_update_s: float
-    publish: Spread
-    transfer: Spread
-    verify: Spread
-    commit: Spread | None
-    stall: Spread | None
-    """From the last token before to the first one after; None where nothing was being generated."""
-    update: Spread
-    raw_s: float | None
-    """The same bytes by the collective alone; None of other bridges, and of several engines."""
-    raw_share: float | None
-    """Part of the raw bandwidth that the transfer reached."""
-    trainer: Memory
-    engine: Memory
-    gpus: list[int]
-    """Bytes in use on each GPU."""
-
-
-def measure_sync(name: BridgeName, options: SyncOptions) -> SyncFigures:
-    """Start an engine, update it as often as asked while it generates, and stop it."""
-    config = _config(name, options)
+def measure_sync(
+    names: Sequence[BridgeName], options: SyncOptions, tell: Callable[[SyncFigures], None] = lambda _: None
+) -> list[SyncFigures]:
+    """Start an engine, update it by each of these bridges as often as asked while it generates, and stop it. Several
+    must all be in TOGETHER. `tell` hears of each as soon as it is measured."""
+    if len(names) > 1 and (others := [name for name in names if name not in TOGETHER]):
+        raise ConfigError(f"{others[0]} needs an engine of its own: leave out --together, or use {', '.join(TOGETHER)}")
+    configs = [_config(name, options) for name in names]
+    found: list[SyncFigures] = []
     with (
         StopRequest() as stop,
         tempfile.TemporaryDirectory(prefix="slipstream-sync-", dir=options.scratch) as folder,
-        _started(name, config, options, Path(folder), stop) as bench,
+        _started(names[0], configs[0], options, Path(folder), stop) as sides,
     ):
-        return bench.measure()
+        for number, (name, config) in enumerate(zip(names, configs, strict=True)):
+            bridge = _bridge(name, config, Path(folder) / f"weights-{number}", sides)
+            try:
+                found.append(_Bench(name, config, options, sides, bridge, number).measure())
+            finally:
+                bridge.publisher.close()
+            tell(found[-1])
+    return found
 
 
 def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
     """The settings of a run that would use this bridge on this machine."""
     num_gpus, _ = measure_gpus()
+    bridge, _, variant = name.partition("+")
     placement = options.placement
     if placement == "auto":
-        placement = "separate" if num_gpus > 1 and name != "single_copy" else "shared"
+        placement = "separate" if num_gpus > 1 and bridge != "single_copy" else "shared"
     if placement == "separate" and num_gpus < 2:
         raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
     needed = num_cards(place(replicas=options.replicas, separate=placement == "separate"))
     if 0 < num_gpus < needed:
         raise ConfigError(f"--replicas {options.replicas} needs {needed} GPUs, and there are {num_gpus}: use fewer")
-    if options.replicas > 1 and name == "single_copy":
+    if options.replicas > 1 and bridge == "single_copy":
         raise ConfigError("single_copy shares one engine's memory with the trainer: use --replicas 1")
-    if placement == "separate" and name == "single_copy":
+    if placement == "separate" and bridge == "single_copy":
         raise ConfigError("single_copy has trainer and engine on one card: use --placement shared")
     deployable = find_deployable(options.model)
     if deployable.adapter is not None:
         raise ConfigError(f"{options.model} is an adapter: name a whole model, and --bridges lora makes an adapter")
-    length = min(MAX_CONTEXT, read_model(deployable.model, trust_remote_code=False).context_length)
+    length = min(options.context, read_model(deployable.model, trust_remote_code=False).context_length)
     if length < 2 * PROMPT_TOKENS:
-        raise ConfigError(f"{options.model} has a context of {length} tokens: use a model with {2 * PROMPT_TOKENS}")
+        raise ConfigError(
+            f"{length} tokens of context leave no room: use --context, and a model, of {2 * PROMPT_TOKENS}"
+        )
     config = engine_config(
         deployable,
         max_model_len=length,
@@ -170,16 +109,16 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
         gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
         start_timeout_s=options.timeout_s,
     )
-    bridge, _, delta = name.partition("+")
     values = {
         "weights.bridge": bridge,
-        "weights.delta": bool(delta),
+        "weights.delta": variant == "delta",
+        "weights.in_flight": options.in_flight,
         "weights.apply_timeout_s": options.timeout_s,
         "run.placement": placement,
         "inference.replicas": options.replicas,
     }
     config = with_values(config, values)
-    if name != "lora":
+    if "lora" not in (bridge, variant):
         return config
     fresh = LoraConfig(rank=options.rank)
     facts = measure_adapter(config.model_copy(update={"lora": fresh}))
@@ -188,10 +127,21 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
     return config.model_copy(update={"lora": fresh.model_copy(update={"target_modules": targets})})
 
 
+@dataclass(frozen=True)
+class _Sides:
+    """The trainer's model and an engine, both ready."""
+
+    model: PolicyModel
+    engine: RunEngine
+    thread: EventLoopThread
+    """The engine's."""
+    should_stop: Callable[[], bool]
+
+
 @contextlib.contextmanager
 def _started(
     name: BridgeName, config: RunConfig, options: SyncOptions, folder: Path, stop: StopRequest
-) -> Generator[_Bench]:
+) -> Generator[_Sides]:
     """Both sides, as `launch.local` starts them."""
     import torch
 
@@ -202,44 +152,36 @@ def _started(
     engine = create_engine(config, settings, folder, lambda kind, **fields: None)
     stop.at_once = engine.kill
     thread = EventLoopThread(stop)
-    bridge: Bridge | None = None
+    shares = config.weights.bridge == "single_copy"
     try:
         if name != "restart":
             engine.launch()
         wait_s = options.timeout_s + _GRACE_S
         shared = None
-        if name == "single_copy":
+        if shares:
             thread.call(engine.wait_ready(), wait_s, "the engine")
             shared = thread.call(share_weights(config, engine), wait_s, "the engine to share its weights")
         model = load_model(config, shared)
         if config.lora is not None:
             model.add_adapter(adapter_config(config))
-        if name not in ("single_copy", "restart"):
+        if name != "restart" and not shares:
             thread.call(engine.wait_ready(), wait_s, "the engine")
-        bridge = _bridge(name, config, folder / "weights", model, engine, thread)
-        yield _Bench(name, config, options, model, engine, thread, bridge, stop)
+        yield _Sides(model, engine, thread, stop)
     finally:
-        if bridge is not None:
-            bridge.publisher.close()
         if not thread.stop(engine.stop()):
             engine.kill()
 
 
-def _bridge(
-    name: BridgeName,
-    config: RunConfig,
-    folder: Path,
-    model: PolicyModel,
-    engine: RunEngine,
-    thread: EventLoopThread,
-) -> Bridge:
-    if name == "lora":
+def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) -> Bridge:
+    model, engine = sides.model, sides.engine
+    if publishes_adapter(config):
         assert model.adapter is not None
         return create_adapter_bridge(
             folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
         )
     timeout_s = config.inference.start_timeout_s
     whole: Literal["disk", "restart", "broadcast", "single_copy"]
+    assert name not in ("lora", "single_copy+lora")
     whole = "disk" if name == "disk+delta" else "broadcast" if name == "broadcast+delta" else name
     return create_bridge(
         whole,
@@ -249,7 +191,7 @@ def _bridge(
         timeout_s=config.weights.apply_timeout_s,
         num_workers=engine_workers(config),
         between_gpus=_between_gpus(config, model),
-        held=(lambda: thread.call(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
+        held=(lambda: sides.thread.call(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
     )
 
 
@@ -318,26 +260,21 @@ class _Bench:
     """Both sides, ready."""
 
     def __init__(
-        self,
-        name: BridgeName,
-        config: RunConfig,
-        options: SyncOptions,
-        model: PolicyModel,
-        engine: RunEngine,
-        thread: EventLoopThread,
-        bridge: Bridge,
-        should_stop: Callable[[], bool],
+        self, name: BridgeName, config: RunConfig, options: SyncOptions, sides: _Sides, bridge: Bridge, lineage: int
     ) -> None:
         self._name = name
         self._config = config
         self._options = options
-        self._model = model
-        self._engine = engine
-        self._thread = thread
+        self._lineage = lineage
+        """Of its versions, which no other bridge's may have."""
+        self._model = sides.model
+        self._engine = sides.engine
+        self._thread = sides.thread
+        self._should_stop = sides.should_stop
         self._bridge = bridge
-        self._should_stop = should_stop
         assert isinstance(config.inference.max_model_len, int)
-        self._load = _Load(engine, thread, options, config.inference.max_model_len)
+        self._length = config.inference.max_model_len
+        self._load = _Load(sides.engine, sides.thread, options, self._length)
         # A new engine knows nothing of the requests of the one before.
         self._keeps_requests = bridge.name != "restart"
 
@@ -385,7 +322,7 @@ class _Bench:
             return under_way[0].done
 
         try:
-            ticket = self._bridge.publisher.publish(self._published(), step, 0, announce)
+            ticket = self._bridge.publisher.publish(self._published(), step, self._lineage, announce)
         except WeightsError as error:
             if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
                 raise cause from error
@@ -435,10 +372,10 @@ class _Bench:
     def _figures(self, first: _Update, updates: list[_Update], trainer: Memory, engine: Memory) -> SyncFigures:
         reports = [update.report for update in updates]
         stalls = [update.stall_s for update in updates if update.stall_s > 0]
-        transfer = _spread([report.transfer_s for report in reports])
+        transfer = spread([report.transfer_s for report in reports])
         num_bytes, raw_s = reports[-1].num_bytes, None
         on_gpu = self._model.device.type == "cuda"
-        if self._bridge.name == "broadcast" and self._options.replicas == 1:
+        if self._name == "broadcast" and self._options.replicas == 1:
             from slipstream.weights.raw import raw_broadcast_s
 
             backend = "nccl" if _between_gpus(self._config, self._model) else "gloo"
@@ -450,15 +387,17 @@ class _Bench:
             num_parameters=sum(parameter.numel() for parameter in self._model.network.parameters()),
             dtype=self._config.model.dtype,
             placement=self._config.run.placement if on_gpu else "cpu",
+            in_flight=self._options.in_flight,
+            context=self._length,
             num_updates=len(updates),
             num_bytes=num_bytes,
             first_update_s=first.total_s,
-            publish=_spread([update.publish_s for update in updates]),
+            publish=spread([update.publish_s for update in updates]),
             transfer=transfer,
-            verify=_spread([report.verify_s for report in reports]),
-            commit=_spread([update.commit_s for update in updates]) if self._bridge.fence is not None else None,
-            stall=_spread(stalls) if stalls else None,
-            update=_spread([update.total_s for update in updates]),
+            verify=spread([report.verify_s for report in reports]),
+            commit=spread([update.commit_s for update in updates]) if self._bridge.fence is not None else None,
+            stall=spread(stalls) if stalls else None,
+            update=spread([update.total_s for update in updates]),
             raw_s=raw_s,
             raw_share=raw_s / transfer.median if raw_s is not None else None,
             trainer=trainer,
@@ -469,8 +408,3 @@ class _Bench:
 
 async def _called(fence: Fence, timeout_s: float) -> None:
     await fence(timeout_s)
-
-
-def _spread(seconds: list[float]) -> Spread:
-    ordered = sorted(seconds)
-    return Spread(statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1], ordered[-1])

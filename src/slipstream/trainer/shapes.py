@@ -6,6 +6,7 @@ tokenizer that has a word for every number of its vocabulary; the same shape giv
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,7 @@ def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
     network.to("cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+if __name__ == "__main__":
+    shaped_model(Path(sys.argv[1]), sys.argv[2])

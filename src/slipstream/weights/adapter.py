@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.weights.files import whole_folder
+from slipstream.weights.files import whole_folder, write_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -79,7 +79,7 @@ def write_adapter_folder(
     folder: Path, named_weights: Iterable[tuple[str, Tensor]], config: AdapterConfig, *, durable: bool = False
 ) -> int:
     """Make `folder` an adapter of these tensors; see `write_model_folder`. Returns the bytes of all tensors."""
-    weights = {name: tensor.detach().contiguous() for name, tensor in named_weights}
+    weights = {name: tensor.detach() for name, tensor in named_weights}
     with whole_folder(folder, durable=durable) as temporary:
         content = {
             "peft_type": "LORA",
@@ -98,7 +98,7 @@ def write_adapter_folder(
             "modules_to_save": None,
         }
         (temporary / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        write_tensors(temporary / WEIGHTS_FILE, weights)
     return sum(tensor.nbytes for tensor in weights.values())
 
 

@@ -35,11 +35,12 @@ from slipstream.weights.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.shards import held
 
-BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 64 * 2**20}
+BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
 """Large enough that a message's latency does not count, small enough to need little memory on both sides."""
-DIRECT_BYTES = {"gloo": 2**15, "nccl": 2**22}
+DIRECT_BYTES = {"gloo": 2**15, "nccl": 64 * 2**20}
 """A tensor from this size on is a message of its own: from the trainer's memory to the engine's, without a copy on a
-side where it lies there in one piece."""
+side where it lies there in one piece. Between GPUs a message costs as much as ten copied megabytes, and a copy at ten
+times the link's speed is hidden behind the message before it (`benchmarks/broadcast_messages.py` measures both)."""
 ALIGNMENT = 16
 """Every tensor starts at a multiple of it in its bucket, so that it can be read there as what it is."""
 _POLL_S = 2e-4

@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,6 +21,7 @@ from slipstream.records import ParameterSpec
 from slipstream.weights.shards import ShardedWeights
 
 WEIGHTS_FILE = "model.safetensors"
+_STORED = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _TORCH_CANNOT_WRITE = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
 """What `torch.save` says when its file takes no more."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -78,6 +81,29 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
         raise SlipstreamError(
             f"{folder} cannot be written ({reason}): make room on its disk, or choose another folder"
         ) from error
+
+
+def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
+    """A safetensors file of these. From a GPU they come all together: one by one, as `save_file` takes them, some
+    hundred small ones need many times as long."""
+    order = sorted(named_weights, key=lambda name: (-named_weights[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = named_weights[name]
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    flat = [named_weights[name].detach().reshape(-1).view(torch.uint8) for name in order]
+    numbers = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+    if numbers.is_cuda:
+        numbers = torch.empty(numbers.shape, dtype=torch.uint8, pin_memory=True).copy_(numbers)
+    content: Any = numbers.numpy()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        file.write(content)
 
 
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:

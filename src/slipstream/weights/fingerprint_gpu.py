@@ -3,9 +3,10 @@
 Imported only where there is a CUDA device; Triton comes with torch there.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ tl: Any = import_module("triton.language")
 _BLOCK = 16_384
 """Elements of a slice that one program sums."""
 _STEP = 2_048
+_MAX_TABLES = 8
+"""Layouts that are kept: the model's, of two adapters, and of what a user asks for."""
 _INTEGERS: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -47,17 +50,23 @@ def _kernel(
     index_jump = tl.load(row + 5)
     index_step = tl.load(row + 6)
     first = tl.load(firsts + block)
+    # Within a line the mixed index grows by the same number from element to element.
+    growth = index_step * golden
+    turn = (index_jump - inner * index_step) * golden
+    lanes = tl.arange(0, step).to(tl.int64)
+    grown = (offset + 1) * golden + lanes * growth
     total = tl.zeros((step,), dtype=tl.int64)
     for start in range(0, block_size, step):
-        place = first + start + tl.arange(0, step).to(tl.int64)
+        place = first + start + lanes
         present = place < count
-        line = tl.zeros((step,), dtype=tl.int64)
+        x = grown + (first + start) * growth
+        where = place
         if inner < count:
             line = place // inner
-        within = place - line * inner
-        bits = tl.load(memory + line * memory_jump + within, mask=present, other=0).to(tl.int64)
-        index = offset + line * index_jump + within * index_step
-        x = ((index + 1) * golden) ^ (bits * mix_2)
+            x += line * turn
+            where += line * (memory_jump - inner)
+        bits = tl.load(memory + where, mask=present, other=0).to(tl.int64)
+        x = x ^ (bits * mix_2)
         x = (x ^ (x.to(tl.uint64) >> 30).to(tl.int64)) * mix_1
         x = (x ^ (x.to(tl.uint64) >> 27).to(tl.int64)) * mix_2
         x = x ^ (x.to(tl.uint64) >> 31).to(tl.int64)
@@ -65,47 +74,90 @@ def _kernel(
     tl.atomic_add(out + owner, tl.sum(total, 0), sem="relaxed")
 
 
+class _Table(NamedTuple):
+    """What the kernel reads of slices of one element size, on their GPU."""
+
+    numbers: tuple[int, ...]
+    """Which slices these are."""
+    size: int
+    rows: Tensor
+    owners: Tensor
+    """The row of each block."""
+    firsts: Tensor
+    """The block's first element."""
+
+    def launch(self) -> Tensor:
+        """Start the kernel over all rows; one sum for each."""
+        sums = torch.zeros(len(self.numbers), dtype=torch.int64, device=self.rows.device)
+        _kernel[(len(self.owners),)](
+            *(self.rows, self.owners, self.firsts, sums),
+            *(_INTEGERS[self.size], _BLOCK, _STEP, self.rows.shape[1], GOLDEN, MIX_1, MIX_2),
+        )
+        return sums
+
+
+_tables: OrderedDict[tuple[Any, ...], list[_Table]] = OrderedDict()
+"""Of the layouts that were asked for last. A table says where elements lie and where they belong, not what they are: it
+is right for whatever lies there."""
+
+
 def fingerprints(slices: Sequence[Slice]) -> list[int]:
     """As `fingerprint.fingerprints`, for tensors that all lie on one GPU; signed."""
-    device = slices[0].tensor.device
     results = [0] * len(slices)
-    sums: list[tuple[list[int], Tensor]] = []
-    kept: list[Tensor] = []
     with torch.cuda.device_of(slices[0].tensor):
-        for size in sorted({part.tensor.element_size() for part in slices}):
-            rows: list[list[int]] = []
-            numbers: list[int] = []
-            for number, part in enumerate(slices):
-                if part.tensor.element_size() != size or not part.tensor.numel():
-                    continue
-                found = _row(part)
-                if found is None:
-                    results[number] = fingerprint(*part)
-                    continue
-                rows.append(found[0])
-                numbers.append(number)
-                kept.append(found[1])
-            if rows:
-                sums.append((numbers, _launch(rows, size, device)))
-        for numbers, values in sums:
-            for number, value in zip(numbers, values.tolist(), strict=True):
+        layout = tuple(
+            (t.data_ptr(), t.dtype, t.shape, t.stride(), offset, strides, sizes) for t, offset, strides, sizes in slices
+        )
+        tables, kept = _tables.get(layout), []
+        if tables is None:
+            tables, apart, kept = _describe(slices)
+            for number in apart:
+                results[number] = fingerprint(*slices[number])
+            if not apart and not kept:
+                _tables[layout] = tables
+                if len(_tables) > _MAX_TABLES:
+                    _tables.popitem(last=False)
+        else:
+            _tables.move_to_end(layout)
+        sums = [table.launch() for table in tables]
+        for table, values in zip(tables, sums, strict=True):
+            for number, value in zip(table.numbers, values.tolist(), strict=True):
                 results[number] = value
+        del kept  # until here the kernel has read them
     return results
 
 
-def _launch(rows: list[list[int]], size: int, device: torch.device) -> Tensor:
-    """Start the kernel over all rows; one sum for each."""
+def _describe(slices: Sequence[Slice]) -> tuple[list[_Table], list[int], list[Tensor]]:
+    """The kernel's tables; slices that it cannot read; and copies that were made for it, which must live until it has
+    run."""
+    rows: dict[int, list[list[int]]] = {}
+    numbers: dict[int, list[int]] = {}
+    apart: list[int] = []
+    kept: list[Tensor] = []
+    for number, part in enumerate(slices):
+        if not part.tensor.numel():
+            continue
+        found = _row(part)
+        if found is None:
+            apart.append(number)
+            continue
+        row, tensor = found
+        size = tensor.element_size()
+        rows.setdefault(size, []).append(row)
+        numbers.setdefault(size, []).append(number)
+        if tensor is not part.tensor:
+            kept.append(tensor)
+    device = slices[0].tensor.device
+    return [_table(rows[size], numbers[size], size, device) for size in sorted(rows)], apart, kept
+
+
+def _table(rows: list[list[int]], numbers: list[int], size: int, device: torch.device) -> _Table:
     blocks = torch.tensor([-(-row[1] // _BLOCK) for row in rows])
     owners = torch.repeat_interleave(torch.arange(len(rows)), blocks)
     before = torch.cumsum(blocks, 0) - blocks
     firsts = (torch.arange(len(owners)) - before[owners]) * _BLOCK
     table = torch.tensor(rows, device=device)
-    sums = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    _kernel[(len(owners),)](
-        *(table, owners.to(device), firsts.to(device), sums),
-        *(_INTEGERS[size], _BLOCK, _STEP, table.shape[1], GOLDEN, MIX_1, MIX_2),
-    )
-    return sums
+    return _Table(tuple(numbers), size, table, owners.to(device), firsts.to(device))
 
 
 def _row(part: Slice) -> tuple[list[int], Tensor] | None:

@@ -39,8 +39,10 @@ def raw_broadcast_s(
         [sys.executable, "-m", "slipstream.weights.raw", *arguments], stdout=subprocess.PIPE, env=environment
     )
     try:
-        ours = _pass(Group(rendezvous, rank=0), num_bytes, repeats)
+        group = Group(rendezvous, rank=0)  # until the other side has all of it: a group that is dropped is aborted
+        ours = passes(group, num_bytes, repeats)
         answer, _ = child.communicate(timeout=timeout_s)
+        del group
         theirs: list[float] = json.loads(answer)
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         reason = str(error).strip().split("\n")[0]
@@ -56,7 +58,7 @@ def raw_broadcast_s(
     return statistics.median(map(max, ours, theirs))
 
 
-def _pass(group: Group, num_bytes: int, repeats: int) -> list[float]:
+def passes(group: Group, num_bytes: int, repeats: int) -> list[float]:
     """Send or receive it that often, after once for nothing; the seconds of each."""
     buffer = torch.zeros(min(num_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=group.device)
     seconds: list[float] = []
@@ -75,7 +77,7 @@ def main() -> None:
     """The receiving process: prints its seconds as JSON."""
     rendezvous, num_bytes, repeats = sys.argv[1:]
     group = Group(msgspec.json.decode(rendezvous, type=Rendezvous), rank=1)
-    print(json.dumps(_pass(group, int(num_bytes), int(repeats))))
+    print(json.dumps(passes(group, int(num_bytes), int(repeats))))
 
 
 if __name__ == "__main__":

@@ -66,21 +66,22 @@ def _renames(model: Any) -> Any:
 @torch.no_grad()
 def stray_layers(manager: Any, slot: int, located: TensorMap) -> list[str]:
     """Names of layers whose buffers hold something beside the adapter's own numbers."""
-    pieces = [piece for pieces in located.pieces.values() for piece in pieces]
-    buffers = [(name, buffer) for name, module in manager.modules.items() for buffer in _stacked(module)]
+    owned: dict[int, list[Tensor]] = {}
+    for pieces in located.pieces.values():
+        for piece in pieces:
+            owned.setdefault(piece.target.untyped_storage().data_ptr(), []).append(piece.target)
+    roomy: list[tuple[str, Tensor, list[Tensor]]] = []
+    for name, module in manager.modules.items():
+        for buffer in _stacked(module):
+            own = owned.get(buffer.untyped_storage().data_ptr(), [])
+            if sum(target.numel() for target in own) != buffer[slot].numel():  # there is room beside them
+                roomy.append((name, buffer[slot], own))
+    if not roomy:
+        return []
     # One tensor of all counts: on a GPU each number by itself would be waited for.
-    counts = [torch.count_nonzero(piece.target) for piece in pieces]
-    counts += [torch.count_nonzero(buffer[slot]) for _, buffer in buffers]
-    numbers: list[int] = torch.stack(counts).tolist()
-    own: dict[int, int] = {}
-    for piece, number in zip(pieces, numbers, strict=False):
-        storage = piece.target.untyped_storage().data_ptr()
-        own[storage] = own.get(storage, 0) + number
-    return [
-        name
-        for (name, buffer), number in zip(buffers, numbers[len(pieces) :], strict=True)
-        if number != own.get(buffer.untyped_storage().data_ptr(), 0)
-    ]
+    counts = [torch.count_nonzero(tensor) for _, buffer, own in roomy for tensor in (buffer, *own)]
+    numbers: Iterator[int] = iter(torch.stack(counts).tolist())
+    return [name for name, _, own in roomy if next(numbers) != sum(next(numbers) for _ in own)]
 
 
 @contextmanager

@@ -231,10 +231,14 @@ def _cpu_experts_under_lora() -> None:
 
 
 def _packed(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    if not _packed_layers:  # on a GPU: an update need not walk through the model for it
+        return []
     return [(name, layer) for name, layer in model.named_modules() if layer in _packed_layers]
 
 
 def _experts(model: torch.nn.Module) -> list[tuple[str, Any, Any]]:
+    if not _packed_experts:
+        return []
     layers = [(name, layer, _packed_experts.get(layer)) for name, layer in model.named_modules()]
     return [(name, layer, experts) for name, layer, experts in layers if experts is not None]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -72,6 +73,8 @@ class EngineServer:
         self._request_ended = asyncio.Event()
         self._kept: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
         """Under `keep`, what computes each request."""
+        self._stands = False
+        """Whether no step is made since a fence, or an update that failed."""
         self._num_adapters = 0
         self._base_verified = False
 
@@ -189,7 +192,7 @@ class EngineServer:
         if ticket.bridge != "lora":
             await self.host.reset_encoder_cache()
         await self.host.resume()
-        self.reason = ""
+        self._stands, self.reason = False, ""
         return report
 
     def _check_running(self) -> None:
@@ -201,9 +204,12 @@ class EngineServer:
 
     async def _stand(self) -> None:
         """Make no step from now on; under `drain` when the last request has ended, and none begins meanwhile."""
+        if self._stands:
+            return
         while self.settings.in_flight == "drain" and self.num_running:
             await self._until_a_request_ends()
         await self.host.pause()
+        self._stands = True
 
     async def _until_a_request_ends(self) -> None:
         """Every request has its deadline, and the call that waits for it ends with its client."""
@@ -411,6 +417,8 @@ async def serve(settings: EngineSettings) -> None:
     """Answer on the socket until SIGTERM or until the engine dies."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     await server.start()
+    gc.collect()
+    gc.freeze()  # what was imported stays: to look through it takes longer than an update may
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
     app.add_routes(routes(server))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)

@@ -83,6 +83,7 @@ class TensorMap:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
     """Names whose values the loader transforms before it copies them."""
+    _places: dict[str, str] = field(default_factory=dict[str, str])
 
     def shares(self, names: Sequence[str]) -> list[tuple[int, int]]:
         """This worker's share of the fingerprint of each name, and how many of its elements it covers."""
@@ -95,9 +96,11 @@ class TensorMap:
         return [(total & ((1 << 64) - 1), count) for total, count in zip(totals, counts, strict=True)]
 
     def place(self, name: str) -> str:
-        """A digest of which elements of `name` this worker holds."""
-        held = sorted((piece.offset, piece.sizes, piece.strides) for piece in self.pieces.get(name, []))
-        return hashlib.sha256(repr(held).encode()).hexdigest()[:16]
+        """A digest of which elements of `name` this worker holds; asked for once all pieces are known."""
+        if name not in self._places:
+            held = sorted((piece.offset, piece.sizes, piece.strides) for piece in self.pieces.get(name, []))
+            self._places[name] = hashlib.sha256(repr(held).encode()).hexdigest()[:16]
+        return self._places[name]
 
     def write(self, spec: ParameterSpec, places: Tensor, values: Tensor) -> None:
         """Write `values` at `places` of the flattened parameter, where this worker keeps them."""
@@ -105,6 +108,10 @@ class TensorMap:
             raise ValueError(
                 f"vLLM's loader transforms {spec.name}, so a part of it cannot be written: publish it whole"
             )
+        memory = self.memory(spec)
+        if memory is not None:
+            memory.view(values.dtype)[places] = values
+            return
         for piece in self.pieces.get(spec.name, []):
             piece.write(places, values, is_whole=piece.numel == math.prod(spec.shape))
 
