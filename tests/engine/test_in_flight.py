@@ -19,7 +19,7 @@ from slipstream.weights import check_report, create_bridge
 from .conftest import PROMPTS, LiveEngine, perturbed, sparsely, start, stop
 
 pytestmark = pytest.mark.engine
-NUM_REQUESTS, LENGTH, MOST_UPDATES = 64, 100, 12
+NUM_REQUESTS, LENGTH, MOST_UPDATES = 64, 160, 12
 
 
 @pytest.mark.slow
