@@ -45,7 +45,7 @@ def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
     try:
         # More than run at once: 64 are soon done, and updates of a busy machine would come after them.
         completions = check_updates_under_long_generations(live, tmp_path, "broadcast", {}, num_requests=320)
-        assert num_spans(completions) > len(completions) + 64
+        assert num_spans(completions) >= len(completions) + 64
     finally:
         stop(live)
 
