@@ -5,11 +5,12 @@ Both run the same program with the same arguments, prompts and sampling; one has
 early. What comes out of a request is what a run uses: tokens, and one number for each.
 
     python benchmarks/generation.py [--shape chars|tiny|0.5b|1.5b] [--sequences 256 1024] [--tokens 128] [--repeats 3]
-                                    [--in-process] [--systems vllm ours]
+                                    [--group 1] [--in-process] [--systems vllm ours] [--model FOLDER]
 
 `chars` is a new model of 0.1 M parameters with a vocabulary of 98: nearly all of its time is Python, which is what it
-is for. As on GPUs, engine core and worker share a process of their own, unless `--in-process`. Prints two Markdown
-tables: speeds (median, range), and where the milliseconds of a decode step go: CPU time of vLLM's functions.
+is for. With `--group 8` eight sequences have one prompt, as in a batch of GRPO. As on GPUs, engine core and worker
+share a process of their own, unless `--in-process`. Prints two Markdown tables: speeds (median, range), and where the
+milliseconds of a decode step go: CPU time of vLLM's functions.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class Load:
     num_tokens: int
     prompt_tokens: int
     logprobs: bool
+    group: int = 1
+    """Sequences that have one prompt."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +191,9 @@ async def _round(host: Any, load: Load, number: int) -> tuple[float, float]:
     )
 
     async def one(place: int) -> int:
-        # Every round and sequence has a prompt of its own: nothing comes from the prefix cache.
-        prompt = [(7 * place + 13 * number + (3 + place) * i) % 90 + 1 for i in range(load.prompt_tokens)]
+        # Every round and group has a prompt of its own: nothing comes from the prefix cache of another.
+        first = place // load.group
+        prompt = [(7 * first + 13 * number + (3 + first) * i) % 90 + 1 for i in range(load.prompt_tokens)]
         output, _ = await host.generate({"prompt_token_ids": prompt}, params, f"{number}.{place}")
         ids = output.outputs[0].token_ids
         if load.logprobs:
@@ -293,6 +297,9 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--group", type=int, default=1, help="sequences that have one prompt")
+    parser.add_argument("--logprobs", choices=["both", "yes"], default="both", help="with them only, or without too")
+    parser.add_argument("--model", type=Path, help="a model's folder; made, of that shape, when it is not there")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--in-process", action="store_true", help="as on a CPU: core, worker and server in one process")
     options = parser.parse_args()
@@ -300,18 +307,20 @@ def main() -> int:
 
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="slipstream-generation-") as folder:
+        model = options.model or Path(folder) / "model"
         if options.shape == "chars":
             from slipstream.trainer.new_model import new_model
 
-            model = new_model(Path(folder) / "model", hidden_size=64, num_layers=2)
-        else:
+            new_model(model, hidden_size=64, num_layers=2)
+        elif not model.exists():
             from slipstream.trainer.shapes import shaped_model
 
-            model = shaped_model(Path(folder) / "model", options.shape)
+            shaped_model(model, options.shape)
         length = options.prompt + options.tokens
         dtype = "bfloat16" if on_gpu else "float32"
         setting = Setting(str(model), max(options.sequences), length, dtype, options.in_process, on_gpu)
-        loads = [Load(n, options.tokens, options.prompt, lp) for n in options.sequences for lp in (False, True)]
+        asked = (False, True) if options.logprobs == "both" else (True,)
+        loads = [Load(n, options.tokens, options.prompt, lp, options.group) for n in options.sequences for lp in asked]
         print(tables(measure(setting, options.systems, loads, options.repeats)))
     return 0
 

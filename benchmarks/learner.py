@@ -249,10 +249,10 @@ def titan_attention(
     module: Any, query: Any, key: Any, value: Any, _mask: Any, *, row_ends: Any, longest: int, **_kwargs: Any
 ) -> Any:
     """Torch's variable-length attention; on a CPU, for the smoke test, causal over the whole row."""
-    import inspect
-
     import torch
     from torch.nn.attention.varlen import varlen_attn
+
+    from slipstream.trainer.attention import _TELLS_GROUPS
 
     scale = module.head_dim**-0.5
     if not query.is_cuda:
@@ -261,8 +261,8 @@ def titan_attention(
         )
         return output.transpose(1, 2), None
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped: Any = {"enable_gqa": True} if told else {}
+    # Asked when it was imported: a question here would cut the compiled layer in two.
+    grouped: Any = {"enable_gqa": True} if _TELLS_GROUPS else {}
     output: Any = varlen_attn(
         q, k, v, row_ends, row_ends, longest, longest, scale=scale, window_size=(-1, 0), **grouped
     )

@@ -1,14 +1,15 @@
 """A whole GRPO step of Slipstream against TRL's, in one run on one GPU: the same shape, prompts' length and batch.
 
     python benchmarks/step_against_trl.py [--shape 1.5b] [--steps 5] [--tokens 512] [--set KEY=VALUE ...] [--json FILE]
-                                          [--systems slipstream trl ...] [--profile]
+                                          [--systems slipstream trl ...] [--micro-batch 32 16] [--profile]
 
 32 prompts of about 110 tokens, 8 completions of up to 512 tokens each, a Qwen2 of the named shape with random weights
 (whose completions hardly ever end by themselves), bfloat16, full fine-tuning, one update a step, the generating and the
 training side on one card. Slipstream runs by its own command, `single_copy`, with all its proofs. TRL runs GRPOTrainer
 with vLLM in its process, weights of importance sampling as Slipstream has them, Liger kernels where they are installed
 (`trl-plain`: without), and layers that keep everything; where that runs out of memory, layers that are computed again.
-Each run is a process of its own. The first steps (2) are left out; so are the starts.
+Of the micro-batches the fastest is shown. Each run is a process of its own. The first steps (2) are left out; so are
+the starts.
 
 Prints a Markdown table: seconds a step and its phases, memory at the peak (of the whole card, and of the trainer's
 torch). The exit code is 1 when a run failed or the median step is above `--limit` times TRL's fastest. `--profile` adds
@@ -79,20 +80,31 @@ def run_slipstream(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def run_trl(system: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """TRL in a process of its own; once more with layers computed again if memory ran out."""
-    tried: list[str] = []
-    for checkpointing in (False, True):
-        out = folder / f"{system}-{checkpointing}.json"
+    """TRL at the fastest of the micro-batches, each in a process of its own; where none of them has enough memory for
+    layers that keep everything, with the smallest and layers that are computed again."""
+    tried: list[dict[str, Any]] = []
+    ways = [(micro, False) for micro in options.micro_batch] + [(min(options.micro_batch), True)]
+    for micro, checkpointing in ways:
+        if checkpointing and any("seconds" in result for result in tried):
+            break
+        out = folder / f"{system}-{micro}-{checkpointing}.json"
         command = [sys.executable, __file__, "--child", system, "--out", str(out), "--model", str(options.model)]
-        for name in ("steps", "tokens", "prompts", "device", "micro-batch", "vllm-part", "trl-engine"):
+        command += ["--micro-batch", str(micro), *(["--checkpointing"] if checkpointing else [])]
+        for name in ("steps", "tokens", "prompts", "device", "vllm-part", "trl-engine"):
             command += [f"--{name}", str(getattr(options, name.replace("-", "_")))]
-        result, output = watched([*command, *(["--checkpointing"] if checkpointing else [])], options)
+        result, output = watched(command, options)
+        result |= {"micro_batch": micro, "checkpointing": checkpointing}
         if "error" not in result:
-            return result | json.loads(out.read_text()) | {"checkpointing": checkpointing, "tried": tried}
-        tried.append(output[-600:])
-        if "out of memory" not in output.lower():
+            result |= json.loads(out.read_text())
+        elif "out of memory" not in output.lower():
             return result
-    return {"error": f"out of memory both ways: {tried[-1][-200:]}"}
+        tried.append(result)
+    good = [result for result in tried if "seconds" in result]
+    if not good:
+        return {"error": f"out of memory every way: {tried[-1]['error'][-200:]}"}
+    return min(good, key=lambda result: statistics.median(result["seconds"])) | {
+        "tried": {str(r["micro_batch"]): r.get("seconds", "out of memory") for r in tried}
+    }
 
 
 def watched(command: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -155,7 +167,7 @@ def trl_child(options: argparse.Namespace) -> None:
     on_gpu = options.device == "cuda"
     has_liger = importlib.util.find_spec("liger_kernel") is not None
     batch = options.prompts * GROUP_SIZE
-    micro = min(options.micro_batch, batch)
+    micro = min(*options.micro_batch, batch)
     engine: dict[str, Any] = {}
     if options.trl_engine == "vllm":
         engine = {
@@ -249,7 +261,8 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
         difference = "" if r["probe_diff"] is None else f"{r['probe_diff']:.4f}"
         name = system
         if system in TRL:
-            name += f" ({'Liger' if r['liger'] else 'no Liger'}, layers {'again' if r['checkpointing'] else 'kept'})"
+            kept = "again" if r["checkpointing"] else "kept"
+            name += f" ({'Liger' if r['liger'] else 'no Liger'}, layers {kept}, micro-batches of {r['micro_batch']})"
         cells = [spread(r["seconds"]), f"{statistics.median(rate):,.0f}", part, *parts, card]
         cells += ["" if trainer is None else f"{trainer:.1f}", difference]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -264,14 +277,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help=f"measured, after {WARM_UP}")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"in a batch, with {GROUP_SIZE} completions each")
-    parser.add_argument("--micro-batch", type=int, default=32, help="TRL's; must divide the batch's completions")
+    parser.add_argument(
+        "--micro-batch", type=int, nargs="+", default=[32], help="TRL's, to try; each must divide the completions"
+    )
     parser.add_argument("--vllm-part", type=float, default=0.3, help="of the card, that TRL's vLLM may have")
     parser.add_argument("--trl-engine", choices=["vllm", "transformers"], default="vllm")
     parser.add_argument("--set", action="append", help="settings of ours, instead of training.compile=true")
     parser.add_argument("--limit", type=float, default=0.55)
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for a run")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--model", type=Path, help="a folder made before, instead of a new model of that shape")
+    parser.add_argument("--model", type=Path, help="a model's folder; made, of that shape, when it is not there")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=list(TRL), help=argparse.SUPPRESS)
@@ -284,10 +299,11 @@ def main() -> int:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="slipstream-step-") as temporary:
         folder = Path(temporary)
-        if options.model is None:
+        options.model = options.model or folder / "model"
+        if not options.model.exists():
             from slipstream.trainer.shapes import shaped_model
 
-            options.model = shaped_model(folder / "model", options.shape)
+            shaped_model(options.model, options.shape)
         for system in options.systems:
             results[system] = run_trl(system, options, folder) if system in TRL else run_slipstream(options, folder)
             print(json.dumps({system: results[system]}), file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.config import ModelConfig, RunConfig, SFTConfig, TrainingConfig, with_values
+from slipstream.errors import ConfigError
 from slipstream.launch.models import build
 from slipstream.trainer import layers
 from slipstream.trainer.layers import LayerOptions
@@ -24,21 +25,28 @@ def config(tmp_path_factory):
     return RunConfig(model=model, algorithm=SFTConfig(), training=training, evaluation=None)
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_layers_as_the_config_says_and_a_compiler_that_fails_is_told(config, works, monkeypatch):
-    def compiler(graph, _inputs):
-        if not works:
-            raise RuntimeError("out of order")
-        return graph.forward
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
-    torch._dynamo.reset()
-    monkeypatch.setattr(layers, "COMPILER", compiler)
-    heard = []
-    learner = build(with_values(config, {"training.compile": True}), None, heard.append, 123).learner
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_layers_are_as_the_config_says(config, monkeypatch):
+    monkeypatch.setattr(layers, "COMPILER", lambda graph, _inputs: graph.forward)
+    learner = build(with_values(config, {"training.compile": True}), None, 123).learner
     assert learner.planned_bytes == 123
-    assert learner.model.layers == LayerOptions("selective", compiled=works)
-    assert len(heard) == (0 if works else 1)
-    assert all("could not be compiled" in text and "out of order" in text for text in heard)
-    plain = build(config, None, heard.append, 123).learner
+    assert learner.model.layers == LayerOptions("selective", compiled=True)
+    plain = build(config, None, 123).learner
     assert plain.model.layers == LayerOptions("selective")
-    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiler_that_fails_ends_the_run(config, monkeypatch):
+    def compiler(_graph, _inputs):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(layers, "COMPILER", compiler)
+    with pytest.raises(ConfigError, match=r"could not be compiled .*out of order.*: set training.compile = false"):
+        build(with_values(config, {"training.compile": True}), None, 123)

@@ -94,7 +94,10 @@ def test_a_plan_shows_what_is_saved(folder):
     assert (
         training_state_bytes(known.model, "bfloat16", with_reference=False, optimizer="adamw") == count * 18 + passing
     )
-    assert training_state_bytes(known.model, "bfloat16", with_reference=False, optimizer="adamw_bf16") == count * 16
+    largest = known.model.vocab_size * known.model.hidden_size
+    rounding = min(2 * count, max(passing, 10 * largest))  # of one parameter at a time
+    found = training_state_bytes(known.model, "bfloat16", with_reference=False, optimizer="adamw_bf16")
+    assert found == count * 14 + rounding
     adapter = {"with_reference": False, "num_adapter_parameters": 1000, "optimizer": "adamw_bf16"}
     assert training_state_bytes(known.model, "bfloat16", **adapter) == 2 * count + 1000 * 16
     made = make_plan(with_values(CONFIG, {"training.optimizer": "adamw_bf16"}), known)

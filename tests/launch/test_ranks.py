@@ -58,7 +58,7 @@ def trained(config, logs):
     """What a run trains, and the other ranks while it does."""
     torch.manual_seed(0)
     if config.training.ranks == 1:
-        yield build(config, None, print, 0), None
+        yield build(config, None, 0), None
         return
     crew = RankCrew(config, SAMPLING, logs)
     try:

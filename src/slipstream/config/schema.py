@@ -337,8 +337,8 @@ class TrainingConfig(Section):
     long sequences on a GPU; implies `gradient_checkpointing = true`."""
     compile: bool | Literal["auto"] = "auto"
     """Fuse what lies between a layer's matrix multiplications and its attention (torch.compile), for rows of any
-    length; the last digits round otherwise. Where the compiler fails, the run says so and goes on without. `auto`: on
-    a GPU, where training is long enough to win back the time that compiling takes."""
+    length; the last digits round otherwise. Where the compiler fails the run ends, because layers that are not compiled
+    need more memory. `auto`: on a GPU, where training is long enough to win back the time that compiling takes."""
 
 
 class InferenceConfig(Section):

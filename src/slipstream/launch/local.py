@@ -269,7 +269,7 @@ class _Run:
         """The models, in this process or over ranks."""
         config = self.config
         if config.training.ranks == 1:
-            return build(config, self._share_weights(), self._warn, self.prepared.plan.trainer_bytes)
+            return build(config, self._share_weights(), self.prepared.plan.trainer_bytes)
         self._crew = RankCrew(config, sampling, self.folder / "logs")
         self._exits.callback(self._crew.close)
         return build_sharded(config, sampling, self._crew)

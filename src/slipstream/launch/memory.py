@@ -17,6 +17,8 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
 GPU_BLOCK_TOKENS = 16
+_ROUNDING_BYTES = 10
+"""Of each number of the parameter that `adamw_bf16` rounds: its new value, the noise, and the rounded one."""
 EIGHT_BIT_BLOCK = 256
 """Numbers that share a scale in bitsandbytes' 8-bit moments."""
 
@@ -35,8 +37,9 @@ def training_state_bytes(
     optimizer: OptimizerName = "adamw",
 ) -> int:
     """Live weights, what the optimizer keeps, and what is there for a moment: the gradients of the layer that is in its
-    backward pass, or under `adamw_bf16` the new weights before they are written. And, where there is a KL term, the
-    frozen reference. Under LoRA the frozen weights, which are the reference too, and the rest for the adapter alone."""
+    backward pass, or under `adamw_bf16` one parameter's new values and their noise (each gradient goes when its new
+    weights, which are smaller, come). And, where there is a KL term, the frozen reference. Under LoRA the frozen
+    weights, which are the reference too, and the rest for the adapter alone."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
@@ -44,7 +47,9 @@ def training_state_bytes(
     kept = optimizer_bytes(optimizer, model.num_parameters, model)
     # A gradient in the model's dtype becomes part of the fp32 one as soon as it is whole; a tied head has two.
     passing = max(2 * model.vocab_size * model.hidden_size, model.num_parameters // model.num_layers) * BYTES_OF[dtype]
-    passing = weights if optimizer == "adamw_bf16" else min(passing, weights)
+    if optimizer == "adamw_bf16":
+        passing = max(passing, _ROUNDING_BYTES * model.vocab_size * model.hidden_size)
+    passing = min(passing, weights)
     return weights + passing + kept + (weights if with_reference else 0)
 
 

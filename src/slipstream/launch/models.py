@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config import RunConfig
 from slipstream.config.traits import uses_critic
+from slipstream.errors import ConfigError
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.facts import adapter_config
 from slipstream.records import SamplingParams
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 """What the ranks call the models of a run."""
-
-
-Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,9 @@ def needs_reference(config: RunConfig) -> bool:
     return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
 
 
-def build(config: RunConfig, shared: SharedTensors | None, warn: Warn, planned_bytes: int) -> Trained:
-    """Everything in this process. `warn` hears what could not be done as the config asks; `planned_bytes` is what the
-    trainer was planned to take."""
+def build(config: RunConfig, shared: SharedTensors | None, planned_bytes: int) -> Trained:
+    """Everything in this process; `planned_bytes` is what the trainer was planned to take. Raises ConfigError where
+    layers are to be compiled and cannot be: without it they need more memory than was planned."""
     from slipstream.trainer.compiled import compile_layers
     from slipstream.trainer.critic import Critic, ValueModel
     from slipstream.trainer.learner import Learner, Reference
@@ -84,7 +81,10 @@ def build(config: RunConfig, shared: SharedTensors | None, warn: Warn, planned_b
 
     def learner(model: PolicyModel) -> Learner:
         if config.training.compile is True and (problem := compile_layers(model)):
-            warn(f"training.compile: the layers could not be compiled and run as they are ({problem})")
+            raise ConfigError(
+                f"training.compile is on and the model's layers could not be compiled ({problem}): set "
+                "training.compile = false, with which less fits on the GPU"
+            )
         return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
 
     policy = learner(with_adapter(config, load_model(config, shared)))

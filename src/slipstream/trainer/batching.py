@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ class _Targets:
 
 
 def _targets(sequence: records.Sequence) -> _Targets:
-    positions = [position for position, trained in enumerate(sequence.mask) if trained]
+    positions = list(compress(range(len(sequence.mask)), sequence.mask))
     if positions and positions[0] == 0:
         raise TrainingError("a sequence's first token is marked trainable, but nothing comes before it: mask it out")
     return _Targets(positions, positions[-1] if positions else 0)

@@ -6,8 +6,10 @@ Guarantees: after a trial that failed the layers compute as they did before; not
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch._dynamo
 
 from slipstream import records
 from slipstream.algo.sampling import HeadLogits
@@ -18,6 +20,10 @@ from slipstream.trainer.model import PolicyModel
 
 _LENGTHS = ((40, 24), (24, 16))
 """Prompt and completion of the sequences of two rows: a length that differs shows whether any length will do."""
+_MOST_KINDS = 32
+"""For so many kinds of calls a layer may be compiled: with gradients and without, a row of one token, an adapter that
+is off, each for policy and critic. Beyond its own limit of 8 torch would compute layers as they come, without a word,
+and that needs more memory than was planned."""
 
 
 def compile_layers(model: PolicyModel) -> str:
@@ -27,6 +33,8 @@ def compile_layers(model: PolicyModel) -> str:
     Call it once the network is complete, adapter included, and before an optimizer waits for gradients.
     """
     before = model.layers
+    compiler: Any = torch._dynamo.config
+    compiler.recompile_limit = max(compiler.recompile_limit, _MOST_KINDS)
     try:
         model.layers = replace(before, compiled=True)
         dress_layers(model.network, model.layers)

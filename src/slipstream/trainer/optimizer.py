@@ -347,5 +347,16 @@ def _move_gradient(holder: Tensor, live: Tensor) -> None:
     if holder.grad is None:
         holder.grad = gradient.float()
     else:
-        holder.grad.add_(gradient)
+        add_gradient_(holder.grad, gradient)
     live.grad = None
+
+
+def add_gradient_(total: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to what is accumulated in fp32; on a GPU a large one in bfloat16 by a kernel of ours."""
+    if gradient.is_cuda and gradient.dtype == torch.bfloat16 and gradient.is_contiguous() and total.is_contiguous():
+        from slipstream.trainer import gradients_gpu
+
+        if gradient.numel() >= gradients_gpu.SMALLEST:
+            gradients_gpu.add_(total, gradient)
+            return
+    total.add_(gradient)

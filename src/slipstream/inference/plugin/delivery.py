@@ -13,10 +13,14 @@ sends it with the last token. What this changes for whom:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from slipstream.inference.plugin import decoding
+from slipstream.inference.plugin.decoding import PlainTokens
 
 FLUSH = "slipstream_flush"
 """The engine core's method, as vLLM's utility calls name it."""
@@ -62,20 +66,54 @@ class StepLogprobs:
         return index if num_positions == 1 else self.lists.slice_request(index, num_positions)
 
 
+class Kept:
+    """A request's tokens that nobody was told of yet."""
+
+    __slots__ = ("logprobs", "most", "output", "stops", "tokens")
+
+    def __init__(self, output: Any, stops: frozenset[int], most: int) -> None:
+        self.output = output
+        """vLLM's record of the first of them."""
+        self.tokens: list[int] = list(output.new_token_ids)
+        self.logprobs: list[float] | None = None if output.new_logprobs is None else []
+        self.stops, self.most = stops, most
+        """See `decoding.ends`."""
+
+    def complete(self, last: Any = None) -> Any:
+        """A record of all, the `last` one's or its own, with log-probabilities as vLLM carries them between
+        processes; the ranks were not counted."""
+        from vllm.v1.outputs import LogprobsLists
+
+        output: Any = self.output if last is None else last
+        output.new_token_ids = self.tokens
+        output.prefill_stats = output.prefill_stats or self.output.prefill_stats
+        if self.logprobs is not None:
+            ids = np.array(self.tokens, np.int32)[:, None]
+            values = np.array(self.logprobs, np.float32)[:, None]
+            output.new_logprobs = LogprobsLists(ids, values, np.zeros(len(values), np.int32))
+        return output
+
+
 class Held:
     """What a scheduler's running requests have made and nobody was told of yet."""
 
-    def __init__(self) -> None:
-        self._outputs: dict[int, dict[str, Any]] = {}
-        """By client and request: vLLM's record of an output, with all tokens since the last that was sent."""
+    def __init__(self, plain: PlainTokens | None = None) -> None:
+        self.plain = plain
+        self._kept: dict[int, dict[str, Kept]] = {}
+        """By client and request."""
+
+    def kept(self, client: int, request_id: str) -> Kept | None:
+        """Of one request; None when it has told all, or is one that is read as it goes."""
+        held = self._kept.get(client)
+        return None if held is None else held.get(request_id)
 
     def deliver(self, scheduler: Any, client: int, outputs: list[Any], step: StepLogprobs | None) -> list[Any]:
         """Of a step's `outputs`, and of what was kept before, what is to be sent now."""
-        held = self._outputs.setdefault(client, {})
+        held = self._kept.setdefault(client, {})
         values = step.values if step is not None else ()
         ready: list[Any] = []
         for output in outputs:
-            kept: Any = held.get(output.request_id)
+            kept = held.get(output.request_id)
             logprobs = output.new_logprobs
             if kept is None:
                 if output.finish_reason is not None or not _may_wait(scheduler, output):
@@ -83,31 +121,29 @@ class Held:
                         output.new_logprobs = step.lists.slice_request(logprobs, 1)
                     ready.append(output)
                     continue
-                output.new_token_ids = list(output.new_token_ids)
-                held[output.request_id] = kept = output
-                if logprobs is not None:
-                    kept.new_logprobs = []
+                ends = (frozenset[int](), 0)
+                if self.plain is not None:
+                    ends = decoding.ends(scheduler, scheduler.requests[output.request_id])
+                held[output.request_id] = kept = Kept(output, *ends)
             else:
-                kept.new_token_ids += output.new_token_ids
-            if type(logprobs) is int:
-                kept.new_logprobs.append(values[logprobs])
-            elif logprobs is not None:
-                kept.new_logprobs += logprobs.logprobs[:, 0].tolist()
+                kept.tokens += output.new_token_ids
+            if kept.logprobs is not None and type(logprobs) is int:
+                kept.logprobs.append(values[logprobs])
+            elif kept.logprobs is not None and logprobs is not None:
+                kept.logprobs += logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 del held[output.request_id]
-                output.new_token_ids, output.new_logprobs = kept.new_token_ids, kept.new_logprobs
-                output.prefill_stats = output.prefill_stats or kept.prefill_stats
-                ready.append(_complete(output))
+                ready.append(kept.complete(output))
         if len(held) > len(scheduler.requests):  # some were aborted
-            self._outputs[client] = held = {id_: kept for id_, kept in held.items() if id_ in scheduler.requests}
+            self._kept[client] = held = {id_: kept for id_, kept in held.items() if id_ in scheduler.requests}
         if not ready and held:
-            ready.append(_complete(held.pop(next(iter(held)))))
+            ready.append(held.pop(next(iter(held))).complete())
         return ready
 
     def take(self) -> dict[int, list[Any]]:
         """Everything, by client."""
-        taken = {client: [_complete(kept) for kept in held.values()] for client, held in self._outputs.items() if held}
-        self._outputs = {}
+        taken = {client: [kept.complete() for kept in held.values()] for client, held in self._kept.items() if held}
+        self._kept = {}
         return taken
 
 
@@ -135,28 +171,30 @@ def _may_wait(scheduler: Any, output: Any) -> bool:
     )
 
 
-def _complete(output: Any) -> Any:
-    """With its log-probabilities as vLLM carries them between processes; the ranks were not counted."""
-    from vllm.v1.outputs import LogprobsLists
-
-    if output.new_logprobs is not None:
-        ids = np.array(output.new_token_ids, np.int32)[:, None]
-        values = np.array(output.new_logprobs, np.float32)[:, None]
-        output.new_logprobs = LogprobsLists(ids, values, np.zeros(len(values), np.int32))
-    return output
-
-
 def _deliver_at_the_end(scheduler: Any) -> None:
+    from vllm.v1.engine import EngineCoreOutputs
+
     update = scheduler.update_from_output
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         lists, step = model_runner_output.logprobs, None
         if lists is not None and lists.cu_num_generated_tokens is None:
             model_runner_output.logprobs = step = StepLogprobs(lists)
+        held, clients = _held(self), set[int]()
+        if (
+            held.plain is not None
+            and (lists is None or step is not None)
+            and decoding.is_usual(self, scheduler_output, model_runner_output)
+        ):
+            scheduled = scheduler_output.num_scheduled_tokens
+            rest, clients = held.plain.take(self, scheduled, model_runner_output, step, held)
+            scheduler_output = copy.copy(scheduler_output)
+            scheduler_output.num_scheduled_tokens = rest
         answers = update(self, scheduler_output, model_runner_output)
-        held = _held(self)
+        for client in clients - answers.keys():
+            answers[client] = EngineCoreOutputs(outputs=[])
         for client, answer in answers.items():
-            if answer.outputs:
+            if answer.outputs or client in clients:
                 answer.outputs = held.deliver(self, client, answer.outputs, step)
         return answers
 
@@ -165,7 +203,7 @@ def _deliver_at_the_end(scheduler: Any) -> None:
 
 def _held(scheduler: Any) -> Held:
     if not hasattr(scheduler, "_slipstream_held"):
-        scheduler._slipstream_held = Held()
+        scheduler._slipstream_held = Held(decoding.PlainTokens.of(scheduler))
     return scheduler._slipstream_held
 
 

@@ -1,5 +1,5 @@
-"""Every change that Slipstream makes to vLLM: here and, for its speed, in `delivery` and `sampled`. Each says what it
-is for and reports itself.
+"""Every change that Slipstream makes to vLLM: here and, for its speed, in `decoding`, `delivery` and `sampled`. Each
+says what it is for and reports itself.
 
 Patches are applied only inside a process that Slipstream started (`SLIPSTREAM_ENGINE` is set), so that
 installing the package changes nothing for anybody else's vLLM. A patch looks for the thing it changes and
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slipstream.inference.plugin import delivery, sampled
+from slipstream.inference.plugin import decoding, delivery, sampled
 
 _applied: list[str] = []
 _other_modules: set[str] = set()
@@ -48,7 +48,7 @@ def apply_all() -> tuple[str, ...]:
         _cpu_experts_under_lora()
         _seeded_cpu_prefill()
         _one_cpu_adapter()
-    for module in (delivery, sampled):
+    for module in (decoding, delivery, sampled):
         if module.__name__ not in _other_modules:
             _other_modules.add(module.__name__)
             _applied.extend(module.apply())

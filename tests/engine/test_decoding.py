@@ -1,0 +1,196 @@
+"""vLLM's own scheduler, without an engine: with our shortcuts it decides and tells the same, step by step."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config
+from vllm import SamplingParams
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from slipstream.inference.plugin import decoding, delivery
+
+BLOCK, STOP = 16, 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=100, max_position_embeddings=256)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(path)
+    return path
+
+
+def make_scheduler(folder: Any, kind: Any, num_blocks: int) -> Any:
+    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=120)
+    scheduling = SchedulerConfig(
+        max_num_seqs=24,
+        max_num_batched_tokens=256,
+        max_model_len=120,
+        async_scheduling=kind is AsyncScheduler,
+        is_encoder_decoder=False,
+    )
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    cache.num_gpu_blocks = num_blocks
+    config = VllmConfig(
+        model_config=model, scheduler_config=scheduling, cache_config=cache, device_config=DeviceConfig("cpu")
+    )
+    layers = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    options = {
+        "vllm_config": config,
+        "kv_cache_config": KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], layers)]),
+        "structured_output_manager": StructuredOutputManager(config),
+        "block_size": BLOCK,
+        "hash_block_size": BLOCK,
+        "log_stats": False,
+    }
+    known = inspect.signature(Scheduler.__init__).parameters
+    return kind(**{name: value for name, value in options.items() if name in known})
+
+
+def requests(seed: int) -> list[Request]:
+    draw = random.Random(seed)
+    init_none_hash(sha256)
+    made = []
+    for number in range(60):
+        streams = number % 11 == 3
+        params = SamplingParams(
+            max_tokens=draw.choice([1, 2, 17, 40, 100]),
+            min_tokens=draw.choice([0, 0, 1]),
+            stop_token_ids=[STOP] if number % 2 else None,
+            logprobs=None if number % 7 == 5 else 0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = [draw.randrange(10, 99) for _ in range(draw.randrange(1, 50))]
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        made.append(Request(f"r{number}", prompt, params, None, block_hasher=hasher))
+    return made
+
+
+def step_result(scheduled: Any, number: int, scheduler: Any) -> ModelRunnerOutput:
+    """A token for every request that is past its prompt, and a log-probability that tells which."""
+    ids = list(scheduled.num_scheduled_tokens)
+    if not ids:
+        return ModelRunnerOutput([], {})
+    draw = random.Random(number)
+    tokens = [[draw.choice([STOP, *range(10, 40)])] for _ in ids]
+    for place, id_ in enumerate(ids):
+        request = scheduler.requests.get(id_)
+        if request is not None and request.is_prefill_chunk:
+            tokens[place] = []
+    values = np.float32([[-0.001 * number - place] for place in range(len(ids))])
+    lists = LogprobsLists(np.zeros((len(ids), 1), np.int32), values, np.zeros(len(ids), np.int32))
+    return ModelRunnerOutput(ids, {id_: i for i, id_ in enumerate(ids)}, tokens, lists, {})
+
+
+def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], list[int]]:
+    """What was decided in every step, what each request was told in all, and how many outputs each step had."""
+    coming, draw = deque(requests(seed)), random.Random(seed)
+    trace: list[Any] = []
+    told: dict[str, list[Any]] = {}
+    sizes: list[int] = []
+    ahead: deque[Any] = deque()
+    depth = 2 if isinstance(scheduler, AsyncScheduler) else 1
+    number = 0
+    while coming or scheduler.has_requests() or ahead:
+        for _ in range(draw.randrange(4)):
+            if coming:
+                scheduler.add_request(coming.popleft())
+        if number in (30, 31, 60):
+            scheduler.finish_requests(sorted(scheduler.requests)[:2], RequestStatus.FINISHED_ABORTED)
+        if scheduler.has_requests():
+            output = scheduler.schedule()
+            cached = output.scheduled_cached_reqs
+            trace.append(
+                (
+                    dict(output.num_scheduled_tokens),
+                    [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
+                    (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens),
+                    set(output.finished_req_ids),
+                    set(output.preempted_req_ids or ()),
+                    scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                    [(r.request_id, r.num_tokens, len(r.block_hashes), r.status) for r in scheduler.running],
+                )
+            )
+            ahead.append((output, step_result(output, number, scheduler)))
+        number += 1
+        assert number < 2000
+        if len(ahead) < depth and scheduler.has_requests():
+            continue
+        if ahead:
+            answers = scheduler.update_from_output(*ahead.popleft())
+            outputs = [output for answer in answers.values() for output in answer.outputs]
+            sizes.append(len(outputs))
+            for output in outputs:
+                values = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+                mine = told.setdefault(output.request_id, [[], [], None])
+                mine[0] += output.new_token_ids
+                mine[1] += values
+                mine[2] = output.finish_reason
+    return trace, told, sizes
+
+
+@pytest.mark.parametrize("num_blocks", [2000, 40], ids=["room", "preemption"])
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, folder, monkeypatch):
+    trace, told, sizes = run(make_scheduler(folder, kind, num_blocks), 1)
+    patched = ((Scheduler, "update_from_output"), (KVCacheManager, "allocate_slots"))
+    for owner, name in (*patched, (LogprobsProcessor, "_update_sample_logprobs")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
+    monkeypatch.setattr(EngineCore, delivery.FLUSH, None, raising=False)
+    plain, asked = [], []
+    take, allocate = decoding.PlainTokens.take, KVCacheManager.allocate_slots
+
+    def counted(*args: Any) -> Any:
+        rest, clients = take(*args)
+        plain.append(len(args[2]) - len(rest))
+        return rest, clients
+
+    def allocating(*args: Any, **kwargs: Any) -> Any:
+        asked.append(1)
+        return allocate(*args, **kwargs)
+
+    monkeypatch.setattr(decoding.PlainTokens, "take", counted)
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocating)
+    assert decoding.apply() == ["block_with_room"]
+    assert "final_delivery" in delivery.apply()
+    own_trace, own_told, own_sizes = run(make_scheduler(folder, kind, num_blocks), 1)
+    assert len(own_trace) == len(trace)
+    for number, (own, theirs) in enumerate(zip(own_trace, trace, strict=True)):
+        assert own == theirs, f"step {number}"
+    aborted = {id_ for id_, (_, _, reason) in told.items() if reason is None}
+    assert len(aborted) < 10
+    assert {id_: own_told[id_] for id_ in told.keys() - aborted} == {id_: told[id_] for id_ in told.keys() - aborted}
+    assert any(step[4] for step in trace) == (num_blocks == 40), "whether requests were preempted"
+    assert sum(plain) > 0.6 * sum(sizes), "most tokens are plain"
+    assert sum(own_sizes) < 0.5 * sum(sizes), "and told of at the end"
+    assert len(asked) < 0.5 * sum(sizes), "and most have room"
+
+
+def test_a_scheduler_of_another_kind_is_left_alone():
+    class Other(Scheduler):
+        def __init__(self) -> None:
+            pass
+
+    assert decoding.PlainTokens.of(Other()) is None
