@@ -194,6 +194,7 @@ async def _round(host: Any, load: Load, number: int) -> tuple[float, float]:
         # Every round and group has a prompt of its own: nothing comes from the prefix cache of another.
         first = place // load.group
         prompt = [(7 * first + 13 * number + (3 + first) * i) % 90 + 1 for i in range(load.prompt_tokens)]
+        prompt[:2] = [first // 90 % 90 + 1, first % 90 + 1]
         output, _ = await host.generate({"prompt_token_ids": prompt}, params, f"{number}.{place}")
         ids = output.outputs[0].token_ids
         if load.logprobs:
@@ -263,6 +264,8 @@ def measure(setting: Setting, systems: list[str], loads: list[Load], repeats: in
                     answer = engine.generate(load)
                     if repeat:
                         results.setdefault((engine.name, load), []).append(answer)
+                        told = [engine.name, load.num_sequences, load.logprobs, *answer]
+                        print(json.dumps(told), file=sys.stderr, flush=True)
         return results
     finally:
         for engine in engines:

@@ -134,7 +134,8 @@ def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, A
         "peaks_mib": memory.peaks,
     }
     if not rows:
-        return result | {"engine_log": (run / "logs/engine.log").read_text()[-4000:] if (run / "logs").exists() else ""}
+        logs = sorted((run / "logs").glob("*.log"))
+        return result | {"logs": {log.name: log.read_text(errors="replace")[-4000:] for log in logs}}
     result |= {phase: spread([row.get(f"time/{phase}_s", 0.0) for row in rows]) for phase in PHASES}
     whole = [sum(row.get(f"time/{phase}_s", 0.0) for phase in PHASES) for row in rows]
     tokens = [row["rollout/num"] * row["rollout/length"] for row in rows]

@@ -173,6 +173,8 @@ def _judge(
     reports: list[ApplyReport],
 ) -> int:
     completions = {name: found[0] for name, found in answers.items()}
+    stalls = sorted(report.stall_s for report in reports)
+    print(f"updates, s: {sorted(seconds)}; stalls, s: {stalls}; now every token is scored", file=sys.stderr, flush=True)
     lost = len(prompts) - len(completions) + sum(c.finish_reason == "abort" for c in completions.values())
     twice = sum(len(found) - 1 for found in answers.values())
     falling = 0

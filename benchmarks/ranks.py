@@ -158,10 +158,14 @@ def main() -> int:
         results: list[dict[str, Any]] = []
         for ranks in options.ranks:
             arguments = [*sys.argv[1:], "--model", str(model), "--case", str(ranks)]
-            done = subprocess.run(
-                [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, timeout=options.timeout, check=False
-            )
-            if done.returncode != 0:
+            try:
+                done = subprocess.run(
+                    [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, timeout=options.timeout, check=False
+                )
+            except subprocess.TimeoutExpired:
+                done = None
+                print(f"{ranks} ranks were not done after {options.timeout:g} s", file=sys.stderr)
+            if done is None or done.returncode != 0:
                 for log in sorted(model.parent.glob(f"logs-{ranks}/*")):
                     print(f"{log}:\n{log.read_text()[-4000:]}", file=sys.stderr)
                 return 1

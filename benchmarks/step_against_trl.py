@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
@@ -58,10 +59,12 @@ def run_slipstream(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         command += [f"--{key}", value]
     result, done = watched(command, options)
     if "error" in result:
-        log = run / "logs" / "engine.log"
-        return result | {"engine_log": log.read_text(errors="replace")[-2000:] if log.exists() else ""}
-    rows = [row for row in read_metrics(run) if row["step"] > WARM_UP]
-    seconds = [sum(row.get(f"time/{phase}_s", 0.0) for phase in PHASES) for row in rows]
+        logs = sorted((run / "logs").glob("*.log"))
+        return result | {"logs": {log.name: log.read_text(errors="replace")[-2000:] for log in logs}}
+    every = list(read_metrics(run))
+    rows = [row for row in every if row["step"] > WARM_UP]
+    # By the clock, as TRL's: what lies between the phases counts.
+    seconds = [row["time"] - before["time"] for before, row in itertools.pairwise(every) if row["step"] > WARM_UP]
     tokens = [row["rollout/num"] * row["rollout/length"] for row in rows]
     events = [event for event in read_events(run) if event["kind"] in ("memory", "warning")]
     phases = {phase: [row.get(f"time/{phase}_s", 0.0) for row in rows] for phase in PHASES}
@@ -81,11 +84,12 @@ def run_slipstream(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def run_trl(system: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """TRL at the fastest of the micro-batches, each in a process of its own; where none of them has enough memory for
-    layers that keep everything, with the smallest and layers that are computed again."""
+    layers that keep everything, with half of the smallest, and then with layers that are computed again."""
     tried: list[dict[str, Any]] = []
-    ways = [(micro, False) for micro in options.micro_batch] + [(min(options.micro_batch), True)]
+    smallest, given = min(options.micro_batch), len(options.micro_batch)
+    ways = [*((micro, False) for micro in options.micro_batch), (smallest // 2, False), (smallest, True)]
     for micro, checkpointing in ways:
-        if checkpointing and any("seconds" in result for result in tried):
+        if len(tried) >= given and any("seconds" in result for result in tried):
             break
         out = folder / f"{system}-{micro}-{checkpointing}.json"
         command = [sys.executable, __file__, "--child", system, "--out", str(out), "--model", str(options.model)]

@@ -16,7 +16,9 @@ generations of up to `--context` tokens go on, one after the other. Two updates 
 
 The transfer of the peers is from the call of `start_weight_update` to the answer of `finish_weight_update`; of
 Slipstream it is the engine's part, and its `publish`, with the trainer's fingerprints, has a column of its own. The
-stall is the longest time without a token, of any generation, from the update's begin to the first token after its end.
+stall is the longest time without a token, of any generation, from the update's begin to the first token after its end;
+Slipstream's by the engine's clock, the peers' as their client sees it, HTTP included, so that the whole update is what
+compares and the row `pause` what is to be taken off the peers' stalls.
 Prints a Markdown table of medians and 95th percentiles; a system that fails is named below it, and the exit code is 1.
 """
 
@@ -96,6 +98,8 @@ class Streams:
         deadline = time.perf_counter() + PATIENCE_S
         while self.ticks[-1] < ended and time.perf_counter() < deadline:
             time.sleep(0.0005)
+        if self.ticks[-1] < ended:
+            raise RuntimeError(f"no token came within {PATIENCE_S:g} s of the update")
         return longest_gap(list(self.ticks), began, ended)
 
 

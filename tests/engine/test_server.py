@@ -12,7 +12,7 @@ from slipstream.inference.plugin.clock import TokenClock
 from slipstream.inference.plugin.routes import errors_as_text, routes
 from slipstream.inference.plugin.server import EngineServer, OutOfService
 from slipstream.inference.settings import EngineSettings
-from slipstream.records import Completion, GenerateRequest, SamplingParams, Ticket, Version
+from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version
 
 
 class StandingHost(SimpleNamespace):
@@ -141,3 +141,58 @@ async def test_an_engine_that_sleeps_has_nothing_to_verify(server):
     server.reason = "asleep"
     with pytest.raises(OutOfService, match="asleep"):
         await server.verify(Ticket(Version(0, 0, ""), "disk", "", ()))
+
+
+class CountingHost(StandingHost):
+    """A host that counts how often it was told to stand still, and whose `resume` may hang once."""
+
+    num_pauses, hangs = 0, False
+
+    async def pause(self):
+        self.num_pauses += 1
+
+    async def resume(self):
+        if self.hangs:
+            self.hangs = False
+            await asyncio.sleep(60)
+
+    async def reset_prefix_cache(self):
+        return True
+
+    async def set_version(self, version):
+        """It has no labels."""
+
+    async def reset_encoder_cache(self):
+        """It has no tower."""
+
+
+async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paused_when_it_may_run():
+    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := CountingHost())
+    server.reason, wrong = "", []
+
+    async def load(ticket):
+        return 0.0, 0
+
+    async def verify(ticket):
+        return ApplyReport(ticket.version, mismatched=tuple(wrong))
+
+    server._load, server._verify_applied = load, verify
+    tickets = [Ticket(Version(0, step, ""), "single_copy", "", ()) for step in range(6)]
+    await server.fence()
+    await server.apply(tickets[0])
+    assert host.num_pauses == 1, "a fence and what is applied under it"
+    await server.fence()
+    assert host.num_pauses == 2
+    wrong.append("weight")
+    await server.apply(tickets[1])
+    wrong.clear()
+    assert "did not verify" in server.reason
+    await server.apply(tickets[2])
+    assert host.num_pauses == 2, "it stood still since the fence"
+    assert server.reason == ""
+    host.hangs = True
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(server.apply(tickets[3]), 0.05)
+    assert server.reason != "", "out of service"
+    await server.apply(tickets[4])
+    assert host.num_pauses == 4, "nobody knows whether it had gone on"

@@ -1,12 +1,15 @@
 """AdamW on bfloat16 weights alone, against torch's in float32: the same moments, and weights in the mean."""
 
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from slipstream.errors import TrainingError
+from slipstream.trainer import rounding
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optimizer import MasterAdamW
 from slipstream.trainer.rounding import RoundedAdamW, round_to_bfloat16_
@@ -90,6 +93,23 @@ def test_updates_of_one_millionth_are_not_lost():
     part = 4e-4 * 256
     error = math.sqrt(part * (1 - part) / model.weight.numel()) / 256
     assert abs(moved - 4e-4) < 5 * error
+
+
+def test_a_gradient_goes_as_soon_as_its_weights_are_made(monkeypatch):
+    """The plan counts on it: gradients in fp32 are twice as large as the weights."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+    optimizer = RoundedAdamW(model.named_parameters(), seed=0)
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    made, alive = [], []
+
+    def spy(values, gradients, *rest, **options):
+        alive.append(sum(reference() is not None for reference in made))
+        made.append(weakref.ref(gradients[0]))
+        return adamw(values, gradients, *rest, **options)
+
+    monkeypatch.setattr(rounding, "adamw", spy)
+    optimizer.prepare(1e-3)
+    assert alive == [0, 0, 0, 0]
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others():

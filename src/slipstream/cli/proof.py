@@ -122,7 +122,13 @@ def _make_shape(folder: Path, shape: str) -> Path:
     print(f"making a model of shape {shape}", file=sys.stderr)
     if not gpus_in_use():
         return shaped_model(folder, shape)
-    subprocess.run([sys.executable, "-m", "slipstream.trainer.shapes", str(folder), shape], check=True)
+    command = [sys.executable, "-m", "slipstream.trainer.shapes", str(folder), shape]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise SlipstreamError(
+            f"no model of shape {shape} could be made ({why}): free the GPU, or use another --scratch"
+        )
     return folder
 
 

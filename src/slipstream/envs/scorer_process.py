@@ -150,7 +150,7 @@ class Worker:
         """Kill the worker and everything it started; returns when it is gone. Its last words are where it hung."""
         with contextlib.suppress(TimeoutError, ProcessLookupError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                if self.alive and not self._stdout.at_eof():
+                if self.alive and not self._stdout.at_eof() and not self._drain.done():
                     self._heard.clear()
                     self._process.send_signal(signal.SIGUSR1)
                     # A busy machine may not let it speak at once, and it speaks in pieces.

@@ -15,11 +15,11 @@ from slipstream.launch.memory import GIB
 USABLE = 0.96
 """Part of a card that is planned with: the rest is the driver's, and what allocators cannot use."""
 ENGINE_RESERVE = 4 * GIB
-"""vLLM beside weights and KV cache: CUDA context, CUDA graphs, the activations of one step."""
+"""vLLM beside weights and KV cache: CUDA context, CUDA graphs, one step's activations, the buckets of `broadcast`."""
 ASLEEP_RESERVE = 3 * GIB
 """What stays of a sleeping engine: its context, its CUDA graphs and their memory."""
 TRAINER_RESERVE = 2 * GIB
-"""CUDA context and workspaces, and blocks that the allocator cannot use."""
+"""CUDA context and workspaces, the buckets of `broadcast`, and blocks that the allocator cannot use."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
     length = min(options.context, read_model(deployable.model, trust_remote_code=False).context_length)
     if length < 2 * PROMPT_TOKENS:
         raise ConfigError(
-            f"{length} tokens of context leave no room: use --context, and a model, of {2 * PROMPT_TOKENS}"
+            f"{length} tokens of context leave no room: use --context, and a model, of {2 * PROMPT_TOKENS} or more"
         )
     config = engine_config(
         deployable,

@@ -120,6 +120,7 @@ class Optimizer(ABC):
         clipped = norm > self.max_grad_norm
         if clipped:
             torch._foreach_mul_(gradients, self.max_grad_norm / (norm + 1e-6))
+        del gradients  # so that each goes as soon as its update is made
         self._update(learning_rate)
         self.discard_gradients()
         self._prepared = True
@@ -169,7 +170,7 @@ class Optimizer(ABC):
         for name, weights in self._weights().items():
             memory: dict[str, Any] = saved[name]
             weights.copy_(memory.pop(self.weights_key))
-            updates = memory.pop("updates", tensors["step"] if "exp_avg" in memory else None)
+            updates = memory.pop("updates", None)
             rule = self._memory_of(name)
             rule.clear()
             rule.update({key: value.to(weights.device, copy=True) for key, value in memory.items()})

@@ -84,8 +84,8 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
 
 
 def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
-    """A safetensors file of these. From a GPU they come all together: one by one, as `save_file` takes them, some
-    hundred small ones need many times as long."""
+    """A safetensors file of these. From a GPU they are waited for together: one by one, as `save_file` takes
+    them, some hundred small ones need many times as long."""
     order = sorted(named_weights, key=lambda name: (-named_weights[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -95,10 +95,15 @@ def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": _STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the numbers are aligned
-    flat = [named_weights[name].detach().reshape(-1).view(torch.uint8) for name in order]
-    numbers = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
-    if numbers.is_cuda:
-        numbers = torch.empty(numbers.shape, dtype=torch.uint8, pin_memory=True).copy_(numbers)
+    on_gpu = any(tensor.is_cuda for tensor in named_weights.values())
+    numbers = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
+    place = 0
+    for name in order:
+        flat = named_weights[name].detach().reshape(-1).view(torch.uint8)
+        numbers[place : place + flat.numel()].copy_(flat, non_blocking=True)
+        place += flat.numel()
+    if on_gpu:
+        torch.cuda.synchronize()
     content: Any = numbers.numpy()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))

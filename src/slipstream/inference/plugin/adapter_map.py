@@ -73,7 +73,8 @@ def stray_layers(manager: Any, slot: int, located: TensorMap) -> list[str]:
     roomy: list[tuple[str, Tensor, list[Tensor]]] = []
     for name, module in manager.modules.items():
         for buffer in _stacked(module):
-            own = owned.get(buffer.untyped_storage().data_ptr(), [])
+            found = owned.get(buffer.untyped_storage().data_ptr(), [])
+            own = list({(t.storage_offset(), t.shape, t.stride()): t for t in found}.values())
             if sum(target.numel() for target in own) != buffer[slot].numel():  # there is room beside them
                 roomy.append((name, buffer[slot], own))
     if not roomy:

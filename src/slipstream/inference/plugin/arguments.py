@@ -82,7 +82,7 @@ def prompt_arguments(request: GenerateRequest) -> dict[str, Any]:
 
         try:
             images = [Image.open(io.BytesIO(data)).convert("RGB") for data in request.images]
-        except OSError as error:
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"an image cannot be read ({error}): send it as PNG or JPEG") from error
         prompt["multi_modal_data"] = {"image": images}
     return prompt

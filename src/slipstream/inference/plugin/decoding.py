@@ -22,6 +22,9 @@ _UNUSUAL = (
 )
 """What a step's result may hold beside tokens and their log-probabilities."""
 
+_OF_MANAGER = {"empty_kv_cache_blocks", "coordinator", "block_pool", "enable_caching", "max_model_len"}
+"""What a memory manager must have."""
+
 
 def apply() -> list[str]:
     """Patch the memory manager where this vLLM has what is needed; names of what is in force."""
@@ -29,11 +32,10 @@ def apply() -> list[str]:
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 
     manager: Any = KVCacheManager
-    known: Any = SingleTypeKVCacheManager.__init__
-    if not {"req_to_blocks", "num_cached_block", "block_size"} <= set(known.__code__.co_names):
-        return []
-    if not hasattr(manager, "empty_kv_cache_blocks") and not hasattr(manager, "create_kv_cache_blocks"):
-        return []
+    single: Any = SingleTypeKVCacheManager
+    for kind, needed in ((manager, _OF_MANAGER), (single, {"req_to_blocks", "num_cached_block", "block_size"})):
+        if not needed <= set(kind.__init__.__code__.co_names):
+            return []
     _skip_allocation(manager, FullAttentionManager)
     return ["block_with_room"]
 

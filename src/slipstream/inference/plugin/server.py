@@ -191,8 +191,9 @@ class EngineServer:
             await self._begin_anew()
         if ticket.bridge != "lora":
             await self.host.reset_encoder_cache()
+        self._stands = False  # before: when this is cancelled in `resume`, nobody knows whether steps are made
         await self.host.resume()
-        self._stands, self.reason = False, ""
+        self.reason = ""
         return report
 
     def _check_running(self) -> None:

@@ -102,7 +102,7 @@ class WorkerExtension:
         model = self._slipstream_model()
         if self._slipstream_exporter is None:
             self._slipstream_exporter = single_copy.Exporter(model.parameters())
-            self._slipstream_map = self._slipstream_adapter = None
+            self._slipstream_map = None
             patches.repack(model)
         located = self._slipstream_locate(parameters)
         views: dict[str, Tensor] = {}
