@@ -196,6 +196,11 @@ class Optimizer(ABC):
                     f"and {self.weights_key} and {expected} are needed; resume with the training.optimizer that it was "
                     "made with"
                 )
+            if "exp_avg" in memory and "updates" not in memory:
+                raise TrainingError(
+                    f"the saved optimizer state does not say how often {name} was updated, which its moments are "
+                    "corrected by: start a new run from the checkpoint's weights"
+                )
             if (shape := memory[self.weights_key].shape) != live[name].shape:
                 raise TrainingError(
                     f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
