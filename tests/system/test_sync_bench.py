@@ -51,7 +51,8 @@ def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
         for side in ("trainer", "engine"):
             assert size < row[side]["pss"] <= row[side]["rss"]
     assert broadcast["raw_s"] > 0
-    assert json.loads(err.splitlines()[-1])["bridge"] == "lora", "each is told of as soon as it is there"
+    told = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    assert told[-1]["bridge"] == "lora", "each is told of as soon as it is there"
     assert list((tmp_path / "scratch").iterdir()) == []
     assert command.left_behind() == []
 
