@@ -6,13 +6,17 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.weights.fingerprint import Slice, fingerprint, fingerprints
 
 
 def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
-    """Whole tensors, rows, columns, shards in memory of their own, transposed ones, empty ones."""
+    """Whole tensors, rows, columns, shards in memory of their own, transposed ones, empty ones; some of many of the
+    kernel's blocks, one of which does not begin where the card likes to read."""
     torch.manual_seed(0)
+    large = (torch.randn(70_000) * 50).to(dtype).to(device)
     whole = (torch.randn(70, 130) * 50).to(dtype).to(device)
     blocks = whole.view(7, 10, 130)
     return [
@@ -24,6 +28,8 @@ def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
         Slice(blocks[:, 2:5], 260, (1300, 130, 1), (7, 3, 130)),
         Slice(blocks.view(7, 10, 13, 10)[:, 2:5, :, 3:6], 263, (1300, 130, 10, 1), (7, 3, 13, 3)),
         Slice(whole[0, 0]),
+        Slice(large),
+        Slice(large[1:], 2**33 + 7, (1,), (69_999,)),
         Slice(torch.empty(0, dtype=dtype, device=device)),
     ]
 
@@ -34,7 +40,7 @@ def check_kernel(parts: list[Slice]) -> None:
     found = [value % 2**64 for value in fingerprint_gpu.fingerprints(parts)]
     assert found == [fingerprint(*part) for part in parts]
     # The layout is known by now, and what lies there is not what lay there.
-    simple = [part for part in parts[:4] if part.tensor.is_contiguous()]
+    simple = [part for part in parts if part.tensor.is_contiguous() and part.strides is None]
     for _ in range(2):
         parts[0].tensor.view(-1)[1::3] = 0
         found = [value % 2**64 for value in fingerprint_gpu.fingerprints(simple)]
@@ -53,9 +59,39 @@ def test_the_kernel_for_gpus_in_tritons_interpreter():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float64])
 def test_the_kernel_on_a_gpu(dtype):
-    parts = slices(dtype, "cuda")
-    check_kernel(parts)
-    assert fingerprints(parts) == fingerprints(slices(dtype))
+    check_kernel(slices(dtype, "cuda"))
+    assert fingerprints(slices(dtype, "cuda")) == fingerprints(slices(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float64])
+def test_it_is_the_sum_that_the_module_names(dtype):
+    """In Python's own numbers, one element after another."""
+    whole = (torch.randn(9, 17, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
+    size = whole.element_size()
+    raw = bytes(whole.view(torch.uint8).flatten().tolist())
+    total = 0
+    for index in range(whole.numel()):
+        bits = int.from_bytes(raw[index * size : (index + 1) * size], "little", signed=size > 1)
+        x = (bits * 0xC2B2AE3D) % 2**32
+        if size == 8:
+            x = (x + (bits >> 32) * 0x27D4EB2F) % 2**32
+        x ^= ((index + 1) * 0x9E3779B97F4A7C15) % 2**64 >> 32
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        total += x ^ x >> 16
+    assert fingerprint(whole) == total % 2**64
+
+
+@given(st.integers(0, 2**31), st.integers(0, 15), st.integers(0, 4999), st.integers(0, 4999))
+def test_a_bit_and_a_place_show(seed, bit, place, other):
+    whole = torch.randint(-(2**15), 2**15, (5000,), dtype=torch.int16, generator=torch.Generator().manual_seed(seed))
+    before = fingerprint(whole)
+    whole[place] ^= torch.tensor(1 << bit).to(torch.int16)
+    assert fingerprint(whole) != before
+    changed = fingerprint(whole)
+    first, second = whole[place].item(), whole[other].item()
+    whole[place], whole[other] = second, first
+    assert (fingerprint(whole) != changed) == (first != second)
 
 
 def test_shards_add_up_to_the_whole():
@@ -67,5 +103,5 @@ def test_shards_add_up_to_the_whole():
 
 
 if __name__ == "__main__":
-    for each in (torch.bfloat16, torch.float32, torch.uint8):
+    for each in (torch.bfloat16, torch.float32, torch.uint8, torch.float64):
         check_kernel(slices(each))

@@ -1,4 +1,4 @@
-"""Fingerprints on a GPU: `fingerprint.mix` as one kernel over all slices, at the speed of the card's memory.
+"""Fingerprints on a GPU: `fingerprint._mix` as one kernel over all slices.
 
 Imported only where there is a CUDA device; Triton comes with torch there.
 """
@@ -11,18 +11,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.weights.fingerprint import GOLDEN, MIX_1, MIX_2, Slice, fingerprint
+from slipstream.weights.fingerprint import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
 
 # Nothing here is typed, and on a machine without a GPU a type checker does not find it.
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
-_BLOCK = 16_384
+_BLOCK = 32_768
 """Elements of a slice that one program sums."""
-_STEP = 2_048
+_STEP = 1_024
 _MAX_TABLES = 8
 """Layouts that are kept: the model's, of two adapters, and of what a user asks for."""
 _INTEGERS: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+# As the kernel may read them.
+_GOLDEN, _LOW, _HIGH, _MIX_1, _MIX_2 = (tl.constexpr(number) for number in (GOLDEN, LOW, HIGH, MIX_1, MIX_2))
+
+
+@triton.jit
+def _terms(mixed, bits, is_wide: tl.constexpr):  # noqa: ANN001, ANN202 # pyright: ignore
+    """`fingerprint._mix` of each element, whose mixed index it takes: 32 bits without a sign, as 64."""
+    x = bits.to(tl.int32) * _LOW
+    if is_wide:
+        x += (bits >> 32).to(tl.int32) * _HIGH
+    x = x ^ (mixed >> 32).to(tl.int32)
+    x = (x ^ (x.to(tl.uint32) >> 16).to(tl.int32)) * _MIX_1
+    x = (x ^ (x.to(tl.uint32) >> 15).to(tl.int32)) * _MIX_2
+    x = x ^ (x.to(tl.uint32) >> 16).to(tl.int32)
+    return x.to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
@@ -32,16 +47,15 @@ def _kernel(
     firsts,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     out,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     integer: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    is_wide: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
     block_size: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
     step: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
     fields: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    golden: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    mix_1: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
-    mix_2: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
 ) -> None:
     block = tl.program_id(0)
     owner = tl.load(owners + block)
     row = table + owner * fields
+    first = tl.load(firsts + block)
     memory = tl.load(row).to(tl.pointer_type(integer))
     count = tl.load(row + 1)
     offset = tl.load(row + 2)
@@ -49,28 +63,29 @@ def _kernel(
     memory_jump = tl.load(row + 4)
     index_jump = tl.load(row + 5)
     index_step = tl.load(row + 6)
-    first = tl.load(firsts + block)
+    is_aligned = tl.load(row + 7)
     # Within a line the mixed index grows by the same number from element to element.
-    growth = index_step * golden
-    turn = (index_jump - inner * index_step) * golden
-    lanes = tl.arange(0, step).to(tl.int64)
-    grown = (offset + 1) * golden + lanes * growth
+    growth = index_step * _GOLDEN
+    lanes = tl.arange(0, step)
+    mixed = (offset + 1) * _GOLDEN + (first + lanes) * growth
     total = tl.zeros((step,), dtype=tl.int64)
-    for start in range(0, block_size, step):
-        place = first + start + lanes
-        present = place < count
-        x = grown + (first + start) * growth
-        where = place
-        if inner < count:
+    left = count - first
+    if (inner >= count) & (left >= block_size) & (is_aligned > 0):
+        # Nearly all of a model: whole blocks, which are read by sixteen bytes.
+        whole = tl.multiple_of(memory + first, 16)
+        for start in range(0, block_size, step):
+            bits = tl.load(whole + start + lanes)
+            total += _terms(mixed, bits, is_wide)
+            mixed += step * growth
+    else:
+        turn = (index_jump - inner * index_step) * _GOLDEN
+        for start in range(0, block_size, step):
+            place = first + start + lanes
             line = place // inner
-            x += line * turn
-            where += line * (memory_jump - inner)
-        bits = tl.load(memory + where, mask=present, other=0).to(tl.int64)
-        x = x ^ (bits * mix_2)
-        x = (x ^ (x.to(tl.uint64) >> 30).to(tl.int64)) * mix_1
-        x = (x ^ (x.to(tl.uint64) >> 27).to(tl.int64)) * mix_2
-        x = x ^ (x.to(tl.uint64) >> 31).to(tl.int64)
-        total += tl.where(present, x, 0)
+            present = place < count
+            bits = tl.load(memory + place + line * (memory_jump - inner), mask=present, other=0)
+            total += tl.where(present, _terms(mixed + line * turn, bits, is_wide), 0)
+            mixed += step * growth
     tl.atomic_add(out + owner, tl.sum(total, 0), sem="relaxed")
 
 
@@ -91,7 +106,7 @@ class _Table(NamedTuple):
         sums = torch.zeros(len(self.numbers), dtype=torch.int64, device=self.rows.device)
         _kernel[(len(self.owners),)](
             *(self.rows, self.owners, self.firsts, sums),
-            *(_INTEGERS[self.size], _BLOCK, _STEP, self.rows.shape[1], GOLDEN, MIX_1, MIX_2),
+            *(_INTEGERS[self.size], self.size == 8, _BLOCK, _STEP, self.rows.shape[1]),
         )
         return sums
 
@@ -165,7 +180,7 @@ def _row(part: Slice) -> tuple[list[int], Tensor] | None:
     the elements do not lie in equal lines.
 
     A row: address, elements, index of the first; elements of a line; from line to line in memory and in the index; from
-    element to element in the index.
+    element to element in the index; whether it begins at a multiple of sixteen bytes.
     """
     tensor = part.tensor
     sizes = tuple(tensor.shape) if part.sizes is None else part.sizes
@@ -174,7 +189,10 @@ def _row(part: Slice) -> tuple[list[int], Tensor] | None:
     if view is None:
         tensor = tensor.contiguous()
         view = _lines(sizes, _contiguous(sizes), strides)
-    return None if view is None else ([tensor.data_ptr(), tensor.numel(), part.offset, *view], tensor)
+    if view is None:
+        return None
+    address = tensor.data_ptr()
+    return [address, tensor.numel(), part.offset, *view, int(address % 16 == 0)], tensor
 
 
 def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
