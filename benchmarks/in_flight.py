@@ -101,6 +101,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         engine=engine,
         timeout_s=TIMEOUT_S,
         between_gpus=is_apart,
+        go_on=lambda version: thread.call(engine.go_on(version, TIMEOUT_S), TIMEOUT_S, "the engine to go on"),
     )
     live: dict[str, torch.Tensor] = {}
     if options.bridge == "single_copy":

@@ -207,6 +207,7 @@ class WholeCase(Case):
                 timeout_s=60,
                 num_workers=self.architecture.num_workers,
                 held=(lambda: self.live.call(self.live.engine.held())) if deltas else None,
+                go_on=lambda version: self.live.call(self.live.engine.go_on(version, 60)),
             )
             self.bridges[name] = policy, bridge
         return self.bridges[name]

@@ -196,3 +196,60 @@ async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paus
     assert server.reason != "", "out of service"
     await server.apply(tickets[4])
     assert host.num_pauses == 4, "nobody knows whether it had gone on"
+
+
+class AnsweringHost(CountingHost):
+    """A host whose requests end when they are told to."""
+
+    def __init__(self):
+        super().__init__(ends=asyncio.Event(), is_dead=False)
+
+    async def rpc(self, method, *args):
+        return ["null"]
+
+    async def generate(self, prompt, params, id_, adapter=None):
+        await self.ends.wait()
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
+
+
+@pytest.mark.parametrize("outcome", ["proved", "wrong", "died", "another"])
+async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monkeypatch):
+    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := AnsweringHost())
+    server.reason = ""
+    monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
+
+    async def load(ticket):
+        return 0.0, 0
+
+    async def verify(ticket):
+        if outcome == "died":
+            raise RuntimeError("the core died")
+        return ApplyReport(ticket.version, mismatched=("weight",) if outcome == "wrong" else ())
+
+    server._load, server._verify_applied = load, verify
+    running = asyncio.create_task(server.generate(GenerateRequest("a", [1], SamplingParams(1), timeout_s=30)))
+    await asyncio.sleep(0)
+    await server.fence()
+    await server.go_on(Version(0, 1, ""))
+    host.ends.set()
+    await asyncio.sleep(0.02)
+    assert server.num_running == 1
+    assert not running.done()
+    with pytest.raises(OutOfService, match=r"proving version 0\.1"):
+        await server.until_in_service(0.01)
+    ticket = Ticket(Version(0, 1 + (outcome == "another"), "x"), "single_copy", "", ())
+    if outcome == "died":
+        with pytest.raises(RuntimeError, match="died"):
+            await server.apply(ticket)
+    else:
+        await server.apply(ticket)
+    completion = await running
+    assert (completion.finish_reason, server.reason == "") == {
+        "proved": ("stop", True),
+        "wrong": ("abort", False),
+        "died": ("abort", False),
+        "another": ("abort", True),
+    }[outcome]
+    assert ("had no proof" in completion.error) == (outcome != "proved")
+    assert host.num_pauses == 1 + (outcome != "proved")
+    assert server._stands == (server.reason != ""), "a version without a proof makes nothing more"

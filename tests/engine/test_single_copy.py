@@ -12,7 +12,7 @@ import torch
 
 from slipstream.errors import EngineError, WeightsError
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import SamplingParams, Ticket
+from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 from slipstream.trainer.model import PolicyModel, SharedTensors
 from slipstream.weights import create_bridge
 from slipstream.weights.files import stored_parameters
@@ -35,8 +35,15 @@ class Pair:
         self.tensors = open_weights(shared)
         check_loaded(self.tensors, live.model)
         self.policy = PolicyModel.load(live.model, self.dtype, shared=SharedTensors(self.tensors, shared.refused))
-        self.bridge = create_bridge("single_copy", folder=live.model, source=live.model, engine=live.engine)
+        self.goes_on = True
+        self.bridge = create_bridge(
+            "single_copy", folder=live.model, source=live.model, engine=live.engine, go_on=self.go_on
+        )
         self.versions = Versions(self.bridge.receiver, apply_timeout_s=60, fence=self.bridge.fence)
+
+    def go_on(self, version: Version) -> None:
+        if self.goes_on:
+            self.live.call(self.live.engine.go_on(version, 60))
 
     @torch.no_grad()
     def write(self, seed: int, pause_s: float = 0.0) -> None:
@@ -123,6 +130,33 @@ def test_what_is_written_after_the_version_was_described_is_found_and_named(pair
         pair.tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
     pair.publish(4)
     assert pair.live.sample("again", SAMPLING)
+
+
+def test_what_runs_with_a_version_that_is_wrong_is_never_answered(pair: Pair):
+    """It computes with it before the proof, is held back meanwhile, and given up after."""
+    wrong = pair.tensors["model.norm.weight"].view(torch.int32)
+    for name, num_tokens in (("ends before the proof", 60), ("runs on", 200)):
+        pair.update(5)
+        params = SamplingParams(max_tokens=num_tokens)
+        requests = [GenerateRequest(f"{name} {n}", [5, 6, 7, n], params, seed=n) for n in range(3)]
+        load = [pair.live.thread.submit(pair.live.engine.generate(each)) for each in requests]
+        pair.live.until_running(3)
+        pair.live.call(pair.versions.fence())
+        pair.write(6)
+        ticket = pair.bridge.publisher.publish(pair.policy.named_weights(), 6, 0, lambda ticket: None)
+        time.sleep(1.0)
+        assert not any(future.done() for future in load)
+        with torch.no_grad():
+            wrong[3] ^= 1
+        with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+            pair.live.call(pair.versions.apply(ticket))
+        with torch.no_grad():
+            wrong[3] ^= 1
+        pair.publish(6)
+        completions = [future.result(60) for future in load]
+        assert {c.finish_reason for c in completions} == {"abort"}
+        assert all("ran with a version that had no proof" in c.error for c in completions)
+        assert pair.live.sample(f"after {name}", SAMPLING)
 
 
 def test_a_hundred_updates_leave_equal_fingerprints(pair: Pair):

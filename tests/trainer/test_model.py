@@ -63,6 +63,22 @@ def test_named_weights_of_fused_experts_are_those_of_the_file(save_model, tmp_pa
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe"])
+def test_named_weights_are_those_of_now(save_model, tmp_path, kind):
+    """After a write in place and in the place of a parameter, also where what is stored is made of several."""
+    name, changes = MODELS[kind]
+    save_model(tmp_path, name, **changes)
+    model = PolicyModel.load(tmp_path)
+    before = {name: weight.clone() for name, weight in model.named_weights()}
+    with torch.no_grad():
+        for parameter in model.network.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(weight, before[name] + 1.0) for name, weight in model.named_weights())
+    for parameter in model.network.parameters():
+        parameter.data = parameter.detach() + 1.0
+    assert all(torch.equal(weight, before[name] + 1.0 + 1.0) for name, weight in model.named_weights())
+
+
 def test_soft_capped_attention_is_refused_when_packed_and_taken_when_not(save_model, tmp_path):
     save_model(tmp_path, "Gemma2", head_dim=8)
     with pytest.raises(ConfigError, match=r"needs softcap.*training\.packing = false"):

@@ -12,7 +12,16 @@ import aiohttp
 import msgspec
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.records import ApplyReport, Completion, EngineHealth, GenerateRequest, ParameterSpec, Ticket, encode
+from slipstream.records import (
+    ApplyReport,
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    ParameterSpec,
+    Ticket,
+    Version,
+    encode,
+)
 from slipstream.weights.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -161,6 +170,10 @@ class EngineClient:
     async def fence(self, timeout_s: float) -> None:
         """Have it compute nothing until the next apply."""
         await self._post("/fence", b"", bool, timeout_s)
+
+    async def go_on(self, version: Version, timeout_s: float) -> None:
+        """Have it compute with what was written, as `version`, and hold answers until that is proved."""
+        await self._post("/go-on", msgspec.msgpack.encode(version), bool, timeout_s)
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Compare the engine's live weights with a published version, changing nothing."""

@@ -9,12 +9,13 @@ caller decides whether to run the rollout again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 
 from slipstream.errors import EngineError
+from slipstream.inference.client import EngineClient
 from slipstream.inference.process import EngineProcess
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
@@ -177,13 +178,21 @@ class SupervisedEngine:
 
     async def fence(self, timeout_s: float) -> None:
         """See `weights.Engine`."""
+        await self._in_memory(lambda client: client.fence(timeout_s))
+
+    async def go_on(self, version: Version, timeout_s: float) -> None:
+        """See `weights.Engine`."""
+        await self._in_memory(lambda client: client.go_on(version, timeout_s))
+
+    async def _in_memory(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
+        """A call of an engine that may have the weights in memory only: where it is dead, `revive` says what to do."""
         if not self._process.is_alive():
             await self.revive()
         try:
-            await self._process.client.fence(timeout_s)
+            await call(self._process.client)
         except EngineError:
             if not self._process.is_alive():
-                await self.revive()  # says what to do, under a bridge that has the weights in memory only
+                await self.revive()
             raise
 
     async def sleep(self, timeout_s: float) -> None:

@@ -74,6 +74,8 @@ class Member(Protocol):
 
     async def fence(self, timeout_s: float) -> None: ...  # noqa: D102
 
+    async def go_on(self, version: Version, timeout_s: float) -> None: ...  # noqa: D102
+
     async def sleep(self, timeout_s: float) -> None: ...  # noqa: D102
 
     async def wake(self, timeout_s: float) -> None: ...  # noqa: D102
@@ -316,6 +318,10 @@ class EngineReplicas:
     async def fence(self, timeout_s: float) -> None:
         """See `weights.Engine`."""
         await self._all(lambda engine: engine.fence(timeout_s))
+
+    async def go_on(self, version: Version, timeout_s: float) -> None:
+        """See `weights.Engine`."""
+        await self._all(lambda engine: engine.go_on(version, timeout_s))
 
     async def sleep(self, timeout_s: float) -> None:
         """Free the memory of all of them."""

@@ -173,6 +173,10 @@ class ScriptedEngine:
         """See `SupervisedEngine`."""
         self._check_alive()
 
+    async def go_on(self, version: Version, timeout_s: float) -> None:
+        """See `SupervisedEngine`."""
+        self._check_alive()
+
     async def sleep(self, timeout_s: float) -> None:
         """See `SupervisedEngine`."""
 

@@ -48,6 +48,9 @@ def run_bridge(
     def joined() -> int:
         return thread.call(engine.joined(), config.inference.start_timeout_s, "dead engines to start again")
 
+    def go_on(version: Version) -> None:
+        thread.call(engine.go_on(version, timeout_s), timeout_s, f"the engine to go on with version {version.name}")
+
     bridge = create_bridge(
         name,
         folder=folder,
@@ -58,6 +61,7 @@ def run_bridge(
         between_gpus=model.device.type == "cuda" and config.run.placement == "separate",
         held=held if keeps_copy(config) else None,
         joined=joined,
+        go_on=go_on,
     )
     return bridge, learner.named_weights
 

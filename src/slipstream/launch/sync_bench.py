@@ -179,7 +179,8 @@ def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) ->
         return create_adapter_bridge(
             folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
         )
-    timeout_s = config.inference.start_timeout_s
+    timeout_s, apply_s = config.inference.start_timeout_s, config.weights.apply_timeout_s
+    call = sides.thread.call
     whole: Literal["disk", "restart", "broadcast", "single_copy"]
     assert name not in ("lora", "single_copy+lora")
     whole = "disk" if name == "disk+delta" else "broadcast" if name == "broadcast+delta" else name
@@ -188,10 +189,11 @@ def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) ->
         folder=folder,
         source=model.folder,
         engine=engine,
-        timeout_s=config.weights.apply_timeout_s,
+        timeout_s=apply_s,
         num_workers=engine_workers(config),
         between_gpus=_between_gpus(config, model),
-        held=(lambda: sides.thread.call(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
+        held=(lambda: call(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
+        go_on=lambda version: call(engine.go_on(version, apply_s), apply_s, "the engine to go on"),
     )
 
 

@@ -47,6 +47,10 @@ class PolicyModel:
         """How the decoder layers compute."""
         self._uses_adapter = True
         self._fp32_head: nn.Linear | None = None
+        self._stored: list[tuple[str, Tensor]] = []
+        """What is stored of these weights, as views of them."""
+        self._stored_of: list[tuple[int, int]] = []
+        """Which parameters these are, and where."""
 
     @classmethod
     def load(
@@ -176,10 +180,22 @@ class PolicyModel:
         return self._model_weights(merged=False)
 
     def _model_weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
-        state: dict[str, Tensor] = dict(self.network.state_dict())
         if self.adapter is not None:
-            state = self.adapter.model_state(state, merged=merged)
-        return stored_weights(self.network, state)
+            state = self.adapter.model_state(dict(self.network.state_dict()), merged=merged)
+            return stored_weights(self.network, state)
+        # An update waits for this: transformers is asked once, for as long as all that is stored are views.
+        live = [*self.network.parameters(), *self.network.buffers()]
+        places = [(id(tensor), tensor.data_ptr()) for tensor in live]
+        if places != self._stored_of or not self._stored:
+            self._stored, self._stored_of = list(stored_weights(self.network, self.network.state_dict())), places
+        stored = iter(self._stored)
+        if not {_memory(weight) for _, weight in self._stored} <= {_memory(tensor) for tensor in live} - {0}:
+            self._stored = []
+        return stored
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 _MARK = 64.0

@@ -30,6 +30,11 @@ class Engine(Protocol):
         """Stop computing with the weights, which are about to be written in place, until the next `apply`."""
         ...
 
+    async def go_on(self, version: Version, timeout_s: float) -> None:
+        """Compute with what was written since the fence, as `version`; what is made of it is given out when `apply` has
+        proved it."""
+        ...
+
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Compare the live weights with the ticket."""
         ...

@@ -36,17 +36,19 @@ def create_bridge(
     between_gpus: bool = False,
     held: Callable[[], Version | None] | None = None,
     joined: Callable[[], int] = lambda: 0,
+    go_on: Callable[[Version], None] = lambda version: None,
 ) -> Bridge:
     """The bridge called `name` for whole models. `folder` takes published versions; `source` is the model's own
     folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`, which goes over NCCL
     `between_gpus`; `joined` waits for them all and says how often some were replaced. With `held`, which asks the
-    engine what it has verified, `disk` and `broadcast` send deltas."""
+    engine what it has verified, `disk` and `broadcast` send deltas. Under `single_copy` `go_on` has the engine
+    compute with what was written before it is proved."""
     if name == "broadcast":
         backend = "nccl" if between_gpus else "gloo"
         carrier = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend, joined=joined)
         return _Bridge(name, DeltaPublisher(carrier, held) if held else carrier, BroadcastReceiver(engine))
     if name == "single_copy":
-        return _Bridge(name, SharedPublisher(), DiskReceiver(engine), engine.fence)
+        return _Bridge(name, SharedPublisher(go_on), DiskReceiver(engine), engine.fence)
     folders = FolderPublisher(name, folder, source)
     if name == "restart":
         return _Bridge(name, folders, RestartReceiver(engine))

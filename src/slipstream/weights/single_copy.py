@@ -5,14 +5,14 @@ The engine's half is `Exporter`, in its one worker: on a CPU it moves the weight
 memfd, which ends with its last user and can be opened by this user alone); on a GPU it asks CUDA for a handle of each
 allocation, and nothing moves. Where every Hugging Face parameter lies travels as plain fields. The trainer's half is
 `open_weights`, and `SharedPublisher`, whose versions are fingerprints and no bytes. Nobody may compute with weights
-that are being written: the bridge's `fence` stops the engine before the first write, and the apply of the version,
-verified as any other, lets it go on.
+that are being written: the bridge's `fence` stops the engine before the first write, and after the last one it goes on
+at once, with what it makes held back until the version is verified as any other.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,15 @@ def check_loaded(weights: Mapping[str, Tensor], folder: Path) -> None:
 class SharedPublisher:
     """A version is what the parameters hold: described and announced, not moved."""
 
+    def __init__(self, go_on: Callable[[Version], None] = lambda version: None) -> None:
+        """`go_on` has the engine compute with what was written, as this version; by itself it waits for `apply`."""
+        self._go_on = go_on
+
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
-        """Describe, announce. The engine stands still since the fence, or has not begun."""
+        """Let the engine go on, describe, announce. It stands still since the fence, or has not begun."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._go_on(Version(lineage, step, ""))
         parameters = describe(named_weights)
         ticket = Ticket(Version(lineage, step, digest(parameters)), "single_copy", "", parameters)
         announce(ticket)

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from slipstream.errors import WeightsError
-from slipstream.records import Completion, GenerateRequest, ParameterSpec, Ticket, encode
+from slipstream.records import Completion, GenerateRequest, ParameterSpec, Ticket, Version, encode
 
 if TYPE_CHECKING:
     from slipstream.inference.plugin.server import EngineServer
@@ -100,6 +100,10 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
         await server.fence()
         return web.Response(body=msgspec.msgpack.encode(True))
 
+    async def go_on(request: web.Request) -> web.Response:
+        await server.go_on(msgspec.msgpack.decode(await request.read(), type=Version))
+        return web.Response(body=msgspec.msgpack.encode(True))
+
     async def verify(request: web.Request) -> web.Response:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
         return web.Response(body=encode(await server.verify(ticket)))
@@ -109,6 +113,7 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
         web.post("/verify", verify),
         web.post("/share", share),
         web.post("/fence", fence),
+        web.post("/go-on", go_on),
         web.post("/sleep", sleep),
         web.post("/wake", wake),
     ]

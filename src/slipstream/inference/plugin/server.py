@@ -4,6 +4,7 @@ Guarantees:
 - Tokens in, tokens out; every sampled token comes with its processed log-probability and weight version.
 - An answer is given only while the engine is in service: from the moment an update begins until its
   fingerprints are verified, and after any failed update, requests are refused with 503.
+- An answer that has a token of a version that is not proved yet is held until it is, and given up when it is not.
 - A request ends at its deadline or when its client goes away, inside the engine too.
 - The process dies with its supervisor.
 
@@ -77,6 +78,10 @@ class EngineServer:
         """Whether no step is made since a fence, or an update that failed."""
         self._num_adapters = 0
         self._base_verified = False
+        self._unproved = ""
+        """The version that is computed with while its proof is still to come."""
+        self._num_refused = 0
+        """Versions that were computed with, and then had none."""
 
     async def start(self) -> None:
         """Verify what was loaded; only then go into service."""
@@ -163,6 +168,11 @@ class EngineServer:
             self.reason = f"applying version {ticket.version.name} failed: {error}"
             raise
         finally:
+            if self._unproved and (self.reason or self._unproved != ticket.version.name):
+                self._num_refused += 1
+                if self.reason:
+                    await self._stand()
+            self._unproved = ""
             self._settled.set()
         if self.reason:
             return report
@@ -173,28 +183,53 @@ class EngineServer:
             self.host.clock.begin()
 
     async def _apply(self, ticket: Ticket) -> ApplyReport:
+        seconds, num_bytes = 0.0, 0
+        goes_on = ticket.bridge == "single_copy" and self._unproved == ticket.version.name
         if ticket.bridge == "lora":
-            # vLLM's prefix cache tells adapters apart by their names, of which each is used once.
             seconds, num_bytes = await self._load_adapter(ticket)
-        else:
+        elif not goes_on:
             await self._stand()
             seconds, num_bytes = await self._load(ticket)
-            if not self._keeps_context and not await self.host.reset_prefix_cache():
-                raise RuntimeError("vLLM refused to reset the prefix cache")
         report = msgspec.structs.replace(await self._verify_applied(ticket), transfer_s=seconds, num_bytes=num_bytes)
         if unproved := report.mismatched + report.unverified:
             self.reason = f"version {ticket.version.name} did not verify: {', '.join(unproved[:3])}"
             return report
-        await self.host.set_version(ticket.version.name)
+        if not goes_on:
+            await self._change_to(ticket.version, is_whole=ticket.bridge != "lora")
         self.version = ticket.version
+        self.reason = ""
+        return report
+
+    async def _change_to(self, version: Version, *, is_whole: bool = True) -> None:
+        """Go on with `version`, and with nothing that another one computed. vLLM's prefix cache tells adapters apart by
+        their names, of which each is used once."""
+        if is_whole and not self._keeps_context and not await self.host.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset the prefix cache")
+        await self.host.set_version(version.name)
+        self.version = version
         if self._keeps_context:
             await self._begin_anew()
-        if ticket.bridge != "lora":
+        if is_whole:
             await self.host.reset_encoder_cache()
         self._stands = False  # before: when this is cancelled in `resume`, nobody knows whether steps are made
         await self.host.resume()
-        self.reason = ""
-        return report
+
+    async def go_on(self, version: Version) -> None:
+        """The weights that were fenced off are written: compute with them, as `version`, whose proof `apply` makes
+        meanwhile. What has a token of it is answered after that."""
+        self._check_running()
+        self.reason = f"proving version {version.name}"
+        self._settled.clear()
+        self._begin_stall()
+        try:
+            await self._stand()
+            await self.host.rpc("slipstream_written")
+            self._unproved = version.name
+            await self._change_to(version)
+        except Exception as error:
+            self.reason = f"going on with version {version.name} failed: {error}"
+            self._settled.set()
+            raise
 
     def _check_running(self) -> None:
         if self.num_running and self.settings.in_flight != "drain" and not self.host.keeps_requests:
@@ -337,6 +372,8 @@ class EngineServer:
         self.num_running += 1
         try:
             return await asyncio.wait_for(self._generate(request), request.timeout_s)
+        except OutOfService as error:
+            return Completion(request.id, [], None, "abort", error=f"cannot be answered: {error}")
         except TimeoutError:
             return Completion(request.id, [], None, "abort", error=f"passed its deadline of {request.timeout_s:g} s")
         except Exception as error:
@@ -350,7 +387,7 @@ class EngineServer:
     async def _generate(self, request: GenerateRequest) -> Completion:
         if request.scores_prompt:
             scoring.check(request, self.patches)
-        before, adapter = self.version.name if self.version else "", self.adapter
+        before, adapter, num_refused = self.version.name if self.version else "", self.adapter, self._num_refused
         prompt, params = prompt_arguments(request), sampling_arguments(request)
         if adapter is not None:
             self._adapter_users[adapter.id] += 1
@@ -365,6 +402,10 @@ class EngineServer:
             output, spans = await self.host.generate(prompt, params, request.id)
         out = output.outputs[0]
         versions = [VersionSpan(start, version) for start, version in spans or [(0, before)]]
+        while self._unproved:
+            await self._settled.wait()
+        if self._num_refused != num_refused:
+            raise OutOfService(f"it ran with a version that had no proof ({self.reason or 'another is in service'})")
         token_ids = list(out.token_ids)
         logprobs = delivery.sampled_logprobs(out.logprobs, token_ids)
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"

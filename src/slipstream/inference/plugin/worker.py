@@ -114,6 +114,12 @@ class WorkerExtension:
                 refused[spec.name] = str(error)
         return msgspec.json.encode(self._slipstream_exporter.describe(views, refused)).decode()
 
+    @torch.no_grad()
+    def slipstream_written(self) -> str:
+        """Have the kernels compute with the weights that were written in place. JSON: nothing."""
+        patches.repack(self._slipstream_model())
+        return "null"
+
     def slipstream_settle(self) -> str:
         """Returns when nothing computes with the weights any more; called while no step is made. JSON: nothing."""
         if torch.cuda.is_available():
