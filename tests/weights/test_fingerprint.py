@@ -29,6 +29,7 @@ def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
 
 
 def check_kernel(parts: list[Slice]) -> None:
+    """It writes into `parts`."""
     from slipstream.weights import fingerprint_gpu
 
     found = [value % 2**64 for value in fingerprint_gpu.fingerprints(parts)]
@@ -53,9 +54,8 @@ def test_the_kernel_for_gpus_in_tritons_interpreter():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float64])
 def test_the_kernel_on_a_gpu(dtype):
-    parts = slices(dtype, "cuda")
-    check_kernel(parts)
-    assert fingerprints(parts) == fingerprints(slices(dtype))
+    check_kernel(slices(dtype, "cuda"))
+    assert fingerprints(slices(dtype, "cuda")) == fingerprints(slices(dtype))
 
 
 def test_shards_add_up_to_the_whole():

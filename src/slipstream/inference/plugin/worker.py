@@ -42,9 +42,10 @@ class WorkerExtension:
     def _slipstream_locate(self, parameters: tuple[ParameterSpec, ...]) -> tensor_map.TensorMap:
         layout = tuple((p.name, p.shape, p.dtype) for p in parameters)
         if self._slipstream_map is None or layout != self._slipstream_layout:
-            manager = self._slipstream_adapters()
-            with adapter_map.without_adapters(self._slipstream_model(), manager) if manager else nullcontext():
-                self._slipstream_map = tensor_map.record(self._slipstream_model(), parameters)
+            model, manager = self._slipstream_model(), self._slipstream_adapters()
+            # Not "if manager": one without adapters has the length 0.
+            with nullcontext() if manager is None else adapter_map.without_adapters(model, manager):
+                self._slipstream_map = tensor_map.record(model, parameters)
             self._slipstream_layout = layout
         return self._slipstream_map
 
