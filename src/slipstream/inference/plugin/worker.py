@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipstream.inference.plugin import adapter_map, patches, scoring, tensor_map
+from slipstream.inference.plugin import adapter_file, adapter_map, patches, scoring, tensor_map
 from slipstream.records import ParameterSpec, Ticket
 from slipstream.weights import broadcast, delta, single_copy
 from slipstream.weights.files import read_model_folder
@@ -57,6 +57,8 @@ class WorkerExtension:
     def slipstream_describe(self) -> str:
         """JSON: patches in force, the device, and the types in which the model computes its logits."""
         scoring.at_request_temperature(self.model_runner)
+        if self._slipstream_adapters() is not None:
+            adapter_file.read_at_once()
         model = self._slipstream_model()
         device, heads = str(next(model.parameters()).device), _head_dtypes(model)
         return json.dumps({"patches": patches.applied(), "device": device, "head_dtypes": heads})
