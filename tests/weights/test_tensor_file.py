@@ -1,4 +1,4 @@
-"""The file that `write_tensors` makes is one that the format's own reader reads, bit for bit; ours reads the format's."""
+"""What `write_tensors` makes, the format's own reader reads, bit for bit; and `read_tensors` what others make."""
 
 import pytest
 import torch
@@ -44,9 +44,12 @@ def test_other_writers_files_are_read(tmp_path):
     tensors = {"a": torch.randn(3, dtype=torch.bfloat16), "b": torch.randn(4, 2), "c": torch.randn(5).half()}
     save_file(tensors, path)
     found = read_tensors(path)
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     content = path.read_bytes()
-    header = b'{"x":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]},"y":{"dtype":"F32","shape":[],"data_offsets":[2,6]}}'
+    header = (
+        b'{"x":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]},"y":{"dtype":"F32","shape":[],"data_offsets":[2,6]}}'
+    )
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x80\x3f\x00\x00\x80\x3f")
     assert read_tensors(path) == {"x": torch.ones(1), "y": torch.tensor(1.0)}
     save_file({"a": torch.ones(2), "n": torch.ones(2, dtype=torch.int32)}, path)

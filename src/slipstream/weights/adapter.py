@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -112,10 +113,16 @@ def write_adapter_folder(
     return sum(tensor.nbytes for tensor in weights.values())
 
 
-def folded(named_weights: Iterable[tuple[str, Tensor]], scaling: float) -> Iterator[tuple[str, Tensor]]:
-    """The same adapter for a scaling of 1: every B carries the factor itself."""
+def folded(
+    named_weights: Iterable[tuple[str, Tensor]], scaling: float, kept: dict[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The same adapter for a scaling of 1: every B carries the factor itself, in the memory that `kept` has for it from
+    the last time."""
+    kept = {} if kept is None else kept
     for name, tensor in named_weights:
-        yield name, tensor * scaling if scaling != 1 and name.endswith(".lora_B.weight") else tensor
+        if scaling != 1 and name.endswith(".lora_B.weight"):
+            tensor = kept[name] = torch.mul(tensor.detach(), scaling, out=kept.get(name))
+        yield name, tensor
 
 
 def is_adapter_folder(folder: Path) -> bool:

@@ -85,8 +85,8 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
 
 
 def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
-    """A safetensors file of these, over the one that is there, if any. From a GPU they are waited for together: one by one, as `save_file` takes
-    them, some hundred small ones need many times as long."""
+    """A safetensors file of these, over the one that is there, if any. From a GPU they are waited for together: one by
+    one, as `save_file` takes them, some hundred small ones need many times as long."""
     order = sorted(named_weights, key=lambda name: (-named_weights[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -127,7 +127,8 @@ def read_tensors(path: Path, *, pinned: bool = False) -> dict[str, Tensor] | Non
         if any(entry["dtype"] not in _DTYPES for entry in header.values()):
             return None
         numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        rest: Any = memoryview(numbers.numpy())
+        content: Any = numbers.numpy()
+        rest = memoryview(content)
         while rest and (count := file.readinto(rest)):
             rest = rest[count:]
     found: dict[str, Tensor] = {}

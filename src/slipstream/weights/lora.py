@@ -11,6 +11,8 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from slipstream.records import ParameterSpec
 from slipstream.weights.adapter import WEIGHTS_FILE, AdapterConfig, folded, write_adapter_folder
 from slipstream.weights.base import NamedWeights
@@ -30,11 +32,13 @@ class AdapterPublisher(FolderPublisher):
         self._adapter = adapter
         self._base_weights = base_weights
         self._base: tuple[ParameterSpec, ...] | None = None
+        self._folded: dict[str, Tensor] = {}
         self._spare = folder / ".spare.safetensors"
 
     def prepare(self, named_weights: NamedWeights) -> NamedWeights:
-        """Adapter tensors with the scaling in B."""
-        return list(folded(named_weights, self._adapter.scaling))
+        """Adapter tensors with the scaling in B, each time in the same memory: a fingerprint's table of where they lie,
+        which takes longer than the fingerprint, then holds for all versions."""
+        return list(folded(named_weights, self._adapter.scaling, self._folded))
 
     def write(self, folder: Path, weights: NamedWeights) -> int:
         """An adapter folder whose own scaling is 1."""

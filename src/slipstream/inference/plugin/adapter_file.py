@@ -30,8 +30,8 @@ class _Opened:
 
 
 def read_at_once() -> None:
-    """Have vLLM's loader of adapters read files so; safe to call again. Where it does not read them as is known, nothing
-    is changed, and nothing reported."""
+    """Have vLLM's loader of adapters read files so; safe to call again. Where it does not read them as is known,
+    nothing is changed, and nothing reported."""
     from vllm.lora import lora_model
 
     module: Any = lora_model
