@@ -1,8 +1,9 @@
-"""The file of a LoRA adapter, read for vLLM's loader at once.
+"""The file of a LoRA adapter, read for vLLM's loader at once; for engines on a GPU.
 
 vLLM maps the file and copies each matrix, some hundred of them, into page-locked memory of its own before it copies
-them to the GPU. Here the file is read into one stretch of such memory, and its matrices are views of that. What vLLM's
-loader makes of them is its own.
+them to the GPU. Here the file is read into one stretch of such memory, which torch keeps for a later adapter, and its
+matrices are views of that. What vLLM's loader makes of them is its own. On a CPU, where nothing is page-locked, vLLM's
+way is the shorter one.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class WorkerExtension:
     def slipstream_describe(self) -> str:
         """JSON: patches in force, the device, and the types in which the model computes its logits."""
         scoring.at_request_temperature(self.model_runner)
-        if self._slipstream_adapters() is not None:
+        if torch.cuda.is_available() and self._slipstream_adapters() is not None:
             adapter_file.read_at_once()
         model = self._slipstream_model()
         device, heads = str(next(model.parameters()).device), _head_dtypes(model)
