@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slipstream.inference.plugin.tensor_map import Piece, Share, TensorMap, compare, record
+from slipstream.inference.plugin.worker import WorkerExtension
 from slipstream.weights.fingerprint import describe
 
 NAMES = ("experts.0.up_proj.weight", "experts.1.up_proj.weight", "gate.weight")
@@ -48,6 +49,48 @@ def test_experts_are_verified_only_where_the_kernel_reads_them_as_they_are_loade
     else:
         with pytest.raises(ValueError, match="transforms it"):
             located.whole(specs[1])
+
+
+class Wrapped(nn.Module):
+    """A layer with adapters as vLLM 0.26 makes it: a loader does not see through it."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Wrapped(nn.Linear(4, 2, bias=False))
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+
+class AdapterManager:
+    """As vLLM's, its length is the number of adapters."""
+
+    def __init__(self, model: nn.Module, num_adapters: int) -> None:
+        self.modules = {"gate": model.gate}
+        self.num_adapters = num_adapters
+
+    def __len__(self) -> int:
+        return self.num_adapters
+
+
+@pytest.mark.parametrize("num_adapters", [0, 1])
+def test_layers_that_can_have_adapters_are_found_whether_there_are_any_or_not(num_adapters):
+    model = Adapted()
+    wrapped, live = model.gate, model.gate.base_layer.weight
+    manager = SimpleNamespace(_adapter_manager=AdapterManager(model, num_adapters))
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(model=model, lora_manager=manager)
+    (spec,) = describe([("gate.weight", live.detach().clone())])
+    assert worker._slipstream_locate((spec,)).whole(spec).data_ptr() == live.data_ptr()
+    assert model.gate is wrapped
 
 
 HALVES = {0: slice(0, 4), 1: slice(4, 8)}

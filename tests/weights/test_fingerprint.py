@@ -35,6 +35,7 @@ def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
 
 
 def check_kernel(parts: list[Slice]) -> None:
+    """It writes into `parts`."""
     from slipstream.weights import fingerprint_gpu
 
     found = [value % 2**64 for value in fingerprint_gpu.fingerprints(parts)]

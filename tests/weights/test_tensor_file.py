@@ -1,14 +1,16 @@
-"""The file that `write_tensors` makes is one that the format's own reader reads, bit for bit."""
+"""What `write_tensors` makes, the format's own reader reads, bit for bit; and `read_tensors` what others make."""
 
+import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from slipstream.weights.files import write_tensors
+from slipstream.weights.files import read_tensors, write_tensors
 
 
 def test_other_readers_read_it(tmp_path):
     torch.manual_seed(0)
+    (tmp_path / "t.safetensors").write_bytes(bytes(100_000))  # a longer one, to be written over
     tensors = {
         "odd": torch.randn(3, 5, dtype=torch.bfloat16),
         "a.b.weight": torch.randn(7, 4),
@@ -26,8 +28,33 @@ def test_other_readers_read_it(tmp_path):
         assert torch.equal(found[name], tensor.detach())
     with safe_open(tmp_path / "t.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+    ours = read_tensors(tmp_path / "t.safetensors")
+    assert ours.keys() == tensors.keys()
+    assert all(torch.equal(ours[name], found[name]) and ours[name].dtype == found[name].dtype for name in found)
 
 
 def test_nothing_is_a_file_too(tmp_path):
     write_tensors(tmp_path / "t.safetensors", {})
-    assert load_file(tmp_path / "t.safetensors") == {}
+    assert load_file(tmp_path / "t.safetensors") == {} == read_tensors(tmp_path / "t.safetensors")
+
+
+def test_other_writers_files_are_read(tmp_path):
+    """Also where a tensor does not begin at a multiple of its size; other types are for others."""
+    path = tmp_path / "t.safetensors"
+    tensors = {"a": torch.randn(3, dtype=torch.bfloat16), "b": torch.randn(4, 2), "c": torch.randn(5).half()}
+    save_file(tensors, path)
+    found = read_tensors(path)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    content = path.read_bytes()
+    header = (
+        b'{"x":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]},"y":{"dtype":"F32","shape":[],"data_offsets":[2,6]}}'
+    )
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x80\x3f\x00\x00\x80\x3f")
+    assert read_tensors(path) == {"x": torch.ones(1), "y": torch.tensor(1.0)}
+    save_file({"a": torch.ones(2), "n": torch.ones(2, dtype=torch.int32)}, path)
+    assert read_tensors(path) is None
+    for length in (4, 20, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match="publish it again"):
+            read_tensors(path)

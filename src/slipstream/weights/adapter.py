@@ -6,12 +6,14 @@ another kind, which would compute something else here, is refused when it is rea
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -76,9 +78,15 @@ def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def write_adapter_folder(
-    folder: Path, named_weights: Iterable[tuple[str, Tensor]], config: AdapterConfig, *, durable: bool = False
+    folder: Path,
+    named_weights: Iterable[tuple[str, Tensor]],
+    config: AdapterConfig,
+    *,
+    durable: bool = False,
+    spare: Path | None = None,
 ) -> int:
-    """Make `folder` an adapter of these tensors; see `write_model_folder`. Returns the bytes of all tensors."""
+    """Make `folder` an adapter of these tensors; see `write_model_folder`. `spare`, if it is there, is a file of the
+    same disk that is used up: written over. Returns the bytes of all tensors."""
     weights = {name: tensor.detach() for name, tensor in named_weights}
     with whole_folder(folder, durable=durable) as temporary:
         content = {
@@ -98,14 +106,23 @@ def write_adapter_folder(
             "modules_to_save": None,
         }
         (temporary / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        if spare is not None:
+            with contextlib.suppress(FileNotFoundError):
+                spare.rename(temporary / WEIGHTS_FILE)
         write_tensors(temporary / WEIGHTS_FILE, weights)
     return sum(tensor.nbytes for tensor in weights.values())
 
 
-def folded(named_weights: Iterable[tuple[str, Tensor]], scaling: float) -> Iterator[tuple[str, Tensor]]:
-    """The same adapter for a scaling of 1: every B carries the factor itself."""
+def folded(
+    named_weights: Iterable[tuple[str, Tensor]], scaling: float, kept: dict[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The same adapter for a scaling of 1: every B carries the factor itself, in the memory that `kept` has for it from
+    the last time."""
+    kept = {} if kept is None else kept
     for name, tensor in named_weights:
-        yield name, tensor * scaling if scaling != 1 and name.endswith(".lora_B.weight") else tensor
+        if scaling != 1 and name.endswith(".lora_B.weight"):
+            tensor = kept[name] = torch.mul(tensor.detach(), scaling, out=kept.get(name))
+        yield name, tensor
 
 
 def is_adapter_folder(folder: Path) -> bool:

@@ -82,7 +82,7 @@ class FolderPublisher:
         """Remove what the newest versions do not lead back to."""
         needed = self._newest_whole(max(1, len(self._published) - _KEEP + 1))
         for old in self._published[:needed]:
-            shutil.rmtree(old.folder, ignore_errors=True)
+            self.discard(old.folder)
         self._published = self._published[needed:]
 
     def close(self) -> None:
@@ -95,6 +95,10 @@ class FolderPublisher:
     def write(self, folder: Path, weights: NamedWeights) -> int:
         """Make `folder` a version of these tensors; returns their bytes."""
         return write_model_folder(folder, weights, self.source)
+
+    def discard(self, folder: Path) -> None:
+        """Remove a version that nobody needs."""
+        shutil.rmtree(folder, ignore_errors=True)
 
     def base(self) -> tuple[ParameterSpec, ...]:
         """What the engine must hold beside the published tensors."""

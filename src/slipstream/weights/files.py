@@ -22,6 +22,7 @@ from slipstream.weights.shards import ShardedWeights
 
 WEIGHTS_FILE = "model.safetensors"
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _STORED.items()}
 _TORCH_CANNOT_WRITE = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
 """What `torch.save` says when its file takes no more."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -84,8 +85,8 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
 
 
 def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
-    """A safetensors file of these. From a GPU they are waited for together: one by one, as `save_file` takes
-    them, some hundred small ones need many times as long."""
+    """A safetensors file of these, over the one that is there, if any. From a GPU they are waited for together: one by
+    one, as `save_file` takes them, some hundred small ones need many times as long."""
     order = sorted(named_weights, key=lambda name: (-named_weights[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -105,10 +106,41 @@ def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
     if on_gpu:
         torch.cuda.synchronize()
     content: Any = numbers.numpy()
-    with path.open("wb") as file:
+    with path.open("r+b" if path.exists() else "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         file.write(content)
+        file.truncate()
+
+
+def read_tensors(path: Path, *, pinned: bool = False) -> dict[str, Tensor] | None:
+    """Every tensor of a safetensors file, as views of one stretch of memory, page-locked if `pinned`, into which it is
+    read at once; None when it has tensors of other types than are written here. Raises ValueError for what is no such
+    file."""
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        num_bytes = path.stat().st_size - 8 - length
+        if num_bytes < 0:
+            raise ValueError(f"{path} is no safetensors file, or only a part of one: publish it again")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        if any(entry["dtype"] not in _DTYPES for entry in header.values()):
+            return None
+        numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        content: Any = numbers.numpy()
+        rest = memoryview(content)
+        while rest and (count := file.readinto(rest)):
+            rest = rest[count:]
+    found: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        if end > num_bytes - len(rest):
+            raise ValueError(f"{path} ends before {name} does: publish it again")
+        dtype = _DTYPES[entry["dtype"]]
+        bits = numbers[start:end]
+        bits = bits if start % dtype.itemsize == 0 else bits.clone()
+        found[name] = bits.view(dtype).view(entry["shape"])
+    return found
 
 
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipstream.inference.plugin import adapter_map, patches, scoring, tensor_map
+from slipstream.inference.plugin import adapter_file, adapter_map, patches, scoring, tensor_map
 from slipstream.records import ParameterSpec, Ticket
 from slipstream.weights import broadcast, delta, single_copy
 from slipstream.weights.files import read_model_folder
@@ -42,9 +42,10 @@ class WorkerExtension:
     def _slipstream_locate(self, parameters: tuple[ParameterSpec, ...]) -> tensor_map.TensorMap:
         layout = tuple((p.name, p.shape, p.dtype) for p in parameters)
         if self._slipstream_map is None or layout != self._slipstream_layout:
-            manager = self._slipstream_adapters()
-            with adapter_map.without_adapters(self._slipstream_model(), manager) if manager else nullcontext():
-                self._slipstream_map = tensor_map.record(self._slipstream_model(), parameters)
+            model, manager = self._slipstream_model(), self._slipstream_adapters()
+            # Not "if manager": one without adapters has the length 0.
+            with nullcontext() if manager is None else adapter_map.without_adapters(model, manager):
+                self._slipstream_map = tensor_map.record(model, parameters)
             self._slipstream_layout = layout
         return self._slipstream_map
 
@@ -56,6 +57,8 @@ class WorkerExtension:
     def slipstream_describe(self) -> str:
         """JSON: patches in force, the device, and the types in which the model computes its logits."""
         scoring.at_request_temperature(self.model_runner)
+        if torch.cuda.is_available() and self._slipstream_adapters() is not None:
+            adapter_file.read_at_once()
         model = self._slipstream_model()
         device, heads = str(next(model.parameters()).device), _head_dtypes(model)
         return json.dumps({"patches": patches.applied(), "device": device, "head_dtypes": heads})

@@ -1,0 +1,37 @@
+"""What the bridge `lora` leaves on the disk, version by version; no engine needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.weights.adapter import AdapterConfig, adapter_parameter
+from slipstream.weights.fingerprint import describe
+from slipstream.weights.lora import AdapterPublisher
+
+A, B = (adapter_parameter("model.layers.0.mlp.up_proj", half) for half in "AB")
+
+
+@pytest.mark.parametrize("alpha", [4.0, 8.0])
+def test_each_version_is_its_own_in_a_file_that_no_engine_holds_any_more(tmp_path, alpha):
+    publisher = AdapterPublisher(tmp_path / "weights", AdapterConfig(4, alpha, ("up_proj",), "base"), [])
+    weights = {A: torch.nn.Parameter(torch.randn(4, 64)), B: torch.nn.Parameter(torch.randn(96, 4))}
+    inodes, announced = [], []
+    for step in range(6):
+        with torch.no_grad():
+            for parameter in weights.values():
+                parameter.normal_()
+        ticket = publisher.publish(weights.items(), step, 0, announced.append)
+        file = tmp_path / "weights" / ticket.version.name / "adapter_model.safetensors"
+        wanted = {A: weights[A].detach(), B: weights[B].detach() * (alpha / 4)}
+        found = load_file(file)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert describe(wanted.items()) == ticket.parameters
+        inodes.append(file.stat().st_ino)
+    assert len(announced) == 6
+    # An engine holds the last two versions, and one may be on its way.
+    assert inodes == inodes[:3] * 2
+    assert len(set(inodes)) == 3
+    found = sorted(path.name for path in (tmp_path / "weights").iterdir())
+    assert found == sorted([".spare.safetensors", *(ticket.version.name for ticket in announced[-2:])])
