@@ -327,12 +327,18 @@ class PlainTokens:
         requests, sampled, places = scheduler.requests, result.sampled_token_ids, result.req_id_to_index
         values = None if step is None else step.values
         running, stale, hash_size, manager = self._running, self._stale, self._hash_size, self._manager
+        counts_flight, is_async = self._counts_flight, self._is_async
+        size, full = (0, {}) if manager is None else (manager.block_size, manager.num_cached_block)
+        client, of_client = -1, held.of_client(-1)
         for request_id, count in scheduled.items():
             request: Any = requests.get(request_id)
             if request is None:
                 rest[request_id] = count
                 continue
-            kept = held.kept(request.client_index, request_id)
+            if request.client_index != client:
+                client = request.client_index
+                of_client = held.of_client(client)
+            kept = of_client.get(request_id)
             if kept is None or count != 1 or request.status is not running or getattr(request, stale):
                 rest[request_id] = count
                 continue
@@ -343,20 +349,20 @@ class PlainTokens:
                 continue
             token, whole = tokens[0], request._all_token_ids
             kept.tokens.append(token)
-            if kept.logprobs is not None and values is not None:
+            if values is not None and kept.logprobs is not None:
                 kept.logprobs.append(values[place])
             own.append(token)
             whole.append(token)
             if len(whole) >= (len(request.block_hashes) + 1) * hash_size:
                 request.update_block_hashes()
-            if self._counts_flight:
+            if counts_flight:
                 request.num_in_flight_tokens -= 1
-            if self._is_async:
-                request.num_output_placeholders -= 1
-                done = request.num_computed_tokens - request.num_output_placeholders
-                if manager is None or done // manager.block_size > manager.num_cached_block.get(request_id, 0):
+            if is_async:
+                request.num_output_placeholders = ahead = request.num_output_placeholders - 1
+                done = request.num_computed_tokens - ahead
+                if manager is None or done // size > full.get(request_id, 0):
                     scheduler.kv_cache_manager.cache_blocks(request, done)
-            clients.add(request.client_index)
+            clients.add(client)
         return rest, clients
 
 
