@@ -4,7 +4,7 @@
 
 The scheduler alone, as engines on GPUs have it (asynchronous, prefix cache on), without engine, model or GPU: every
 step is answered at once with a token and a log-probability for each request. Each case is a process of its own. Prints
-a Markdown table: medians over all steps in which every request makes a token.
+a Markdown table: means over all steps in which every request makes a token (every sixteenth needs memory for all).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def run_child(num_sequences: int, num_tokens: int, ours: bool) -> dict[str, Any]
             ahead.append(following)
         if len(output.num_scheduled_tokens) == len(following.num_scheduled_tokens) == num_sequences:
             times.append((between - begun, ended - between))
-    scheduling, updating = (1e6 * statistics.median(part) / num_sequences for part in zip(*times, strict=True))
+    scheduling, updating = (1e6 * statistics.fmean(part) / num_sequences for part in zip(*times, strict=True))
     return {"schedule": scheduling, "update": updating, "vllm": vllm.__version__}
 
 

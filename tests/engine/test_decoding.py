@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import random
 from collections import deque
@@ -41,7 +43,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def make_scheduler(folder: Any, kind: Any, num_blocks: int) -> Any:
+def make_scheduler(folder: Any, kind: Any, num_blocks: int, second_runner: bool) -> Any:
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=120)
     scheduling = SchedulerConfig(
         max_num_seqs=24,
@@ -65,7 +67,9 @@ def make_scheduler(folder: Any, kind: Any, num_blocks: int) -> Any:
         "log_stats": False,
     }
     known = inspect.signature(Scheduler.__init__).parameters
-    return kind(**{name: value for name, value in options.items() if name in known})
+    scheduler = kind(**{name: value for name, value in options.items() if name in known})
+    scheduler.use_v2_model_runner = second_runner
+    return scheduler
 
 
 def requests(seed: int) -> list[Request]:
@@ -114,6 +118,7 @@ def state(scheduler: Any) -> tuple[Any, ...]:
         scheduler.kv_cache_manager.coordinator.single_type_managers,
     )
     counts = ("num_tokens", "num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "status")
+    counts += ("is_prefill_chunk", "spec_token_ids", "num_preemptions")
     requests = [
         (
             *(request.request_id, *(getattr(request, name, None) for name in counts), len(request.block_hashes)),
@@ -123,7 +128,23 @@ def state(scheduler: Any) -> tuple[Any, ...]:
         for request in scheduler.requests.values()
     ]
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-    return requests, free, [(block.block_id, block.block_hash) for block in pool.blocks if block.block_hash is not None]
+    hashes = [(block.block_id, block.block_hash) for block in pool.blocks if block.block_hash is not None]
+    order = [[request.request_id for request in queue] for queue in (scheduler.running, scheduler.waiting)]
+    ids = (scheduler.prev_step_scheduled_req_ids, scheduler.finished_req_ids, scheduler.reset_preempted_req_ids)
+    limits = (scheduler.current_step, scheduler.max_num_running_reqs, getattr(scheduler, "max_num_active_reqs", 0))
+    return requests, free, hashes, order, [set(some) for some in ids], limits, scheduler.prefill_capacity_bound
+
+
+def record(output: Any) -> dict[str, Any]:
+    """All that a step's record says, the order of its requests too."""
+    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    fields["num_scheduled_tokens"] = list(output.num_scheduled_tokens.items())
+    new = output.scheduled_new_reqs
+    fields["scheduled_new_reqs"] = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in new]
+    cached = dataclasses.asdict(output.scheduled_cached_reqs)
+    tokens = output.scheduled_cached_reqs.all_token_ids
+    fields["scheduled_cached_reqs"] = cached | {"all_token_ids": [(id_, list(t)) for id_, t in tokens.items()]}
+    return copy.deepcopy(fields)
 
 
 def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], list[int]]:
@@ -157,17 +178,7 @@ def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], lis
             scheduler.reset_prefix_cache(True)
         if scheduler.has_requests():
             output = scheduler.schedule()
-            cached = output.scheduled_cached_reqs
-            trace.append(
-                (
-                    dict(output.num_scheduled_tokens),
-                    [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
-                    (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens),
-                    set(output.finished_req_ids),
-                    set(output.preempted_req_ids or ()),
-                    state(scheduler),
-                )
-            )
+            trace.append((record(output), state(scheduler)))
             ahead.append((output, step_result(output, number, scheduler)))
         number += 1
         assert number < 2000
@@ -181,16 +192,18 @@ def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], lis
     return trace, told, sizes
 
 
+@pytest.mark.parametrize("second_runner", [False, True], ids=["runner", "second-runner"])
 @pytest.mark.parametrize("num_blocks", [2000, 40], ids=["room", "preemption"])
 @pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
-def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, folder, monkeypatch):
-    trace, told, sizes = run(make_scheduler(folder, kind, num_blocks), 1)
-    patched = ((Scheduler, "update_from_output"), (KVCacheManager, "allocate_slots"))
+def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, second_runner, folder, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # else vLLM 0.26 hashes the blocks of every run with a seed of its own
+    trace, told, sizes = run(make_scheduler(folder, kind, num_blocks, second_runner), 1)
+    patched = ((Scheduler, "update_from_output"), (Scheduler, "schedule"), (KVCacheManager, "allocate_slots"))
     for owner, name in (*patched, (LogprobsProcessor, "_update_sample_logprobs")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
     monkeypatch.setattr(EngineCore, delivery.FLUSH, None, raising=False)
-    plain, asked = [], []
-    take, allocate = decoding.PlainTokens.take, KVCacheManager.allocate_slots
+    plain, asked, steps = [], [], []
+    take, make, allocate = decoding.PlainTokens.take, decoding.PlainSteps.make, KVCacheManager.allocate_slots
 
     def counted(*args: Any) -> Any:
         rest, clients = take(*args)
@@ -201,22 +214,29 @@ def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, folder, monkeyp
         asked.append(1)
         return allocate(*args, **kwargs)
 
+    def making(*args: Any) -> Any:
+        output = make(*args)
+        steps.append(output is not None)
+        return output
+
     monkeypatch.setattr(decoding.PlainTokens, "take", counted)
+    monkeypatch.setattr(decoding.PlainSteps, "make", making)
     monkeypatch.setattr(KVCacheManager, "allocate_slots", allocating)
-    assert decoding.apply() == ["block_with_room"]
+    assert decoding.apply() == ["block_with_room", "plain_steps"]
     assert "final_delivery" in delivery.apply()
-    own_trace, own_told, own_sizes = run(make_scheduler(folder, kind, num_blocks), 1)
+    own_trace, own_told, own_sizes = run(make_scheduler(folder, kind, num_blocks, second_runner), 1)
     assert len(own_trace) == len(trace)
     for number, (own, theirs) in enumerate(zip(own_trace, trace, strict=True)):
         assert own == theirs, f"step {number}"
     aborted = {id_ for id_, (_, _, reason) in told.items() if reason is None}
     assert len(aborted) < 10
     assert {id_: own_told[id_] for id_ in told.keys() - aborted} == {id_: told[id_] for id_ in told.keys() - aborted}
-    assert any(step[4] for step in trace), "requests were preempted, for a version or for want of blocks"
-    assert (min(len(step[5][1]) for step in trace) < 3) == (num_blocks == 40)
+    assert any(step["preempted_req_ids"] for step, _ in trace), "for a version or for want of blocks"
+    assert (min(len(free) for _, (_, free, *_) in trace) < 3) == (num_blocks == 40)
     assert sum(plain) > 0.6 * sum(sizes), "most tokens are plain"
     assert sum(own_sizes) < 0.5 * sum(sizes), "and told of at the end"
     assert len(asked) < 0.5 * sum(sizes), "and most have room"
+    assert sum(steps) > 0.3 * len(steps), "and many steps hold nothing else"
 
 
 def test_a_scheduler_of_another_kind_is_left_alone():
@@ -225,3 +245,4 @@ def test_a_scheduler_of_another_kind_is_left_alone():
             pass
 
     assert decoding.PlainTokens.of(Other()) is None
+    assert decoding.PlainSteps.of(Other(), Scheduler.schedule) is None

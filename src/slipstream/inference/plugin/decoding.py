@@ -5,10 +5,13 @@ memory that is there, hashes a block that is not full, looks for reasons to stop
 (`delivery` keeps it). Nearly all requests of nearly all steps are plain: one more token, which ends nothing, in a block
 that has room. For these alone the few changes that remain are made here; whatever else a step holds goes through
 vLLM's own code. Guarantees: the scheduler's state and all that it decides are the same as without this, step by step.
+(One number is left as it was, `next_decode_eligible_step`, which without pipeline stages decides nothing.)
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,10 +28,24 @@ _UNUSUAL = (
 _OF_MANAGER = {"empty_kv_cache_blocks", "coordinator", "block_pool", "enable_caching", "max_model_len"}
 """What a memory manager must have."""
 
+_KNOWN_SCHEDULING = {
+    "14219652029266a2": "0.26",
+    "a9f93a4a2b221cfd": "0.32",
+}
+"""The source of vLLM's own scheduling of a step, as `_source_digest` has it, where `PlainSteps` does the same."""
+_WAITING = ("waiting", "skipped_waiting", "kv_holding_waiting")
+_NO_STEPS_WITH = (
+    *("connector", "ec_connector", "aux_output_connector", "use_pp", "num_spec_tokens", "num_lookahead_tokens"),
+    *("num_prefill_lookahead", "dynamic_sd_lookup", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing"),
+    *("defer_block_free", "enable_return_routed_experts", "is_encoder_decoder"),
+)
+"""What a scheduler may have or do that plain steps know nothing of."""
+
 
 def apply() -> list[str]:
-    """Patch the memory manager where this vLLM has what is needed; names of what is in force."""
+    """Patch the memory manager and the scheduler where this vLLM has what is needed; names of what is in force."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 
     manager: Any = KVCacheManager
@@ -37,7 +54,20 @@ def apply() -> list[str]:
         if not needed <= set(kind.__init__.__code__.co_names):
             return []
     _skip_allocation(manager, FullAttentionManager)
-    return ["block_with_room"]
+    if _source_digest() not in _KNOWN_SCHEDULING:
+        return ["block_with_room"]
+    _schedule_plainly(Scheduler)
+    return ["block_with_room", "plain_steps"]
+
+
+def _source_digest() -> str:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    names = ("schedule", "_make_cached_request_data", "_update_after_schedule")
+    parts = [*(getattr(Scheduler, name, None) for name in names), AsyncScheduler.__dict__.get(names[-1])]
+    source = "".join(inspect.getsource(part) for part in parts if part is not None)
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def sole_manager(kv_cache_manager: Any, kind: Any) -> Any:
@@ -50,31 +80,191 @@ def sole_manager(kv_cache_manager: Any, kind: Any) -> Any:
 
 
 def _skip_allocation(kv_cache_manager: Any, kind: Any) -> None:
-    from vllm.v1.request import RequestStatus
+    from vllm.v1.request import Request, RequestStatus
 
     allocate, running = kv_cache_manager.allocate_slots, RequestStatus.RUNNING
+    any_request: Any = Request
+    any_request._slipstream_until = 0
 
     def allocate_slots(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            manager = self._slipstream_manager
+        except AttributeError:
+            manager = self._slipstream_manager = sole_manager(self, kind)
         # So is a running request asked for. Where its blocks have room and none of them has become full, there is
         # nothing to allocate, to free or to cache.
-        if num_new_tokens == 1 and request.status is running and not args and kwargs == {"num_lookahead_tokens": 0}:
-            try:
-                manager = self._slipstream_manager
-            except AttributeError:
-                manager = self._slipstream_manager = sole_manager(self, kind)
-            if manager is not None:
-                request_id, size = request.request_id, manager.block_size
-                end, cached = request.num_computed_tokens + 1, manager.num_cached_block.get(request_id)
-                if (
-                    cached is not None
-                    and end <= len(manager.req_to_blocks[request_id]) * size
-                    and end <= self.max_model_len
-                    and (not self.enable_caching or min(end, len(request._all_token_ids)) // size <= cached)
-                ):
-                    return self.empty_kv_cache_blocks
-        return allocate(self, request, num_new_tokens, *args, **kwargs)
+        if (
+            manager is not None
+            and num_new_tokens == 1
+            and request.status is running
+            and not args
+            and kwargs == {"num_lookahead_tokens": 0}
+        ):
+            request_id, size = request.request_id, manager.block_size
+            end, cached = request.num_computed_tokens + 1, manager.num_cached_block.get(request_id)
+            if (
+                cached is not None
+                and end <= len(manager.req_to_blocks[request_id]) * size
+                and end <= self.max_model_len
+                and (not self.enable_caching or min(end, len(request._all_token_ids)) // size <= cached)
+            ):
+                return self.empty_kv_cache_blocks
+        blocks = allocate(self, request, num_new_tokens, *args, **kwargs)
+        request._slipstream_until = 0 if manager is None or blocks is None else _plain_until(self, manager, request)
+        return blocks
 
     kv_cache_manager.allocate_slots = allocate_slots
+
+
+def _plain_until(kv_cache_manager: Any, manager: Any, request: Any) -> int:
+    """Below how many computed tokens one more needs no memory, fills no block and does not end the request. It holds
+    while the request runs: blocks are taken from it, and counted as cached, only through `allocate_slots`, when it is
+    preempted, or so that more would be plain."""
+    if not _is_simple(request):
+        return 0
+    cached = manager.num_cached_block.get(request.request_id)
+    room = len(manager.req_to_blocks[request.request_id]) * manager.block_size
+    if kv_cache_manager.enable_caching:
+        room = 0 if cached is None else min(room, (cached + 1) * manager.block_size - 1)
+    return min(room, kv_cache_manager.max_model_len - 1, request.num_prompt_tokens + request.max_tokens - 2)
+
+
+def _is_simple(request: Any) -> bool:
+    """Whether a request is text in and text out, in one piece."""
+    return (
+        request.structured_output_request is None
+        and request.pooling_params is None
+        and not request.mm_features
+        and not request.resumable
+        and not request.spec_token_ids
+    )
+
+
+def _schedule_plainly(kind: Any) -> None:
+    schedule = kind.schedule
+
+    def schedule_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            steps = self._slipstream_steps
+        except AttributeError:
+            steps = self._slipstream_steps = PlainSteps.of(self, schedule)
+        if steps is not None and not any(args) and not any(kwargs.values()):
+            output = steps.make(self)
+            if output is not None:
+                return output
+        return schedule(self, *args, **kwargs)
+
+    kind.schedule = schedule_plainly
+
+
+class PlainSteps:
+    """Schedules a step in which all that happens is that running requests make one more token each.
+
+    What a step's record holds beside these requests is made by vLLM's own code, which is asked for a step while it
+    sees no request.
+    """
+
+    def __init__(self, scheduler: Any, schedule: Any) -> None:
+        """Use `of`, which knows whether this scheduler is one that can be helped."""
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._schedule = schedule
+        self._is_async = isinstance(scheduler, AsyncScheduler)
+        self._paused = PauseState.PAUSED_ALL
+        self._waiting = [name for name in _WAITING if hasattr(scheduler, name)]
+        self._limit = next(n for n in ("max_num_active_reqs", "max_num_running_reqs") if hasattr(scheduler, n))
+        self._most = min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
+
+    @classmethod
+    def of(cls, scheduler: Any, schedule: Any) -> PlainSteps | None:
+        """None for a scheduler whose steps do more than is known here."""
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+        if (
+            type(scheduler) not in (Scheduler, AsyncScheduler)
+            or any(getattr(scheduler, name, None) for name in _NO_STEPS_WITH)
+            or scheduler.num_sampled_tokens_per_step != 1
+            or sole_manager(scheduler.kv_cache_manager, FullAttentionManager) is None
+        ):
+            return None
+        return cls(scheduler, schedule)
+
+    def make(self, scheduler: Any) -> Any:
+        """A step's record; None, and nothing has changed, for a step that vLLM's own code must make."""
+        running = scheduler.running
+        if (
+            not 0 < len(running) <= self._most
+            or scheduler._inflight_prefills
+            or scheduler._pause_state == self._paused
+            or (any(getattr(scheduler, name) for name in self._waiting) and not self._is_full(scheduler))
+        ):
+            return None
+        requests: list[Any] = []
+        computed_counts: list[int] = []
+        unsure: list[tuple[int, Any]] = []
+        most = scheduler.max_model_len - 2
+        for request in running:
+            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
+            if len(request._all_token_ids) + ahead - computed != 1 or request.is_prefill_chunk:
+                return None
+            if computed >= request._slipstream_until:
+                if ahead > 0 and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
+                    continue  # what is under way ends it
+                if computed > most or not _is_simple(request):
+                    return None
+                unsure.append((len(requests), request))
+            requests.append(request)
+            computed_counts.append(computed)
+        if len(unsure) > scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None  # some will be preempted
+        new_blocks: list[Any] = [None] * len(requests)
+        for place, request in unsure:
+            blocks = scheduler.kv_cache_manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+            new_blocks[place] = blocks.get_block_ids(allow_none=True)
+        return self._record(scheduler, requests, computed_counts, new_blocks)
+
+    def _record(self, scheduler: Any, requests: list[Any], computed_counts: list[int], new_blocks: list[Any]) -> Any:
+        before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids.copy()
+        output = self._without_requests(scheduler)
+        ids = [request.request_id for request in requests]
+        output.num_scheduled_tokens = dict.fromkeys(ids, 1)
+        output.total_num_scheduled_tokens = len(ids)
+        cached = output.scheduled_cached_reqs
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ids, new_blocks, computed_counts
+        made = cached.num_output_tokens
+        if before is not None:
+            if not before.issuperset(ids):
+                late = (request for request in requests if request.request_id not in before)
+                cached.all_token_ids = {request.request_id: request.all_token_ids.copy() for request in late}
+            scheduler.prev_step_scheduled_req_ids.update(ids)
+        if getattr(output, "num_common_prefix_blocks", None):  # of versions that count them: a zero for each group
+            first = scheduler.running[0].request_id
+            output.num_common_prefix_blocks = scheduler.kv_cache_manager.get_num_common_prefix_blocks(first)
+        is_async = self._is_async
+        for request, computed in zip(requests, computed_counts, strict=True):
+            computed += 1
+            made.append(computed - request.num_prompt_tokens)
+            request.num_computed_tokens = computed
+            request.num_in_flight_tokens += 1
+            if is_async:
+                request.num_output_placeholders += 1
+        return output
+
+    def _without_requests(self, scheduler: Any) -> Any:
+        running, limit = scheduler.running, getattr(scheduler, self._limit)
+        scheduler.running = []
+        setattr(scheduler, self._limit, 0)
+        try:
+            return self._schedule(scheduler)
+        finally:
+            scheduler.running = running
+            setattr(scheduler, self._limit, limit)
+
+    def _is_full(self, scheduler: Any) -> bool:
+        return len(scheduler.running) + scheduler.num_waiting_for_streaming_input >= getattr(scheduler, self._limit)
 
 
 def ends(scheduler: Any, request: Any) -> tuple[frozenset[int], int]:
@@ -137,12 +327,18 @@ class PlainTokens:
         requests, sampled, places = scheduler.requests, result.sampled_token_ids, result.req_id_to_index
         values = None if step is None else step.values
         running, stale, hash_size, manager = self._running, self._stale, self._hash_size, self._manager
+        counts_flight, is_async = self._counts_flight, self._is_async
+        size, full = (0, {}) if manager is None else (manager.block_size, manager.num_cached_block)
+        client, of_client = -1, held.of_client(-1)
         for request_id, count in scheduled.items():
             request: Any = requests.get(request_id)
             if request is None:
                 rest[request_id] = count
                 continue
-            kept = held.kept(request.client_index, request_id)
+            if request.client_index != client:
+                client = request.client_index
+                of_client = held.of_client(client)
+            kept = of_client.get(request_id)
             if kept is None or count != 1 or request.status is not running or getattr(request, stale):
                 rest[request_id] = count
                 continue
@@ -153,20 +349,20 @@ class PlainTokens:
                 continue
             token, whole = tokens[0], request._all_token_ids
             kept.tokens.append(token)
-            if kept.logprobs is not None and values is not None:
+            if values is not None and kept.logprobs is not None:
                 kept.logprobs.append(values[place])
             own.append(token)
             whole.append(token)
             if len(whole) >= (len(request.block_hashes) + 1) * hash_size:
                 request.update_block_hashes()
-            if self._counts_flight:
+            if counts_flight:
                 request.num_in_flight_tokens -= 1
-            if self._is_async:
-                request.num_output_placeholders -= 1
-                done = request.num_computed_tokens - request.num_output_placeholders
-                if manager is None or done // manager.block_size > manager.num_cached_block.get(request_id, 0):
+            if is_async:
+                request.num_output_placeholders = ahead = request.num_output_placeholders - 1
+                done = request.num_computed_tokens - ahead
+                if manager is None or done // size > full.get(request_id, 0):
                     scheduler.kv_cache_manager.cache_blocks(request, done)
-            clients.add(request.client_index)
+            clients.add(client)
         return rest, clients
 
 

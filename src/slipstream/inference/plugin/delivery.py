@@ -14,7 +14,8 @@ sends it with the last token. What this changes for whom:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,9 @@ class Kept:
         return output
 
 
+_NOTHING: Mapping[str, Kept] = MappingProxyType({})
+
+
 class Held:
     """What a scheduler's running requests have made and nobody was told of yet."""
 
@@ -102,10 +106,9 @@ class Held:
         self._kept: dict[int, dict[str, Kept]] = {}
         """By client and request."""
 
-    def kept(self, client: int, request_id: str) -> Kept | None:
-        """Of one request; None when it has told all, or is one that is read as it goes."""
-        held = self._kept.get(client)
-        return None if held is None else held.get(request_id)
+    def of_client(self, client: int) -> Mapping[str, Kept]:
+        """By request, without those that have told all or are read as they go."""
+        return self._kept.get(client, _NOTHING)
 
     def deliver(self, scheduler: Any, client: int, outputs: list[Any], step: StepLogprobs | None) -> list[Any]:
         """Of a step's `outputs`, and of what was kept before, what is to be sent now."""
