@@ -112,7 +112,7 @@ class SegmentLayout:
     """Names the layout to operations that take nothing but tensors; on the CPU."""
 
     def __post_init__(self) -> None:
-        _layouts[int(self.ticket)] = self
+        _layouts.setdefault(int(self.ticket), self)  # a copy of it has the same one
 
     @cached_property
     def padded(self) -> Padded:
