@@ -24,6 +24,7 @@ parameters that tokens are multiplied with; computing something again does not c
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import statistics
@@ -45,6 +46,8 @@ OURS: dict[str, dict[str, Any]] = {
     "compiled-again": {"compiled": True, "checkpointing": True},
 }
 TITAN = {"titan": True, "titan-all": False}
+GROUPED: dict[str, Any] = {}
+"""For `varlen_attn`: torch 2.11 takes grouped heads as they come; later versions want to be told."""
 PARTS = (8, 6, 5, 4, 3, 2, 2, 1, 1)
 """A row's segments, in thirty-seconds of it."""
 SMALL_VOCABULARY = 1000
@@ -189,9 +192,12 @@ def planned_bytes(network: Any, options: argparse.Namespace, **how: Any) -> int:
 def titan_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float]], dict[str, Any]]:
     """A step of the baseline; see the module."""
     import torch
+    from torch.nn.attention.varlen import varlen_attn
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        GROUPED["enable_gqa"] = True
     ALL_ATTENTION_FUNCTIONS.register("titan", titan_attention)
     network = make_network(options.shape, options.device, "titan")
     dear = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.torch_attn._varlen_attn.default}
@@ -236,7 +242,7 @@ def titan_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, flo
             hidden = network.model(
                 input_ids=row[:1], position_ids=places, use_cache=False, row_ends=ends, longest=max(lengths)
             ).last_hidden_state
-            (loss_of(network.lm_head(hidden)[0], row[1]) / len(ids)).backward()
+            (loss_of(network.lm_head(hidden).squeeze(0), row[1]) / len(ids)).backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -252,8 +258,6 @@ def titan_attention(
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
-    from slipstream.trainer.attention import _TELLS_GROUPS
-
     scale = module.head_dim**-0.5
     if not query.is_cuda:
         output = torch.nn.functional.scaled_dot_product_attention(
@@ -261,10 +265,8 @@ def titan_attention(
         )
         return output.transpose(1, 2), None
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    # Asked when it was imported: a question here would cut the compiled layer in two.
-    grouped: Any = {"enable_gqa": True} if _TELLS_GROUPS else {}
     output: Any = varlen_attn(
-        q, k, v, row_ends, row_ends, longest, longest, scale=scale, window_size=(-1, 0), **grouped
+        q, k, v, row_ends, row_ends, longest, longest, scale=scale, window_size=(-1, 0), **GROUPED
     )
     return output[None], None
 
@@ -347,7 +349,7 @@ def profile_of(step: Callable[[], Any], on_gpu: bool) -> tuple[dict[str, float],
     longest: list[tuple[str, float, int]] = []
     for event in profiler.key_averages():
         is_kernel = str(event.device_type).endswith("CUDA")
-        if on_gpu != is_kernel:
+        if on_gpu != is_kernel or "#" in event.key:  # the span of an optimizer's step holds its kernels
             continue
         spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
         kind = next((name for name, text in KINDS if re.search(text, event.key.lower())), "other")

@@ -17,15 +17,18 @@ def check(device: str) -> None:
         wide_NV = (torch.randn(6, vocabulary + 3, dtype=torch.float64) * 3).to(dtype)
         wide_NV[1, 5:200] = -torch.inf  # ... which a model's own mask may have put there
         wide_NV[2] += 60.0
+        wide_NV[3, torch.tensor([4098, 2600, 5])] = wide_NV[3].max() + 1  # three that are likeliest
         logits_NV = wide_NV.to(device)[:, :vocabulary]
         ids_N = torch.tensor([0, 3, 17, vocabulary - 1, 9, 300]).to(device)
         exact_NV = logits_NV.double().cpu().requires_grad_()
         log_NV = (exact_NV / temperature).log_softmax(-1)
         chosen_N = log_NV.gather(-1, ids_N.cpu()[:, None])[:, 0]
         entropies_N = torch.special.entr(log_NV.exp()).sum(-1)
-        logprobs_N, entropy_N, lse_N = logprobs_gpu.forward(logits_NV, ids_N, temperature)
+        logprobs_N, entropy_N, lse_N, greedy_N = logprobs_gpu.forward(logits_NV, ids_N, temperature)
         torch.testing.assert_close(logprobs_N.double().cpu(), chosen_N.detach(), atol=3e-5, rtol=1e-6)
         torch.testing.assert_close(entropy_N.double().cpu(), entropies_N.detach(), atol=3e-5, rtol=1e-5)
+        first_N = torch.stack([(line == line.max()).nonzero()[0, 0] for line in logits_NV.float().cpu()])
+        assert torch.equal(greedy_N.cpu(), first_N)
         grads_N = torch.randn(2, 6, dtype=torch.float64)
         for of_logprobs, of_entropy in ((True, True), (True, False), (False, True)):
             wanted_N = of_logprobs * grads_N[0] * chosen_N + of_entropy * grads_N[1] * _entropy(exact_NV, temperature)

@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies on a GPU: logits are read once, and once more for their gradient, which is written
-once; float32 exists in registers only.
+"""Log-probabilities, entropies and likeliest tokens on a GPU: logits are read once, and once more for their gradient,
+which is written once; float32 exists in registers only.
 
 Imported only where there is a CUDA device; Triton comes with torch there. The same maths as `algo/sampling.py` where
 every token can be sampled.
@@ -26,6 +26,7 @@ def _forward_kernel(
     logprobs,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     entropies,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     sums,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    greedy,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     jump,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     num_tokens,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
     temperature,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
@@ -33,13 +34,15 @@ def _forward_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * jump
-    # Of each lane: the largest logit so far, and relative to it the sums of exp(x) and x exp(x).
+    # Of each lane: the largest logit so far, where it came first, and relative to it the sums of exp(x) and x exp(x).
     largest = tl.full((block,), -1e30, dtype=tl.float32)
+    where = tl.zeros((block,), dtype=tl.int32)
     total = tl.zeros((block,), dtype=tl.float32)
     weighted = tl.zeros((block,), dtype=tl.float32)
     for start in range(0, num_tokens, block):
         place = start + tl.arange(0, block)
         x = tl.load(line + place, mask=place < num_tokens, other=float("-inf")).to(tl.float32) / temperature
+        where = tl.where(x > largest, place, where)
         raised = tl.maximum(largest, x)
         shrink = tl.exp(largest - raised)
         share = tl.exp(x - raised)
@@ -54,6 +57,7 @@ def _forward_kernel(
     tl.store(logprobs + row, own - lse)
     tl.store(entropies + row, lse - tl.sum(weighted * scale, 0) / whole)
     tl.store(sums + row, lse)
+    tl.store(greedy + row, tl.min(tl.where(largest == top, where, num_tokens), 0).to(tl.int64))
 
 
 @triton.jit
@@ -90,16 +94,18 @@ def _backward_kernel(
     tl.store(result + row * num_tokens + place, gradient.to(result.dtype.element_ty), mask=present)
 
 
-def forward(logits_NV: Tensor, token_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`(logprobs_N, entropy_N, lse_N)` of `softmax(logits / temperature)`, float32."""
+def forward(logits_NV: Tensor, token_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(logprobs_N, entropy_N, lse_N)` of `softmax(logits / temperature)`, float32, and the likeliest tokens: of equal
+    ones the first."""
     logits_NV = _in_lines(logits_NV)
     logprobs_N, entropy_N, lse_N = torch.empty((3, len(logits_NV)), dtype=torch.float32, device=logits_NV.device)
+    greedy_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
     _forward_kernel[(len(logits_NV),)](
-        *(logits_NV, token_ids_N, logprobs_N, entropy_N, lse_N),
+        *(logits_NV, token_ids_N, logprobs_N, entropy_N, lse_N, greedy_N),
         *(logits_NV.stride(0), logits_NV.shape[1], temperature, _BLOCK),
         num_warps=_WARPS,
     )
-    return logprobs_N, entropy_N, lse_N
+    return logprobs_N, entropy_N, lse_N, greedy_N
 
 
 def backward(

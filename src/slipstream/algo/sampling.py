@@ -67,6 +67,15 @@ def token_logprobs(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple
     return processed_logprobs(logits_NV, token_ids_N)
 
 
+def token_statistics(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and the likeliest tokens: on a GPU from one look at the logits."""
+    rules = (1.0, 0, 1.0, 0.0)
+    if isinstance(logits_NV, HeadLogits) or not _has_kernel(logits_NV, rules):
+        return *token_logprobs(logits_NV, token_ids_N), greedy_tokens(logits_NV)
+    logprobs_N, entropy_N, greedy_N = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs_N, entropy_N, greedy_N
+
+
 def processed_logprobs(
     logits_NV: Tensor | HeadLogits,
     token_ids_N: Tensor,
@@ -84,7 +93,7 @@ def processed_logprobs(
         given = (logits_NV.hidden_ND, logits_NV.weight_VD)
         logprobs_N, entropy_N = _HeadLogprobs.apply(*given, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
         return logprobs_N, entropy_N
-    logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
+    logprobs_N, entropy_N, _ = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs_N, entropy_N
 
 
@@ -210,28 +219,33 @@ def _gradient(
 
 class _TokenLogprobs(torch.autograd.Function):
     """Keeps only the logits and two vectors for the backward pass, where plain autograd would keep the
-    log-softmax, the softmax and their product, each `[N, V]` in float32; what can be sampled is found again."""
+    log-softmax, the softmax and their product, each `[N, V]` in float32; what can be sampled is found again.
+
+    The third result: what the kernel for GPUs says is likeliest; without it nothing."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.rules = rules
         ctx.set_materialize_grads(False)
         if _has_kernel(logits_NV, rules):
             from slipstream.algo import logprobs_gpu
 
-            logprobs_N, entropy_N, lse_N = logprobs_gpu.forward(logits_NV, token_ids_N, rules[0])
+            logprobs_N, entropy_N, lse_N, greedy_N = logprobs_gpu.forward(logits_NV, token_ids_N, rules[0])
             ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
-            return logprobs_N, entropy_N
+            ctx.mark_non_differentiable(greedy_N)
+            return logprobs_N, entropy_N, greedy_N
         dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
         logprobs_N = torch.empty(len(logits_NV), dtype=dtype, device=logits_NV.device)
         entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         for rows in _chunks(*logits_NV.shape):
             logprobs_N[rows], entropy_N[rows], lse_N[rows] = _statistics(logits_NV[rows], token_ids_N[rows], rules)
         ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
-        return logprobs_N, entropy_N
+        unknown_N = token_ids_N.new_empty(0)
+        ctx.mark_non_differentiable(unknown_N)
+        return logprobs_N, entropy_N, unknown_N
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None, _: None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
         logits_NV, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
         if grad_logprobs_N is None and grad_entropy_N is None:
             return None, None, None

@@ -8,28 +8,28 @@ ignores it without a mask; only continuations, and segments longer than a slidin
 The layout reaches the function as a keyword argument that transformers models pass through to their
 attention interface. A model that loses it on the way, or asks for something this function does not do
 (soft-capping, sinks, biases), gets a ConfigError; nothing is silently left out.
+
+On a GPU, in half precision, it is one operation (`slipstream::ragged_attention`), into which the compiler does not
+look: a compiled layer is one graph then, for rows of any layout.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.errors import ConfigError
-from slipstream.trainer.layout import SegmentLayout, put_back, take
+from slipstream.trainer.layout import SegmentLayout, gathered, layout_of, put_back, scattered, take
 
 ATTENTION_NAME = "slipstream_packed"
-_TELLS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Torch 2.11 takes grouped heads as they come; later versions want to be told."""
+_operations: Any = torch.ops.slipstream
+_flash_forward: Any = torch.ops.aten._flash_attention_forward
+_flash_backward: Any = torch.ops.aten._flash_attention_backward
 
 
-# Not for the compiler: layouts differ from row to row, and the kernels are compiled already.
-@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -52,15 +52,30 @@ def packed_attention(
     if refused or attention_mask is not None or dropout or not getattr(module, "is_causal", True):
         what = ", ".join(refused) or "a mask, dropout or bidirectional attention"
         raise ConfigError(f"{name} needs {what}, which packed attention does not do: set training.packing = false")
-    segments.windows_seen.add(sliding_window or 0)
-    query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1) for states in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        output_THD = _variable_length(query_THD, key_TKD, value_TKD, segments, scaling, sliding_window)
-    else:
-        output_THD = _padded(query_THD, key_TKD, value_TKD, segments, scaling, sliding_window)
-    return output_THD[None], None
+    if not torch.compiler.is_compiling():
+        segments.windows_seen.add(sliding_window or 0)
+    if not _has_kernel(query):
+        output = _padded(query, key, value, segments, scaling, sliding_window)  # pyright: ignore[reportCallIssue]
+        return output, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query_THD, key_TKD, value_TKD = (_in_a_row(states) for states in (query, key, value))
+    output_THD, _ = _operations.ragged_attention(
+        query_THD, key_TKD, value_TKD, segments.ticket, scale, sliding_window or 0
+    )
+    return output_THD.unsqueeze(0), None
 
 
+def _in_a_row(states: Tensor) -> Tensor:
+    """`[1, H, T, D]` as `[T, H, D]`. Squeezed, not indexed: an index's gradient is zeros and a copy into them."""
+    return states.squeeze(0).transpose(0, 1)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+# Not for the compiler: layouts differ from row to row, and the kernels are compiled already.
+@torch.compiler.disable
 def _padded(
     query: Tensor,
     key: Tensor,
@@ -70,6 +85,7 @@ def _padded(
     window: int | None,
 ) -> Tensor:
     """Buckets of right-padded segments; any device and dtype."""
+    query, key, value = (_in_a_row(states) for states in (query, key, value))
     layout = segments.padded
     query_sizes = [bucket.queries_BQ.numel() for bucket in layout.buckets]
     key_sizes = [bucket.keys_BJ.numel() for bucket in layout.buckets]
@@ -90,37 +106,102 @@ def _padded(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(output_BHQD.transpose(1, 2).flatten(0, 1))
-    return put_back(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout.queries)
+    return put_back(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout.queries).unsqueeze(0)
 
 
-def _variable_length(
+@torch.library.custom_op(
+    "slipstream::ragged_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor ticket, float scale, int window) -> (Tensor, Tensor)",
+)
+def ragged_attention(
+    query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Torch's variable-length FlashAttention: no padding at all; CUDA and half precision only. The output `[T, H, D]`
+    and the log-sum-exp of the scores `[H, T]`. `ticket` names the layout; `window` 0: all.
+
+    Where a segment has more keys than queries, FlashAttention (2.1 and later) aligns the causal mask with the
+    last of both: what a continuation needs. What it takes for keys and values is laid out again for the backward pass,
+    not kept.
+    """
+    layout = layout_of(ticket).ragged
+    output, lse, *_ = _flash_forward(
+        query,
+        gathered(key, layout.keys),
+        gathered(value, layout.keys),
+        *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
+        0.0,
+        window == 0,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0,
+    )
+    return output.contiguous(), lse
+
+
+@torch.library.custom_op(
+    "slipstream::ragged_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor ticket, "
+    "float scale, int window) -> (Tensor, Tensor, Tensor)",
+)
+def ragged_attention_backward(
+    grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: SegmentLayout,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Torch's variable-length FlashAttention: no padding at all; CUDA and half precision only.
-
-    Where a segment has more keys than queries, FlashAttention (2.1 and later) aligns the causal mask with the
-    last of both: what a continuation needs.
-    """
-    layout = segments.ragged
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPS else {}
-    output: Any = varlen_attn(
+    output: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    layout = layout_of(ticket).ragged
+    # The state of a dropout that there is not.
+    state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
+    of_query, of_keys, of_values = _flash_backward(
+        grad,
         query,
-        take(key, layout.keys),
-        take(value, layout.keys),
-        layout.query_ends,
-        layout.key_ends,
-        layout.longest_query,
-        layout.longest_key,
-        scale=scaling,
-        window_size=(-1 if not window else window - 1, 0),
-        **grouped,
+        gathered(key, layout.keys),
+        gathered(value, layout.keys),
+        output,
+        lse,
+        *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
+        0.0,
+        window == 0,
+        state,
+        unused,
+        scale=scale,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0,
     )
-    return output
+    of_key, of_value = (scattered(of_slots, layout.keys).contiguous() for of_slots in (of_keys, of_values))
+    return of_query.contiguous(), of_key, of_value
+
+
+@ragged_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+@ragged_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ticket, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, *output, ticket)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_operations.ragged_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None)
+
+
+ragged_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 def register() -> str:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.errors import ConfigError
+from slipstream.trainer import attention
 
 Checkpointing = bool | Literal["selective"]
 """What is computed again in the backward pass: everything but a layer's input, everything but the results of matrix
@@ -87,7 +87,7 @@ def _computed_again(forward: Callable[..., Any], *, selective: bool) -> Callable
 def dear_operations() -> list[Any]:
     """Whose results `selective` keeps: matrix multiplications and attention, on any device."""
     aten = torch.ops.aten
-    assert varlen.varlen_attn
+    assert attention.ragged_attention
     return [
         aten.mm.default,
         aten.addmm.default,
@@ -97,7 +97,7 @@ def dear_operations() -> list[Any]:
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.torch_attn._varlen_attn.default,
+        torch.ops.slipstream.ragged_attention.default,
     ]
 
 

@@ -7,13 +7,17 @@ shorter than 64 share; the gradient of a token that is laid out several times is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+from slipstream.errors import TrainingError
 
 _BUCKET_RATIO = 0.75
 _BUCKET_FLOOR = 64
@@ -82,7 +86,16 @@ class _Block(NamedTuple):
     """Its length; 0: none."""
 
 
-@dataclass(frozen=True)
+_layouts: WeakValueDictionary[int, SegmentLayout] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _new_ticket() -> Tensor:
+    return torch.tensor(next(_numbers))
+
+
+# Not frozen, or the compiler would read every field, and compile for each row anew.
+@dataclass(eq=False)
 class SegmentLayout:
     """Where the segments of a row lie. Made once for each micro-batch; each kernel's layout when first asked for."""
 
@@ -95,6 +108,11 @@ class SegmentLayout:
     _masks: dict[tuple[int, torch.dtype], list[Tensor | None]] = field(
         default_factory=dict[tuple[int, torch.dtype], list[Tensor | None]]
     )
+    ticket: Tensor = field(default_factory=_new_ticket)
+    """Names the layout to operations that take nothing but tensors; on the CPU."""
+
+    def __post_init__(self) -> None:
+        _layouts.setdefault(int(self.ticket), self)  # a copy of it has the same one
 
     @cached_property
     def padded(self) -> Padded:
@@ -218,6 +236,14 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def layout_of(ticket: Tensor) -> SegmentLayout:
+    """The layout that has this ticket; it must still be there, in the backward pass too."""
+    layout = _layouts.get(int(ticket))
+    if layout is None:
+        raise TrainingError("the layout of a row is gone before its backward pass: keep the micro-batch until then")
+    return layout
+
+
 def segment_layout(
     lengths: Sequence[int], device: torch.device | str = "cpu", prefixes: Sequence[int | None] | None = None
 ) -> SegmentLayout:
@@ -251,24 +277,37 @@ def _slots(blocks: list[_Block]) -> tuple[Tensor, Tensor]:
     return index_BL, slots_L < total_B1
 
 
-class _Take(torch.autograd.Function):
-    """Row to slots. Padding gets no gradient, under a causal mask as under a continuation's; so most gradients
-    are plain copies and only a shared prefix's is a sum. index_select's own would add atomically, slower and
-    in any order.
+def gathered(row: Tensor, gather: Gather | None) -> Tensor:
+    """The row `[T, ...]` laid out in slots, without a history."""
+    return row if gather is None else row.index_select(0, gather.index)
+
+
+def scattered(slots: Tensor, gather: Gather | None) -> Tensor:
+    """What `gathered` makes of the gradients of its slots: the row's.
+
+    Padding gets no gradient, under a causal mask as under a continuation's; so most gradients are plain copies and only
+    a shared prefix's is a sum. index_select's own would add atomically, slower and in any order.
     """
+    if gather is None:
+        return slots
+    row = slots.index_select(0, gather.slot_T)
+    for positions, places in gather.repeated:
+        shares = slots.index_select(0, places.flatten()).unflatten(0, places.shape)
+        row.index_copy_(0, positions, shares.sum(1))
+    return row
+
+
+class _Take(torch.autograd.Function):
+    """Row to slots, as above."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, gather: Gather) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.gather = gather
-        return row.index_select(0, gather.index)
+        return gathered(row, gather)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
-        row = grad.index_select(0, ctx.gather.slot_T)
-        for positions, slots in ctx.gather.repeated:
-            shares = grad.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-            row.index_copy_(0, positions, shares.sum(1))
-        return row, None
+        return scattered(grad, ctx.gather), None
 
 
 class _PutBack(torch.autograd.Function):

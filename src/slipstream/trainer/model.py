@@ -166,9 +166,9 @@ class PolicyModel:
             use_cache=False,
             **segments,
         )
-        if self._fp32_head is not None:
-            return HeadLogits(output.logits[0], self._fp32_head.weight)
-        return output.logits[0]
+        # Squeezed, not indexed: an index has zeros and a copy into them for its gradient, here the largest there is.
+        logits_NV = output.logits.squeeze(0)
+        return logits_NV if self._fp32_head is None else HeadLogits(logits_NV, self._fp32_head.weight)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Live tensors under the names that `save_pretrained` writes, each once: a tied head is left out. An adapter

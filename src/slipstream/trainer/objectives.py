@@ -17,7 +17,7 @@ from slipstream import records
 from slipstream.algo.custom import user_function
 from slipstream.algo.importance import importance_weights, log_ratio_histogram, ratio_quantiles
 from slipstream.algo.losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
-from slipstream.algo.sampling import HeadLogits, greedy_tokens, processed_logprobs, token_logprobs
+from slipstream.algo.sampling import HeadLogits, processed_logprobs, token_statistics
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, Normalize, RLConfig
 from slipstream.errors import TrainingError
@@ -54,11 +54,9 @@ class SFTObjective:
         self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Negative log-likelihood, in float32."""
-        logits_NV = model.logits(micro)
-        logprobs_N, entropy_N = token_logprobs(logits_NV, micro.target_ids_N)
+        logprobs_N, entropy_N, greedy_N = token_statistics(model.logits(micro), micro.target_ids_N)
         loss = -logprobs_N.sum() / divisors["tokens"]
-        with torch.no_grad():
-            right = (greedy_tokens(logits_NV) == micro.target_ids_N).sum()
+        right = (greedy_N == micro.target_ids_N).sum()
         return loss, {"loss": loss.detach(), "entropy": entropy_N.detach().sum(), "token_accuracy": right}
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:

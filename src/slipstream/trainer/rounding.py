@@ -2,7 +2,7 @@
 
 A value between two bfloat16 numbers becomes the nearer one more often, so that its mean stays what it was (arXiv
 2010.06192). Guarantees: the noise follows from seed, step and the parameter's name alone, so that a resumed run makes
-the same numbers. Four bytes a parameter less than with masters.
+the same numbers on the same kind of device. Four bytes a parameter less than with masters.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ def round_to_bfloat16_(values: Tensor, generator: torch.Generator) -> None:
     bits = values.view(torch.int32)
     bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     bits &= ~0xFFFF
+
+
+def _has_kernel(live: Tensor) -> bool:
+    """Whether one kernel makes the update (`rounding_gpu.py`)."""
+    return live.is_cuda and live.dtype == torch.bfloat16 and live.is_contiguous()
 
 
 class RoundedAdamW(Optimizer):
@@ -65,7 +70,12 @@ class RoundedAdamW(Optimizer):
             live, memory = local_part(self._parameters[name]), self._memory[name]
             if not memory:
                 memory["step"] = self._as_step(0, name)
-                memory["exp_avg"], memory["exp_avg_sq"] = torch.zeros_like(holder.grad), torch.zeros_like(holder.grad)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    memory[key] = torch.zeros(live.shape, dtype=torch.float32, device=live.device)
+            if _has_kernel(live):
+                self._pending[name] = self._update_at_once(name, live, holder.grad, learning_rate)
+                holder.grad = None
+                continue
             values = live.float() if live.dtype != torch.float32 else live.clone()
             adamw(
                 [values],
@@ -88,10 +98,37 @@ class RoundedAdamW(Optimizer):
                 round_to_bfloat16_(values, self._generator(name, live.device))
             self._pending[name] = values.to(live.dtype)
 
+    def _update_at_once(self, name: str, live: Tensor, gradient: Tensor, learning_rate: float) -> Tensor:
+        """All of it in one kernel; the new weights."""
+        from slipstream.trainer import rounding_gpu
+
+        memory = self._memory[name]
+        memory["step"] += 1
+        return rounding_gpu.update(
+            live,
+            gradient.contiguous(),
+            memory["exp_avg"],
+            memory["exp_avg_sq"],
+            updates=int(memory["step"]),
+            rate=learning_rate * self._rate_of(name),
+            betas=self._betas,
+            eps=self._eps,
+            weight_decay=self._weight_decay if live.ndim > 1 else 0.0,
+            seed=self._noise(name) >> 1,
+        )
+
+    def _as_step(self, updates: int, name: str) -> Any:
+        # The kernel's launch asks for it, and must not wait for a GPU.
+        own = local_part(self._parameters[name])
+        return torch.tensor(float(updates)) if _has_kernel(own) else super()._as_step(updates, name)
+
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
-        """The noise of this step and parameter."""
+        return torch.Generator(device).manual_seed(self._noise(name))
+
+    def _noise(self, name: str) -> int:
+        """The seed, of 32 bits, of this step's and parameter's noise."""
         digest = hashlib.blake2b(f"{self._seed}/{self.step}/{name}".encode(), digest_size=4).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
+        return int.from_bytes(digest, "big")
 
     def _take_values(self) -> Mapping[str, Tensor]:
         values, self._pending = self._pending, {}
