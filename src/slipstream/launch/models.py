@@ -49,7 +49,7 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None, group: Ra
 
     model, training = config.model, config.training
     assert model.dtype != "auto"
-    return PolicyModel.load(
+    loaded = PolicyModel.load(
         model.path,
         model.dtype,
         "cuda" if torch.cuda.is_available() and group is None else "cpu",
@@ -62,6 +62,9 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None, group: Ra
         checked=group is None,
         fp32_head=model.fp32_head,
     )
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what reading and comparing took, some gigabytes that an engine may have on this card
+    return loaded
 
 
 def needs_reference(config: RunConfig) -> bool:
