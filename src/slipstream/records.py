@@ -220,6 +220,15 @@ class ApplyReport(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
     """What the engine's workers have allocated on their GPUs, as torch counts it."""
 
+    def and_of(self, base: ApplyReport) -> ApplyReport:
+        """One report of an adapter, this one, and of the base below it."""
+        return msgspec.structs.replace(
+            self,
+            mismatched=self.mismatched + base.mismatched,
+            unverified=self.unverified + base.unverified,
+            verify_s=self.verify_s + base.verify_s,
+        )
+
 
 class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn; behaviour log-probabilities are those of the distribution after all of this."""

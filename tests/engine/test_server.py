@@ -253,3 +253,74 @@ async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monk
     assert ("had no proof" in completion.error) == (outcome != "proved")
     assert host.num_pauses == 1 + (outcome != "proved")
     assert server._stands == (server.reason != ""), "a version without a proof makes nothing more"
+
+
+def _answering(monkeypatch) -> tuple[EngineServer, AnsweringHost]:
+    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := AnsweringHost())
+    server.reason = ""
+    monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
+
+    async def load(ticket):
+        return 0.0, 0
+
+    async def verify(ticket):
+        return ApplyReport(ticket.version)
+
+    server._load, server._verify_applied = load, verify
+    return server, host
+
+
+@pytest.mark.parametrize("step", ["reset_prefix_cache", "set_version", "resume"])
+@pytest.mark.parametrize("how", ["cancelled", "raises"])
+async def test_going_on_that_was_cut_short_is_not_taken_for_done(step, how, monkeypatch):
+    server, host = _answering(monkeypatch)
+    running = asyncio.create_task(server.generate(GenerateRequest("a", [1], SamplingParams(1), timeout_s=30)))
+    await asyncio.sleep(0)
+    await server.fence()
+    whole, resumed = getattr(host, step), []
+
+    async def cut(*args):
+        if how == "raises":
+            raise RuntimeError("vLLM refused")
+        await asyncio.sleep(60)
+
+    setattr(host, step, cut)
+    with pytest.raises(TimeoutError if how == "cancelled" else RuntimeError):
+        await asyncio.wait_for(server.go_on(Version(0, 1, "")), 0.05)
+    setattr(host, step, whole)
+    assert "going on with version 0.1 failed" in server.reason
+    resume = host.resume
+
+    async def noted():
+        resumed.append(1)
+        await resume()
+
+    host.resume = noted
+    host.ends.set()
+    completion = await asyncio.wait_for(running, 5)
+    assert completion.finish_reason == "abort"
+    await server.apply(Ticket(Version(0, 1, "x"), "single_copy", "", ()))
+    assert resumed
+    assert (server.reason, server._stands) == ("", False)
+
+
+@pytest.mark.parametrize("between", ["another", "fence", "other bridge"])
+async def test_a_proof_is_of_what_ran_and_of_nothing_else(between, monkeypatch):
+    server, host = _answering(monkeypatch)
+    running = asyncio.create_task(server.generate(GenerateRequest("a", [1], SamplingParams(1), timeout_s=30)))
+    await asyncio.sleep(0)
+    await server.fence()
+    await server.go_on(Version(0, 1, ""))
+    host.ends.set()
+    await asyncio.sleep(0.01)
+    step, bridge = 1, "single_copy"
+    if between != "other bridge":
+        await server.fence()
+    else:
+        bridge = "disk"
+    if between == "another":
+        await server.go_on(Version(0, step := 2, ""))
+    await server.apply(Ticket(Version(0, step, "x"), bridge, "", ()))
+    completion = await asyncio.wait_for(running, 5)
+    assert (completion.finish_reason, "had no proof" in completion.error) == ("abort", True)
+    assert (server.reason, server._stands) == ("", False)

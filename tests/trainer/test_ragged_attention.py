@@ -14,8 +14,9 @@ from slipstream.trainer import attention, layers
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.compiled import compile_layers
 from slipstream.trainer.layout import segment_layout
-from slipstream.trainer.learner import one_order_of_sums
+from slipstream.trainer.learner import add_gradients, one_order_of_sums
 from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.objectives import SFTObjective
 
 
 def segments(query, key, query_ends, key_ends, longest_query, longest_key, dropout, is_causal, **options):
@@ -134,6 +135,15 @@ def test_a_layer_is_one_graph_for_rows_of_any_layout(checkpointing, kernels, mon
                 torch.testing.assert_close(gradients[name], gradient, atol=2e-6, rtol=1e-4)
     assert counters["stats"]["unique_graphs"] == 0, "the trial's graphs do for every layout"
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_a_rank_without_a_row_makes_its_backward_pass(checkpointing, kernels, model_folder):
+    model = PolicyModel.load(model_folder)
+    model.layers = layers.LayerOptions(checkpointing)
+    layers.dress_layers(model.network, model.layers)
+    add_gradients(model, [None], SFTObjective(), {})
+    assert all(p.grad is not None and not p.grad.any() for p in model.network.parameters())
 
 
 def test_a_layout_that_is_gone_is_said():

@@ -35,3 +35,17 @@ def test_each_version_is_its_own_in_a_file_that_no_engine_holds_any_more(tmp_pat
     assert len(set(inodes)) == 3
     found = sorted(path.name for path in (tmp_path / "weights").iterdir())
     assert found == sorted([".spare.safetensors", *(ticket.version.name for ticket in announced[-2:])])
+    publisher.close()
+    assert not (tmp_path / "weights" / ".spare.safetensors").exists()
+
+
+def test_a_file_that_has_another_name_is_left_as_it_is(tmp_path):
+    publisher = AdapterPublisher(tmp_path / "weights", AdapterConfig(4, 8.0, ("up_proj",), "base"), [])
+    weights = {A: torch.randn(4, 64), B: torch.randn(96, 4)}
+    first = publisher.publish(weights.items(), 0, 0, lambda ticket: None)
+    kept = tmp_path / "kept.safetensors"
+    kept.hardlink_to(tmp_path / "weights" / first.version.name / "adapter_model.safetensors")
+    for step in range(1, 5):
+        later = {name: weight + step for name, weight in weights.items()}
+        publisher.publish(later.items(), step, 0, lambda ticket: None)
+    assert torch.equal(load_file(kept)[A], weights[A])

@@ -75,7 +75,7 @@ def test_it_is_the_sum_that_the_module_names(dtype):
         bits = int.from_bytes(raw[index * size : (index + 1) * size], "little", signed=size > 1)
         x = (bits * 0xC2B2AE3D) % 2**32
         if size == 8:
-            x = (x + (bits >> 32) * 0x27D4EB2F) % 2**32
+            x = ((x ^ x >> 15) + (bits >> 32) * 0x27D4EB2F) % 2**32
         x ^= ((index + 1) * 0x9E3779B97F4A7C15) % 2**64 >> 32
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
         x = (x ^ x >> 15) * 0x846CA68B % 2**32
@@ -93,6 +93,15 @@ def test_a_bit_and_a_place_show(seed, bit, place, other):
     first, second = whole[place].item(), whole[other].item()
     whole[place], whole[other] = second, first
     assert (fingerprint(whole) != changed) == (first != second)
+
+
+def test_the_halves_of_eight_bytes_do_not_undo_one_another():
+    whole = torch.randn(50, dtype=torch.float64)
+    before = fingerprint(whole)
+    for bit in range(32):
+        changed = whole.clone()
+        changed.view(torch.int32).view(-1, 2)[7] ^= torch.tensor(1 << bit).to(torch.int32)
+        assert fingerprint(changed) != before
 
 
 def test_shards_add_up_to_the_whole():

@@ -124,7 +124,8 @@ def add_gradients(
         # Both passes: compiled layers want one setting for the two.
         with one_order_of_sums(model.device):
             if micro is None:
-                logits = model.logits(blank_row(model.device))
+                blank = blank_row(model.device)  # kept until its backward pass, which asks for its layout
+                logits = model.logits(blank)
                 assert isinstance(logits, Tensor)
                 (logits.float().sum() * 0.0).backward()
                 continue

@@ -49,7 +49,7 @@ class PolicyModel:
         self._fp32_head: nn.Linear | None = None
         self._stored: list[tuple[str, Tensor]] = []
         """What is stored of these weights, as views of them."""
-        self._stored_of: list[tuple[int, int]] = []
+        self._stored_of: list[tuple[int, int, torch.dtype, torch.Size]] = []
         """Which parameters these are, and where."""
 
     @classmethod
@@ -185,7 +185,7 @@ class PolicyModel:
             return stored_weights(self.network, state)
         # An update waits for this: transformers is asked once, for as long as all that is stored are views.
         live = [*self.network.parameters(), *self.network.buffers()]
-        places = [(id(tensor), tensor.data_ptr()) for tensor in live]
+        places = [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in live]
         if places != self._stored_of or not self._stored:
             self._stored, self._stored_of = list(stored_weights(self.network, self.network.state_dict())), places
         stored = iter(self._stored)

@@ -76,10 +76,11 @@ class RoundedAdamW(Optimizer):
                 self._pending[name] = self._update_at_once(name, live, holder.grad, learning_rate)
                 holder.grad = None
                 continue
-            values = live.float() if live.dtype != torch.float32 else live.clone()
+            # Torch's fused rule goes through memory in its order: all in one, and as it is saved.
+            values = live.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             adamw(
                 [values],
-                [holder.grad],
+                [holder.grad.contiguous()],
                 [memory["exp_avg"]],
                 [memory["exp_avg_sq"]],
                 [],

@@ -49,6 +49,7 @@ def _part(
     w -= step_size * (m / (tl.sqrt(v) * scale + eps))
     # bfloat16 is the upper half of float32: what is in the lower half is the chance to be carried over.
     bits = (w.to(tl.int32, bitcast=True) + (noise & 0xFFFF).to(tl.int32)) & -65536
+    bits = tl.where(w == w, bits, 0x7FC00000)  # what is no number stays none
     tl.store(result + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=present)
 
 

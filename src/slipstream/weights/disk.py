@@ -3,8 +3,9 @@
 `disk` has the running engine load the files in place; `restart` starts the engine anew on them. Both publish
 the same way: a whole model folder for each version, under its final name only when complete, then the ticket.
 The folder is the publisher's own: the first version removes what a killed process left there.
-Guarantees: a folder is never changed after it was announced; the two newest versions are kept, so that a
-receiver that is still reading the last one finds it, and so that a dead engine can be started on it. A delta
+Guarantees: the two newest versions are kept, and never changed after they were announced, so that a receiver that is
+still reading the last one finds it, and so that a dead engine can be started on it; older ones are removed, or their
+files used again: what is to stay is a checkpoint. A delta
 is a folder with one file of patches; the whole version that it leads back to, and all deltas between, are kept with it.
 A whole version is published again once the deltas since the last one are as large, or many.
 """

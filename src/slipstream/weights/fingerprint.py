@@ -6,8 +6,9 @@ that keeps q, k and v in one fused matrix, computes its share where the data lie
 `mix` gives 32 bits: the upper half of the index's golden-ratio multiple (Fibonacci hashing; Knuth, TAOCP 3,
 6.4), xored with an odd multiple of the bits, through `lowbias32` (Wellons, "Prospecting for hash functions",
 2018). Each step can be undone, so that another value of up to 32 bits at one place always has another term;
-moving a value changes its term as a random draw would. Arithmetic of 32 bits is what GPUs are fast at: with
-SplitMix64 the kernel took four times as long as it takes to read the memory.
+moving a value by less than 2,971,215,073 places (a Fibonacci number) changes its term as a random draw
+would. Arithmetic of 32 bits is what GPUs are fast at: with SplitMix64 the kernel took four times as long as
+it takes to read the memory.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def _mix(index: Tensor, bits: Tensor) -> int:
     """The sum of the elements' terms."""
     x = bits.to(torch.int32) * LOW
     if bits.dtype == torch.int64:
+        x ^= _shift_right(x, 15)
         x += (bits >> 32).to(torch.int32) * HIGH
     x ^= (((index + 1) * GOLDEN) >> 32).to(torch.int32)
     x ^= _shift_right(x, 16)

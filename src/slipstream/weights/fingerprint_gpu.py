@@ -32,6 +32,7 @@ def _terms(mixed, bits, is_wide: tl.constexpr):  # noqa: ANN001, ANN202 # pyrigh
     """`fingerprint._mix` of each element, whose mixed index it takes: 32 bits without a sign, as 64."""
     x = bits.to(tl.int32) * _LOW
     if is_wide:
+        x = x ^ (x.to(tl.uint32) >> 15).to(tl.int32)
         x += (bits >> 32).to(tl.int32) * _HIGH
     x = x ^ (mixed >> 32).to(tl.int32)
     x = (x ^ (x.to(tl.uint32) >> 16).to(tl.int32)) * _MIX_1

@@ -46,10 +46,16 @@ class AdapterPublisher(FolderPublisher):
         return write_adapter_folder(folder, weights, config, spare=self._spare)
 
     def discard(self, folder: Path) -> None:
-        """Its weights' file is the next version's."""
+        """Its weights' file is the next version's, unless it has another name that somebody else gave it."""
         with contextlib.suppress(OSError):
-            (folder / WEIGHTS_FILE).rename(self._spare)
+            if (folder / WEIGHTS_FILE).stat().st_nlink == 1:
+                (folder / WEIGHTS_FILE).rename(self._spare)
         super().discard(folder)
+
+    def close(self) -> None:
+        """See `Publisher`."""
+        super().close()
+        self._spare.unlink(missing_ok=True)
 
     def base(self) -> tuple[ParameterSpec, ...]:
         """The frozen base; it never changes, so it is described once."""

@@ -66,7 +66,10 @@ def _source_digest() -> str:
 
     names = ("schedule", "_make_cached_request_data", "_update_after_schedule")
     parts = [*(getattr(Scheduler, name, None) for name in names), AsyncScheduler.__dict__.get(names[-1])]
-    source = "".join(inspect.getsource(part) for part in parts if part is not None)
+    try:
+        source = "".join(inspect.getsource(part) for part in parts if part is not None)
+    except OSError:  # installed without its source
+        return ""
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 

@@ -117,7 +117,7 @@ class EngineServer:
         if self.adapter is None:
             raise RuntimeError("the engine holds no adapter to verify")
         report = await self._verify_adapter(ticket.version, ticket.parameters)
-        return _both(report, await self._verify(ticket.version, ticket.base))
+        return report.and_of(await self._verify(ticket.version, ticket.base))
 
     async def _verify(
         self,
@@ -130,16 +130,12 @@ class EngineServer:
         text = msgspec.json.encode(parameters).decode()
         answers = [msgspec.json.decode(answer) for answer in await self.host.rpc(method, text, *args)]
         note = "packed copy" if method == "slipstream_fingerprint" else "beside the adapter"
-        verdicts: dict[str, list[str]] = {"match": [], "differs": [], "unverified": []}
-        for spec in parameters:
-            parts = [answer["shares"][spec.name] for answer in answers]
-            shares = [tensor_map.Share(int(value, 16), count, place) for value, count, place in parts]
-            verdicts[tensor_map.compare(spec, shares)].append(spec.name)
+        differs, unverified = tensor_map.judge(parameters, [answer["shares"] for answer in answers])
         stale = [f"{name} ({note})" for answer in answers for name in answer["stale"]]
         return ApplyReport(
             version=version,
-            mismatched=tuple(verdicts["differs"] + stale),
-            unverified=tuple(verdicts["unverified"]),
+            mismatched=(*differs, *stale),
+            unverified=tuple(unverified),
             verify_s=time.perf_counter() - started,
             memory_bytes=sum(answer["memory_bytes"] for answer in answers),
         )
@@ -159,32 +155,40 @@ class EngineServer:
             await self._forget_old_adapter()
         else:
             self._check_running()
+        goes_on = ticket.bridge == "single_copy" and self._unproved == ticket.version.name and not self._stands
+        if not goes_on:
+            self._refuse()
         self.reason = f"applying version {ticket.version.name}"
         self._settled.clear()
         self._begin_stall()
         try:
-            report = await self._apply(ticket)
+            report = await self._apply(ticket, goes_on=goes_on)
+            if not self.reason:
+                self._unproved = ""
         except Exception as error:
             self.reason = f"applying version {ticket.version.name} failed: {error}"
             raise
         finally:
-            if self._unproved and (self.reason or self._unproved != ticket.version.name):
-                self._num_refused += 1
-                if self.reason:
-                    await self._stand()
-            self._unproved = ""
+            runs_unproved = self._unproved != ""
+            self._refuse()
             self._settled.set()
+            if runs_unproved:
+                await self._stand()
         if self.reason:
             return report
         return msgspec.structs.replace(report, stall_s=await self.host.clock.end(lambda: self.num_running > 0))
+
+    def _refuse(self) -> None:
+        """What runs with a version that has no proof is never answered, whatever comes after it."""
+        self._num_refused += self._unproved != ""
+        self._unproved = ""
 
     def _begin_stall(self) -> None:
         if self.num_running:
             self.host.clock.begin()
 
-    async def _apply(self, ticket: Ticket) -> ApplyReport:
+    async def _apply(self, ticket: Ticket, *, goes_on: bool) -> ApplyReport:
         seconds, num_bytes = 0.0, 0
-        goes_on = ticket.bridge == "single_copy" and self._unproved == ticket.version.name
         if ticket.bridge == "lora":
             seconds, num_bytes = await self._load_adapter(ticket)
         elif not goes_on:
@@ -218,6 +222,7 @@ class EngineServer:
         """The weights that were fenced off are written: compute with them, as `version`, whose proof `apply` makes
         meanwhile. What has a token of it is answered after that."""
         self._check_running()
+        self._refuse()
         self.reason = f"proving version {version.name}"
         self._settled.clear()
         self._begin_stall()
@@ -226,8 +231,9 @@ class EngineServer:
             await self.host.rpc("slipstream_written")
             self._unproved = version.name
             await self._change_to(version)
-        except Exception as error:
-            self.reason = f"going on with version {version.name} failed: {error}"
+        except BaseException as error:
+            self._refuse()
+            self.reason = f"going on with version {version.name} failed: {error!r}"
             self._settled.set()
             raise
 
@@ -443,16 +449,6 @@ class EngineServer:
             num_running=self.num_running,
             keeps_requests=self.host.keeps_requests,
         )
-
-
-def _both(adapter: ApplyReport, base: ApplyReport) -> ApplyReport:
-    """One report of an adapter and its base."""
-    return msgspec.structs.replace(
-        adapter,
-        mismatched=adapter.mismatched + base.mismatched,
-        unverified=adapter.unverified + base.unverified,
-        verify_s=adapter.verify_s + base.verify_s,
-    )
 
 
 async def serve(settings: EngineSettings) -> None:

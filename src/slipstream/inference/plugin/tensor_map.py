@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -264,3 +264,15 @@ def compare(spec: ParameterSpec, shares: list[Share]) -> str:
     if any(share != by_place[share.place] for share in shares):
         return "differs"
     return "match" if as_hex(sum(share.fingerprint for share in by_place.values())) == spec.fingerprint else "differs"
+
+
+def judge(
+    parameters: Sequence[ParameterSpec], answers: Sequence[Mapping[str, tuple[str, int, str]]]
+) -> tuple[list[str], list[str]]:
+    """The names that differ, and those that cannot be verified, by what each worker says of its shares: fingerprint in
+    hexadecimal digits, elements, place."""
+    found: dict[str, list[str]] = {"match": [], "differs": [], "unverified": []}
+    for spec in parameters:
+        parts = [answer[spec.name] for answer in answers]
+        found[compare(spec, [Share(int(value, 16), count, place) for value, count, place in parts])].append(spec.name)
+    return found["differs"], found["unverified"]
