@@ -324,3 +324,32 @@ async def test_a_proof_is_of_what_ran_and_of_nothing_else(between, monkeypatch):
     completion = await asyncio.wait_for(running, 5)
     assert (completion.finish_reason, "had no proof" in completion.error) == ("abort", True)
     assert (server.reason, server._stands) == ("", False)
+
+
+async def test_an_adapter_does_not_wait_for_an_engine_that_runs(monkeypatch):
+    """But sets one that stands, or may stand, going."""
+    server, host = _answering(monkeypatch)
+    calls: list[str] = []
+
+    async def load(ticket):
+        return 0.0, 0
+
+    async def resume():
+        calls.append("resume")
+
+    server._load_adapter, host.resume = load, resume
+    tickets = [Ticket(Version(0, step, "x"), "lora", "", ()) for step in range(4)]
+    await server.apply(tickets[0])
+    assert calls == []
+    await server.fence()
+    await server.apply(tickets[1])
+    await server.apply(tickets[2])
+    assert calls == ["resume"]
+    await server.fence()
+    host.resume = lambda: asyncio.sleep(60)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(server.apply(tickets[2]), 0.05)
+    host.resume = resume
+    await server.apply(tickets[3])
+    assert calls == ["resume", "resume"]
+    assert server.reason == ""

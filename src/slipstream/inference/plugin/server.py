@@ -14,7 +14,6 @@ Bodies are MessagePack records of `slipstream.records`; `/health` is JSON, for p
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import gc
 import json
@@ -29,8 +28,9 @@ from aiohttp import web
 
 import slipstream
 from slipstream.inference.plugin import ENGINE_VARIABLE, delivery, lifeline, scoring, tensor_map
+from slipstream.inference.plugin.adapters import Adapters
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments, prompt_arguments, sampling_arguments
-from slipstream.inference.plugin.hosts import Host, LoadedAdapter, create_host
+from slipstream.inference.plugin.hosts import Host, create_host
 from slipstream.inference.plugin.labels import Spans
 from slipstream.inference.plugin.routes import OutOfService, errors_as_text, routes
 from slipstream.inference.settings import EngineSettings
@@ -66,17 +66,14 @@ class EngineServer:
         self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
         self._settled = asyncio.Event()
         self._settled.set()
-        self.adapter: LoadedAdapter | None = None
-        """What every request that comes is computed with, to its end."""
-        self._old_adapter: LoadedAdapter | None = None
-        """The one before it, which requests that were running then still use."""
-        self._adapter_users: collections.Counter[int] = collections.Counter()
+        self._adapters = Adapters(host)
         self._request_ended = asyncio.Event()
         self._kept: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
         """Under `keep`, what computes each request."""
         self._stands = False
         """Whether no step is made since a fence, or an update that failed."""
-        self._num_adapters = 0
+        self._runs = True
+        """Whether steps are made; when neither is known, a `resume` was cut short."""
         self._base_verified = False
         self._unproved = ""
         """The version that is computed with while its proof is still to come."""
@@ -114,7 +111,7 @@ class EngineServer:
             raise OutOfService("the engine is asleep, and its weights wait in the CPU's memory: ask again later")
         if ticket.bridge != "lora":
             return await self._verify(ticket.version, ticket.parameters)
-        if self.adapter is None:
+        if self._adapters.current is None:
             raise RuntimeError("the engine holds no adapter to verify")
         report = await self._verify_adapter(ticket.version, ticket.parameters)
         return report.and_of(await self._verify(ticket.version, ticket.base))
@@ -152,7 +149,7 @@ class EngineServer:
         """
         check_base(ticket, None if self.reason else self.version, self.reason)
         if ticket.bridge == "lora":
-            await self._forget_old_adapter()
+            await self._adapters.until_room()
         else:
             self._check_running()
         goes_on = ticket.bridge == "single_copy" and self._unproved == ticket.version.name and not self._stands
@@ -216,7 +213,9 @@ class EngineServer:
         if is_whole:
             await self.host.reset_encoder_cache()
         self._stands = False  # before: when this is cancelled in `resume`, nobody knows whether steps are made
-        await self.host.resume()
+        if not self._runs:
+            await self.host.resume()
+            self._runs = True
 
     async def go_on(self, version: Version) -> None:
         """The weights that were fenced off are written: compute with them, as `version`, whose proof `apply` makes
@@ -250,6 +249,7 @@ class EngineServer:
             return
         while self.settings.in_flight == "drain" and self.num_running:
             await self._until_a_request_ends()
+        self._runs = False
         await self.host.pause()
         self._stands = True
 
@@ -278,32 +278,16 @@ class EngineServer:
         return max(load["seconds"] for load in loads), sum(load["num_bytes"] for load in loads)
 
     async def _load_adapter(self, ticket: Ticket) -> tuple[float, int]:
-        """An adapter beside the base, by vLLM's own loader, under a name and a number that no other ever had."""
+        """An adapter beside the base; seconds and bytes."""
         if self.settings.lora_rank is None:
             raise RuntimeError("the engine was started without room for an adapter")
         started = time.perf_counter()
-        self._num_adapters += 1
-        name = f"{ticket.version.name}-{ticket.version.digest}-{self._num_adapters}"
-        loaded = LoadedAdapter(name, self._num_adapters, ticket.location)
-        if not await self.host.load_adapter(loaded):
-            raise RuntimeError(f"vLLM refused the adapter in {ticket.location}")
-        self._old_adapter, self.adapter = self.adapter, loaded
+        await self._adapters.load(ticket)
         return time.perf_counter() - started, ticket.num_bytes
 
-    async def _forget_old_adapter(self) -> None:
-        """Make room for the next: wait for the last request of the adapter before this one."""
-        old = self._old_adapter
-        if old is None:
-            return
-        while self._adapter_users[old.id]:
-            await self._until_a_request_ends()
-        await self.host.remove_adapter(old)
-        self._old_adapter = None
-        del self._adapter_users[old.id]
-
     async def _verify_adapter(self, version: Version, parameters: tuple[ParameterSpec, ...]) -> ApplyReport:
-        loaded = [adapter.id for adapter in (self.adapter, self._old_adapter) if adapter is not None]
-        return await self._verify(version, parameters, "slipstream_fingerprint_adapter", json.dumps(loaded))
+        loaded = json.dumps(self._adapters.ids)
+        return await self._verify(version, parameters, "slipstream_fingerprint_adapter", loaded)
 
     async def _verify_applied(self, ticket: Ticket) -> ApplyReport:
         """As `verify`, but the base below an adapter, which nothing changes, only once."""
@@ -393,15 +377,13 @@ class EngineServer:
     async def _generate(self, request: GenerateRequest) -> Completion:
         if request.scores_prompt:
             scoring.check(request, self.patches)
-        before, adapter, num_refused = self.version.name if self.version else "", self.adapter, self._num_refused
+        before, num_refused = self.version.name if self.version else "", self._num_refused
+        adapter = self._adapters.current
         prompt, params = prompt_arguments(request), sampling_arguments(request)
         if adapter is not None:
-            self._adapter_users[adapter.id] += 1
-            try:
+            with self._adapters.used(adapter):
                 output, _ = await self.host.generate(prompt, params, request.id, adapter)
-                spans = []
-            finally:
-                self._adapter_users[adapter.id] -= 1
+            spans = []
         elif self._keeps_context:
             output, spans = await self._generate_on_kept_context(request.id, prompt, params)
         else:
