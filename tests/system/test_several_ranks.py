@@ -101,14 +101,32 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_rank(command, run_file, tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("bridge", ["broadcast", "disk"])
-def test_vllm_takes_the_weights_of_two_ranks(bridge, command, run_file, tmp_path):
+@pytest.mark.parametrize(("bridge", "steps"), [("broadcast", 3), ("disk", 3), ("restart", 1)])
+def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, tmp_path):
+    """Under `restart` a new engine loads what they have gathered, as it would load an export."""
     folder = tmp_path / "run"
     options = ("--weights.bridge", bridge, "--algorithm.kl_coef", "0.01", "--run.folder", folder)
+    options += ("--training.steps", str(steps))
     code, _, err = command("train", run_file, *COIN, *ranks(2), *options).wait(400)
     assert code == 0, err
-    check_run(folder, steps=3)
+    check_run(folder, steps=steps)
     assert "train/grad_norm" in read_metrics(folder)[-1]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    delta = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--model.dtype", "bfloat16")
+    options = ("--training.learning_rate", "1e-5", "--weights.probe_warn", "1", "--weights.probe_stop", "2")
+    code, _, err = command("train", run_file, *COIN, *ranks(2), *delta, *options, "--run.folder", folder).wait(400)
+    assert code == 0, err
+    published, applied = (
+        [event for event in read_events(folder) if event["kind"] == kind] for kind in ("publish", "apply")
+    )
+    assert [event["digest"] for event in applied] == [event["digest"] for event in published]
+    assert [event.get("delta_of") for event in published] == [None, "0.0", "0.1", "0.2"]
+    assert len({event["digest"] for event in published}) == 4
 
 
 @pytest.mark.engine
