@@ -55,9 +55,14 @@ class TokenClock:
         if not self._is_watching:
             return 0.0
         resumed = time.perf_counter()
-        while self._last < resumed and is_busy() and time.perf_counter() < resumed + _PATIENCE_S:
-            await asyncio.sleep(_POLL_S)
+        await self.next(is_busy, _PATIENCE_S)
         self._is_watching = False
         if self._last >= resumed:
             return self._longest
         return max(self._longest, (time.perf_counter() if is_busy() else resumed) - self._last)
+
+    async def next(self, is_busy: Callable[[], bool], patience_s: float) -> None:
+        """Wait for a token from now on, while there is somebody to have it and patience lasts."""
+        since = time.perf_counter()
+        while self._last < since and is_busy() and time.perf_counter() < since + patience_s:
+            await asyncio.sleep(_POLL_S)

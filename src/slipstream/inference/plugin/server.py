@@ -48,6 +48,8 @@ from slipstream.weights.delta import check_base
 from slipstream.weights.single_copy import SharedWeights
 
 _MAX_BODY_BYTES = 1 << 30
+_FIRST_TOKEN_S = 0.1
+"""How long a trainer that has written the weights waits at most for the first token of what was running."""
 _SHUTDOWN_S = 2.0
 """For calls that are being answered when the engine has died: vLLM may never answer them."""
 
@@ -230,6 +232,8 @@ class EngineServer:
             await self.host.rpc("slipstream_written")
             self._unproved = version.name
             await self._change_to(version)
+            # Before the trainer describes the version, for which it needs the card that the engine computes on.
+            await self.host.clock.next(lambda: self.num_running > 0, _FIRST_TOKEN_S)
         except BaseException as error:
             self._refuse()
             self.reason = f"going on with version {version.name} failed: {error!r}"
