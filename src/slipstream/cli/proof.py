@@ -101,9 +101,10 @@ def bench_sync(
         names = bridges or (TOGETHER if together else BRIDGES)
         failures: list[str] = []
         if together or len(names) == 1:
-            found = [dataclasses.asdict(figures) for figures in measure_sync(names, options, _tell)]
+            measured = measure_sync(names, options, lambda figures: _tell(dataclasses.asdict(figures), as_json=json))
+            found = [dataclasses.asdict(figures) for figures in measured]
         else:
-            found, failures = _each_apart(names, options)
+            found, failures = _each_apart(names, options, as_json=json)
     figures = [row | {"model": model} for row in found]
     if json:
         _print_json({"bridges": figures, "failures": failures})
@@ -132,12 +133,13 @@ def _make_shape(folder: Path, shape: str) -> Path:
     return folder
 
 
-def _tell(figures: Any) -> None:
+def _tell(row: dict[str, Any], *, as_json: bool) -> None:
     """A bridge's figures as soon as they are there: what comes after it may fail, or be killed."""
-    print(json.dumps(dataclasses.asdict(figures)), file=sys.stderr, flush=True)
+    said = f"{row['bridge']}: whole update {_ms(row['update'])} ms, stall {_ms(row['stall'])} ms"
+    print(json.dumps(row) if as_json else said, file=sys.stderr, flush=True)
 
 
-def _each_apart(bridges: Sequence[Bridge], options: Any) -> tuple[list[dict[str, Any]], list[str]]:
+def _each_apart(bridges: Sequence[Bridge], options: Any, *, as_json: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """Each bridge in a process of its own, so that its memory is its own; what was found, and what failed."""
     found: list[dict[str, Any]] = []
     failures: list[str] = []
@@ -152,7 +154,7 @@ def _each_apart(bridges: Sequence[Bridge], options: Any) -> tuple[list[dict[str,
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             found += json.loads(done.stdout)["bridges"]
-            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+            _tell(found[-1], as_json=as_json)
         else:
             said = done.stderr.strip().removeprefix("error: ")
             failures.append(f"{name} was not measured ({said or f'exit code {done.returncode}'})")
