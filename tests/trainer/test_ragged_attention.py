@@ -121,9 +121,10 @@ def test_it_gives_what_the_padded_route_gives(kernels, monkeypatch, save_model, 
 def test_a_layer_is_one_graph_for_rows_of_any_layout(checkpointing, kernels, monkeypatch, model_folder, make_batch):
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()  # those of other tests
     plain, model = (PolicyModel.load(model_folder, checkpointing=checkpointing) for _ in range(2))
     assert compile_layers(model) == ""
-    counters = torch._dynamo.utils.counters
     assert sum(counters["graph_break"].values()) == 0
     counters.clear()
     for batch in (make_groups(), make_batch(9, advantages=False), make_groups(3)):
