@@ -212,8 +212,7 @@ class AnsweringHost(CountingHost):
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
 
 
-@pytest.mark.parametrize("outcome", ["proved", "wrong", "died", "another"])
-async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monkeypatch):
+def _answering(monkeypatch) -> tuple[EngineServer, AnsweringHost]:
     server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := AnsweringHost())
     server.reason = ""
     monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
@@ -222,11 +221,22 @@ async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monk
         return 0.0, 0
 
     async def verify(ticket):
+        return ApplyReport(ticket.version)
+
+    server._load, server._verify_applied = load, verify
+    return server, host
+
+
+@pytest.mark.parametrize("outcome", ["proved", "wrong", "died", "another"])
+async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monkeypatch):
+    server, host = _answering(monkeypatch)
+
+    async def verify(ticket):
         if outcome == "died":
             raise RuntimeError("the core died")
         return ApplyReport(ticket.version, mismatched=("weight",) if outcome == "wrong" else ())
 
-    server._load, server._verify_applied = load, verify
+    server._verify_applied = verify
     running = asyncio.create_task(server.generate(GenerateRequest("a", [1], SamplingParams(1), timeout_s=30)))
     await asyncio.sleep(0)
     await server.fence()
@@ -253,21 +263,6 @@ async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monk
     assert ("had no proof" in completion.error) == (outcome != "proved")
     assert host.num_pauses == 1 + (outcome != "proved")
     assert server._stands == (server.reason != ""), "a version without a proof makes nothing more"
-
-
-def _answering(monkeypatch) -> tuple[EngineServer, AnsweringHost]:
-    server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := AnsweringHost())
-    server.reason = ""
-    monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
-
-    async def load(ticket):
-        return 0.0, 0
-
-    async def verify(ticket):
-        return ApplyReport(ticket.version)
-
-    server._load, server._verify_applied = load, verify
-    return server, host
 
 
 @pytest.mark.parametrize("step", ["reset_prefix_cache", "set_version", "resume"])
