@@ -348,3 +348,20 @@ async def test_an_adapter_does_not_wait_for_an_engine_that_runs(monkeypatch):
     await server.apply(tickets[3])
     assert calls == ["resume", "resume"]
     assert server.reason == ""
+
+
+async def test_the_trainer_waits_for_the_first_token_after_its_writing_but_not_for_long(monkeypatch):
+    server, host = _answering(monkeypatch)
+    host.clock = TokenClock()
+    monkeypatch.setattr("slipstream.inference.plugin.server._FIRST_TOKEN_S", 20.0)
+    running = asyncio.create_task(server.generate(GenerateRequest("a", [1], SamplingParams(1), timeout_s=30)))
+    await asyncio.sleep(0)
+    await server.fence()
+    going_on = asyncio.create_task(server.go_on(Version(0, 1, "")))
+    await asyncio.sleep(0.05)
+    assert not going_on.done()
+    host.clock.tick()
+    await asyncio.wait_for(going_on, 10)
+    monkeypatch.setattr("slipstream.inference.plugin.server._FIRST_TOKEN_S", 0.01)
+    await asyncio.wait_for(server.go_on(Version(0, 2, "")), 10)
+    running.cancel()

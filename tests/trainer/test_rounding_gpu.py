@@ -41,6 +41,13 @@ def check(device: str) -> None:
             # One of the two neighbours: less than a step of bfloat16 away.
             step = torch.exp2(torch.frexp(exact.detach().cpu()).exponent.float() - 8)
             assert ((values.float() - exact.detach()).abs().cpu() <= step * 1.001 + 1e-7).all()
+    # A NaN of all ones, as GPUs make it, would become -0 when noise is added to it.
+    damaged = torch.full((500,), 0x7FFFFFFF, dtype=torch.int32, device=device).view(torch.float32)
+    clean = torch.zeros((3, 500), device=device)
+    made = rounding_gpu.update(
+        clean[0].bfloat16(), damaged, *clean[1:], updates=1, rate=1e-2, weight_decay=0.0, seed=1, **options
+    )
+    assert made.isnan().all()
     num = 100_000
     live = torch.full((num,), 1.0, device=device).bfloat16()
     # An update of about 0.3 steps of bfloat16 below 1, which is 1/256; every place has noise of its own.
