@@ -27,6 +27,8 @@ SAMPLING = SamplingParams(max_tokens=32, temperature=0.9)
 RATE = 1e-3
 GRPO = {"kind": "grpo", "kl_coef": 0.05}
 PPO = {"kind": "ppo", "kl_coef": 0.0}
+GSPO = {"kind": "gspo", "kl_coef": 0.05, "importance_sampling": "sequence_masked", "entropy_coef": 0.01}
+"""Ratios, weights and means of whole sequences."""
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +121,11 @@ CASES = {
     "grpo": {},
     "lora": {"lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}, "gradient_checkpointing": True},
     "alone": {"packing": False, "gradient_checkpointing": True},
+    "gspo": {"algorithm": GSPO},
 }
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("grpo", 2), ("grpo", 4), ("lora", 2), ("alone", 2)])
+@pytest.mark.parametrize(("case", "ranks"), [("grpo", 2), ("grpo", 4), ("gspo", 4), ("lora", 2), ("alone", 2)])
 def test_losses_gradients_and_weights_are_those_of_one_process(case, ranks, model, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "several").mkdir()
