@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
-from slipstream.trainer.group import RankGroup
+from slipstream.trainer.group import RankGroup, shard_dim
 from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
 from slipstream.trainer.model import PolicyModel, stored_weights
 from slipstream.trainer.objectives import Objective
@@ -27,7 +27,7 @@ from slipstream.trainer.optimizer import Optimizer, OptimStats, local_part
 from slipstream.trainer.state import STATE_PREFIX, read_state, write_shards, write_state
 from slipstream.weights.adapter import adapter_parameter
 from slipstream.weights.fingerprint import Slice, fingerprints
-from slipstream.weights.shards import Shard, first_element, gathered
+from slipstream.weights.shards import Shard, gathered, place_of
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -253,7 +253,7 @@ class Part:
             raise
 
     def shards(self, what: str) -> list[Shard]:
-        """This rank's rows of the `model`, its `base` or its `adapter`, under the network's own names; of an adapter
+        """This rank's parts of the `model`, its `base` or its `adapter`, under the network's own names; of an adapter
         under PEFT's."""
         own = list(self.group.shards_of(self.model.network))
         adapter = self.model.adapter
@@ -282,27 +282,30 @@ class Part:
         rank, size = self.group.rank, self.group.size
         slices: list[Slice] = []
         for shard in self.shards(what):
-            # What every rank has counts once.
-            rows = shard.rows[:0] if shard.is_whole and rank else shard.rows
-            slices.append(Slice(rows, first_element(shard, rank, size)))
+            if shard.dim is None and rank:
+                # What every rank has counts once.
+                slices.append(Slice(shard.part.reshape(-1)[:0]))
+            else:
+                slices.append(Slice(shard.part, *place_of(shard, rank, size), tuple(shard.part.shape)))
         return fingerprints(slices)
 
     def _save(self, folder: Path) -> None:
-        optimizer, shapes = self._trained, self._shapes()
+        optimizer, shapes, dims = self._trained, self._shapes(), self._dims()
         alike: dict[str, Tensor] = {}
         shards: dict[str, Tensor] = {}
         for path, tensor in optimizer.state().items():
-            shape = shapes.get(path.partition(".")[2])
+            name = path.partition(".")[2]
+            shape = shapes.get(name)
             if shape is None or not tensor.ndim:
                 alike[f"{STATE_PREFIX}{path}"] = tensor
             elif tensor.numel():
-                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape)
+                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape, dims[name])
         write_shards(folder, shards, self.group.rank)
         if self.group.rank == 0:
             write_state(folder, {**alike, **random_state(self.model.device)}, optimizer.step)
 
     def _load(self, folder: Path) -> None:
-        shapes = self._shapes()
+        shapes, dims = self._shapes(), self._dims()
         live = {name: local_part(parameter) for name, parameter in self.model.network.named_parameters()}
 
         def place(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
@@ -314,10 +317,14 @@ class Part:
                     f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
                     f"{list(shapes[name])} here"
                 )
-            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape)
+            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape, dims[name])
 
         take_state(self._trained, read_state(folder, place), self.model.device)
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters."""
         return {name: parameter.shape for name, parameter in self.model.network.named_parameters()}
+
+    def _dims(self) -> dict[str, int]:
+        """Along which each is dealt out."""
+        return {name: shard_dim(parameter) for name, parameter in self.model.network.named_parameters()}

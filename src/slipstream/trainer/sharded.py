@@ -200,7 +200,7 @@ class ShardedLearner(Learner):
         specs: list[records.ParameterSpec] = []
         for shard in self._part.shards(what):
             # A tensor without memory: only who comes out and in which shape is asked.
-            probe = torch.zeros(1, dtype=shard.rows.dtype).expand(shard.shape)
+            probe = torch.zeros(1, dtype=shard.part.dtype).expand(shard.shape)
             stored = self._part.stored(what, shard.name, probe)
             if len(stored) != 1 or not _is_same(stored[0][1], probe):
                 return None
