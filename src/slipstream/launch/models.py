@@ -189,7 +189,7 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> SharedTensors:
     from slipstream.weights.single_copy import check_loaded, open_weights
 
     folder = resolve_folder(config.model.path)
-    shared = await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
+    (shared,) = await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
     tensors = open_weights(shared)
     check_loaded(tensors, folder)
     return SharedTensors(tensors, shared.refused)
