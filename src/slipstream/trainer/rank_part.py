@@ -21,8 +21,9 @@ from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
 from slipstream.trainer.group import RankGroup, shard_dim
 from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
-from slipstream.trainer.model import PolicyModel, stored_weights
+from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective
+from slipstream.trainer.one_copy import WorkerMemory
 from slipstream.trainer.optimizer import Optimizer, OptimStats, local_part
 from slipstream.trainer.state import STATE_PREFIX, read_state, write_shards, write_state
 from slipstream.weights.adapter import adapter_parameter
@@ -197,6 +198,8 @@ class Part:
     model: PolicyModel
     optimizer: Optimizer | None = None
     objective: Objective | None = None
+    memory: WorkerMemory | None = None
+    """The engine's, where the model is in it."""
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
@@ -215,6 +218,7 @@ class Part:
                 return Answer(numbers=[stats.learning_rate, stats.grad_norm, float(stats.clipped)])
             case Commit():
                 self._trained.commit()
+                self._written()
             case Gather():
                 for _ in self.gather(command.what):
                     pass
@@ -269,10 +273,7 @@ class Part:
         """The tensor called `name` in `shards`, as it is saved and published."""
         if what == "adapter":
             return [(name, tensor)]
-        state = {name: tensor}
-        if self.model.adapter is not None:
-            state = self.model.adapter.model_state(state, merged=False)
-        return list(stored_weights(self.model.network, state))
+        return self.model.stored(name, tensor)
 
     def gather(self, what: str) -> Iterator[tuple[str, Tensor]]:
         """The whole tensors in rank 0, one after another, under the network's own names."""
@@ -320,6 +321,12 @@ class Part:
             return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape, dims[name])
 
         take_state(self._trained, read_state(folder, place), self.model.device)
+        self._written()
+
+    def _written(self) -> None:
+        """The live weights have changed."""
+        if self.memory is not None:
+            self.memory.write(self.model.network)
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters."""
