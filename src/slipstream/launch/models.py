@@ -190,14 +190,23 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
     return MasterAdamW(named, **options)
 
 
-async def share_weights(config: RunConfig, engine: RunEngine) -> SharedTensors:
-    """The live weights of an engine that is ready, checked against the model's files."""
-    from slipstream.trainer.model import SharedTensors, resolve_folder
+async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
+    """Where each worker of an engine that is ready has its live weights."""
+    from slipstream.trainer.model import resolve_folder
     from slipstream.weights.files import stored_parameters
-    from slipstream.weights.single_copy import check_loaded, open_weights
 
     folder = resolve_folder(config.model.path)
-    (shared,) = await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
+    return await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
+
+
+def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
+    """The weights of the only worker, checked against the model's files; without workers nothing."""
+    from slipstream.trainer.model import SharedTensors, resolve_folder
+    from slipstream.weights.single_copy import check_loaded, open_weights
+
+    if not workers:
+        return None
+    (shared,) = workers
     tensors = open_weights(shared)
-    check_loaded(tensors, folder)
+    check_loaded(tensors, resolve_folder(config.model.path))
     return SharedTensors(tensors, shared.refused)
