@@ -16,7 +16,9 @@ from slipstream.weights.single_copy import Exporter
 
 from .test_ranks import BATCHES, SAMPLING, make_config, one_step
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create") or torch.cuda.is_available(), reason="needs Linux and ranks on a CPU"
+)
 COLUMNS, ROWS = ("o_proj", "down_proj"), ("q_proj", "gate_proj", "up_proj")
 
 

@@ -36,8 +36,6 @@ class WorkerMemory:
         for name, parameter in model.network.named_parameters():
             probe = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
             found = model.stored(name, probe)
-            if not found:
-                continue  # an adapter's, which is not in the model
             stored = found[0][0]
             reason = next((worker.refused[stored] for worker in workers if stored in worker.refused), "")
             if len(found) > 1 or not is_same(found[0][1], probe):
@@ -75,14 +73,14 @@ class WorkerMemory:
 
     def check(self, name: str, whole: Tensor) -> None:
         """Raise `WeightsError` unless the worker has loaded what the files have."""
-        if name in self._live and not torch.equal(self._live[name], self._of_worker(name, whole)):
+        if not torch.equal(self._live[name], self._of_worker(name, whole)):
             raise WeightsError(f"the engine holds another {name} than the files in {self._folder}: {OTHER_BRIDGE}")
 
     @torch.no_grad()
     def write(self, network: nn.Module) -> None:
         """After parameters were changed: have the worker know all of them. A collective."""
         for name, parameter in network.named_parameters():
-            if name in self._live and name not in self.dims and parameter.requires_grad:
+            if name not in self.dims:
                 spread: Any = parameter.detach()
                 self._live[name].copy_(self._of_worker(name, spread.full_tensor()))
         if torch.cuda.is_initialized():
