@@ -22,7 +22,8 @@ def plan_placement(draft: Draft) -> None:
     size, asked = draft["inference.tensor_parallel_size"], draft["inference.replicas"]
     least = 1 if asked == "auto" else asked
     needed = least * size if uses_engine(draft.original) else 0
-    if ranks > 1 and not draft.on_cpu and (ranks + needed > num_gpus or draft["run.placement"] == "shared"):
+    beside = ranks > 1 and not draft.on_cpu and not shares_weights(draft.original)
+    if beside and (ranks + needed > num_gpus or draft["run.placement"] == "shared"):
         raise ConfigError(
             f"training.ranks = {ranks} needs {ranks + needed} GPUs, one for each and {needed} for the engine, and "
             f'there are {num_gpus}: lower it, and leave run.placement = "shared" to one rank'

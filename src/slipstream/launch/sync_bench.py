@@ -26,7 +26,7 @@ from slipstream.launch.cards import num_cards, place
 from slipstream.launch.deployable import engine_config, find_deployable
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_settings
 from slipstream.launch.facts import adapter_config, measure_adapter, measure_gpus, read_model
-from slipstream.launch.models import load_model, share_weights
+from slipstream.launch.models import load_model, open_shared, share_weights
 from slipstream.launch.stop import StopRequest
 from slipstream.launch.sync_figures import PROMPT_TOKENS, WORD_IDS, Memory, SyncFigures, SyncOptions, spread
 from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, session_of
@@ -160,7 +160,8 @@ def _started(
         shared = None
         if shares:
             thread.call(engine.wait_ready(), wait_s, "the engine")
-            shared = thread.call(share_weights(config, engine), wait_s, "the engine to share its weights")
+            workers = thread.call(share_weights(config, engine), wait_s, "the engine to share its weights")
+            shared = open_shared(config, workers)
         model = load_model(config, shared)
         if config.lora is not None:
             model.add_adapter(adapter_config(config))

@@ -179,6 +179,14 @@ class PolicyModel:
         """The same without the adapter."""
         return self._model_weights(merged=False)
 
+    def stored(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """The network's parameter `name` as it is saved and published, without the adapter; nothing for one of the
+        adapter's."""
+        state = {name: tensor}
+        if self.adapter is not None:
+            state = self.adapter.model_state(state, merged=False)
+        return list(stored_weights(self.network, state))
+
     def _model_weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
         if self.adapter is not None:
             state = self.adapter.model_state(dict(self.network.state_dict()), merged=merged)
@@ -192,6 +200,11 @@ class PolicyModel:
         if not {_memory(weight) for _, weight in self._stored} <= {_memory(tensor) for tensor in live} - {0}:
             self._stored = []
         return stored
+
+
+def is_same(stored: Tensor, own: Tensor) -> bool:
+    """Whether what is stored is element for element what the network has, in its memory."""
+    return stored.shape == own.shape and _memory(stored) == _memory(own)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -19,15 +19,16 @@ from torch import Tensor
 from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
-from slipstream.trainer.group import RankGroup
+from slipstream.trainer.group import RankGroup, shard_dim
 from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
-from slipstream.trainer.model import PolicyModel, stored_weights
+from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective
+from slipstream.trainer.one_copy import WorkerMemory
 from slipstream.trainer.optimizer import Optimizer, OptimStats, local_part
 from slipstream.trainer.state import STATE_PREFIX, read_state, write_shards, write_state
 from slipstream.weights.adapter import adapter_parameter
 from slipstream.weights.fingerprint import Slice, fingerprints
-from slipstream.weights.shards import Shard, first_element, gathered
+from slipstream.weights.shards import Shard, gathered, place_of
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -197,6 +198,8 @@ class Part:
     model: PolicyModel
     optimizer: Optimizer | None = None
     objective: Objective | None = None
+    memory: WorkerMemory | None = None
+    """The engine's, where the model is in it."""
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
@@ -215,6 +218,7 @@ class Part:
                 return Answer(numbers=[stats.learning_rate, stats.grad_norm, float(stats.clipped)])
             case Commit():
                 self._trained.commit()
+                self._written()
             case Gather():
                 for _ in self.gather(command.what):
                     pass
@@ -253,7 +257,7 @@ class Part:
             raise
 
     def shards(self, what: str) -> list[Shard]:
-        """This rank's rows of the `model`, its `base` or its `adapter`, under the network's own names; of an adapter
+        """This rank's parts of the `model`, its `base` or its `adapter`, under the network's own names; of an adapter
         under PEFT's."""
         own = list(self.group.shards_of(self.model.network))
         adapter = self.model.adapter
@@ -269,10 +273,7 @@ class Part:
         """The tensor called `name` in `shards`, as it is saved and published."""
         if what == "adapter":
             return [(name, tensor)]
-        state = {name: tensor}
-        if self.model.adapter is not None:
-            state = self.model.adapter.model_state(state, merged=False)
-        return list(stored_weights(self.model.network, state))
+        return self.model.stored(name, tensor)
 
     def gather(self, what: str) -> Iterator[tuple[str, Tensor]]:
         """The whole tensors in rank 0, one after another, under the network's own names."""
@@ -282,27 +283,30 @@ class Part:
         rank, size = self.group.rank, self.group.size
         slices: list[Slice] = []
         for shard in self.shards(what):
-            # What every rank has counts once.
-            rows = shard.rows[:0] if shard.is_whole and rank else shard.rows
-            slices.append(Slice(rows, first_element(shard, rank, size)))
+            if shard.dim is None and rank:
+                # What every rank has counts once.
+                slices.append(Slice(shard.part.reshape(-1)[:0]))
+            else:
+                slices.append(Slice(shard.part, *place_of(shard, rank, size), tuple(shard.part.shape)))
         return fingerprints(slices)
 
     def _save(self, folder: Path) -> None:
-        optimizer, shapes = self._trained, self._shapes()
+        optimizer, shapes, dims = self._trained, self._shapes(), self._dims()
         alike: dict[str, Tensor] = {}
         shards: dict[str, Tensor] = {}
         for path, tensor in optimizer.state().items():
-            shape = shapes.get(path.partition(".")[2])
+            name = path.partition(".")[2]
+            shape = shapes.get(name)
             if shape is None or not tensor.ndim:
                 alike[f"{STATE_PREFIX}{path}"] = tensor
             elif tensor.numel():
-                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape)
+                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape, dims[name])
         write_shards(folder, shards, self.group.rank)
         if self.group.rank == 0:
             write_state(folder, {**alike, **random_state(self.model.device)}, optimizer.step)
 
     def _load(self, folder: Path) -> None:
-        shapes = self._shapes()
+        shapes, dims = self._shapes(), self._dims()
         live = {name: local_part(parameter) for name, parameter in self.model.network.named_parameters()}
 
         def place(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
@@ -314,10 +318,20 @@ class Part:
                     f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
                     f"{list(shapes[name])} here"
                 )
-            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape)
+            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape, dims[name])
 
         take_state(self._trained, read_state(folder, place), self.model.device)
+        self._written()
+
+    def _written(self) -> None:
+        """The live weights have changed."""
+        if self.memory is not None:
+            self.memory.write(self.model.network)
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters."""
         return {name: parameter.shape for name, parameter in self.model.network.named_parameters()}
+
+    def _dims(self) -> dict[str, int]:
+        """Along which each is dealt out."""
+        return {name: shard_dim(parameter) for name, parameter in self.model.network.named_parameters()}

@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.trainer.batching import StepBatch, even_rows
 from slipstream.trainer.learner import Learner, Scores, Sums
+from slipstream.trainer.model import is_same
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optimizer import OptimStats
 from slipstream.trainer.rank_part import (
@@ -200,13 +201,9 @@ class ShardedLearner(Learner):
         specs: list[records.ParameterSpec] = []
         for shard in self._part.shards(what):
             # A tensor without memory: only who comes out and in which shape is asked.
-            probe = torch.zeros(1, dtype=shard.rows.dtype).expand(shard.shape)
+            probe = torch.zeros(1, dtype=shard.part.dtype).expand(shard.shape)
             stored = self._part.stored(what, shard.name, probe)
-            if len(stored) != 1 or not _is_same(stored[0][1], probe):
+            if len(stored) != 1 or not is_same(stored[0][1], probe):
                 return None
             specs.append(replace(shard, name=stored[0][0]).spec(""))
         return tuple(specs)
-
-
-def _is_same(stored: Tensor, probe: Tensor) -> bool:
-    return stored.shape == probe.shape and stored.untyped_storage().data_ptr() == probe.untyped_storage().data_ptr()

@@ -311,16 +311,13 @@ class EngineServer:
         await self._stand()
         await self.host.rpc("slipstream_settle")
 
-    async def share(self, parameters: tuple[ParameterSpec, ...]) -> SharedWeights:
-        """Where the live weights lie, for a trainer that trains them; out of service until its first version."""
+    async def share(self, parameters: tuple[ParameterSpec, ...]) -> tuple[SharedWeights, ...]:
+        """Where each worker's live weights lie, for a trainer that trains them; out of service until its first
+        version."""
         await self.fence()
         answers = await self.host.rpc("slipstream_share", msgspec.json.encode(parameters).decode())
-        if len(answers) != 1:
-            raise RuntimeError(
-                f"the weights are divided among {len(answers)} workers, and only those of one are shared"
-            )
-        shared = msgspec.json.decode(answers[0], type=SharedWeights)
-        for path in shared.files():
+        shared = tuple(msgspec.json.decode(answer, type=SharedWeights) for answer in answers)
+        for path in set[str]().union(*(worker.files() for worker in shared)):
             lifeline.remove_at_end(path)
         return shared
 

@@ -100,7 +100,8 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_share(self, parameters_json: str) -> str:
-        """JSON: how another process opens the live weights, by Hugging Face name. On a CPU they move for it."""
+        """JSON: how another process opens the live weights, or this worker's part of each, by Hugging Face name. On a
+        CPU they move for it."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         model = self._slipstream_model()
         if self._slipstream_exporter is None:
@@ -110,12 +111,15 @@ class WorkerExtension:
         located = self._slipstream_locate(parameters)
         views: dict[str, Tensor] = {}
         refused: dict[str, str] = {}
+        places: dict[str, tuple[int, int]] = {}
         for spec in parameters:
             try:
-                views[spec.name] = located.whole(spec)
+                part = located.part(spec)
             except ValueError as error:
                 refused[spec.name] = str(error)
-        return msgspec.json.encode(self._slipstream_exporter.describe(views, refused)).decode()
+            else:
+                views[spec.name], places[spec.name] = part.tensor, (part.dim, part.start)
+        return msgspec.json.encode(self._slipstream_exporter.describe(views, refused, places)).decode()
 
     @torch.no_grad()
     def slipstream_written(self) -> str:

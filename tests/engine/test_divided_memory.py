@@ -1,0 +1,107 @@
+"""`single_copy` over two workers and two ranks: each rank trains its worker's own tensors, and the engine then answers
+bit for bit as one that was started on what they have made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from slipstream.launch.models import build_sharded
+from slipstream.launch.ranks import RankCrew
+from slipstream.records import SamplingParams
+from slipstream.trainer.learner import Learner
+from slipstream.weights import check_report, create_bridge
+from slipstream.weights.files import stored_parameters
+
+from ..launch import test_ranks
+from .architectures import ARCHITECTURES
+from .conftest import PROMPTS, LiveEngine, start, stop
+
+pytestmark = pytest.mark.engine
+SAMPLING = SamplingParams(max_tokens=24, temperature=0.8)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+
+
+def started(model: Path, folder: Path, dtype: str, **changes) -> LiveEngine:
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        # With one NUMA node vLLM finds no cores for a second worker.
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return start(model, folder, dtype, max_restarts=0, options={"tensor_parallel_size": 2}, **changes)
+
+
+def answers(live: LiveEngine) -> list[tuple[list[int], list[float]]]:
+    completions = [c for s in (SAMPLING, GREEDY) for c in live.sample(f"divided {s.temperature}", s)]
+    assert [c.error for c in completions] == [""] * (2 * len(PROMPTS))
+    return [(c.token_ids, c.logprobs) for c in completions]
+
+
+def with_words(model: Path, count: int) -> Path:
+    """The model with so many words, of which the last are never used."""
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    torch.manual_seed(1)
+    network.resize_token_embeddings(count, mean_resizing=False)
+    network.save_pretrained(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("tied", 128), pytest.param("untied", None, marks=pytest.mark.slow)], ids=["even", "uneven"]
+)
+def test_what_ranks_train_is_what_the_workers_compute_with(kind: str, words: int | None, tmp_path: Path):
+    architecture = ARCHITECTURES[kind]
+    dtype, model = architecture.dtype, architecture.build(tmp_path / "model", architecture.dtype)
+    if words is not None:
+        with_words(model, words)
+    live = started(model, tmp_path / "live", dtype)
+    crew = None
+    try:
+        workers = live.call(live.engine.share(stored_parameters(model, dtype), 60))
+        config = test_ranks.make_config(model, 2, {"kind": "grpo"}, dtype)
+        crew = RankCrew(config, test_ranks.SAMPLING, tmp_path / "logs", workers)
+        parts = build_sharded(config, test_ranks.SAMPLING, crew)
+        alone = parts.learner._part.memory._live.keys() - parts.learner._part.memory.dims.keys()
+        assert any("embed" in name for name in alone) == (words is None)
+        assert {name.split(".")[-2].split("_")[-1] for name in alone} <= {"layernorm", "norm", "tokens", "head"}
+        bridge = create_bridge(
+            "single_copy",
+            folder=tmp_path,
+            source=model,
+            engine=live.engine,
+            num_workers=2,
+            go_on=lambda version: live.call(live.engine.go_on(version, 60)),
+        )
+        before = None
+        for step in (1, 2):
+            live.call(bridge.fence(60))
+            test_ranks.one_step(parts, config, test_ranks.BATCHES[step - 1])
+            ticket = publish(live, bridge, parts.learner, step)
+            found = answers(live)
+            assert found != before
+            before = found
+        restart = create_bridge("restart", folder=tmp_path / "made", source=model, engine=live.engine)
+        made = restart.publisher.publish(parts.learner.named_weights(), 2, 0, lambda ticket: None)
+        assert made.version == ticket.version
+    finally:
+        if crew is not None:
+            crew.close()
+        stop(live)
+    oracle = started(Path(made.location), tmp_path / "oracle", dtype, version=made.version, parameters=made.parameters)
+    try:
+        assert answers(oracle) == found
+    finally:
+        stop(oracle)
+
+
+def publish(live: LiveEngine, bridge, learner: Learner, step: int):
+    under_way = []
+
+    def announce(ticket) -> None:
+        under_way.append(live.thread.submit(bridge.receiver.apply(ticket, 60)))
+
+    ticket = bridge.publisher.publish(learner.named_weights(), step, 0, announce)
+    check_report(under_way[0].result(60), ticket)
+    return ticket
