@@ -53,6 +53,9 @@ def test_ranks_and_workers_that_have_one_copy():
     odd = FOUR | {"vocab_size": 151_937, "num_gpus": 2}
     own_words = plan(beside | {"weights.bridge": "single_copy"}, **odd)
     assert kept[0] < float(memory_of(own_words, "trainer").how.partition("gradients ")[2].partition(" ")[0]) < kept[1]
+    reasons = {item.name: item.reason for item in own_words.derived}
+    assert reasons["run.placement"] == "trainer and engine have one copy of the weights"
+    assert reasons["inference.replicas"] == "trainer and engine are on the same 2 GPUs"
     assert "needs as many GPUs, and there are 1" in refusal(
         beside | {"weights.bridge": "single_copy"}, **FOUR | {"num_gpus": 1}
     )

@@ -1,11 +1,15 @@
 """Parts of a tensor, by rows or by columns: where they lie in the whole, and that their fingerprints add up."""
 
+import concurrent.futures
+import threading
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.weights.fingerprint import fingerprint
-from slipstream.weights.shards import Shard, part_of, place_of
+from slipstream.weights.shards import Shard, gathered_everywhere, part_of, place_of
 
 
 @given(
@@ -38,3 +42,36 @@ def test_what_every_process_has_is_the_whole():
     whole = torch.randn(3, 4)
     shard = Shard("w", part_of(whole, None, 1, 2), (3, 4), None)
     assert fingerprint(shard.part, *place_of(shard, 1, 2), (3, 4)) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("bunch_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("size", [1, 3])
+def test_many_tensors_come_together_everywhere(size, bunch_bytes, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    wholes = {
+        "rows": (torch.randn(7, 5, generator=generator), 0),
+        "columns": (torch.randn(2, 5, 3, generator=generator), 1),
+        "other": (torch.randn(9, generator=generator).bfloat16(), 0),
+        "one": (torch.randn(1, 4, generator=generator), 0),
+    }
+
+    sent, barrier = {}, threading.Barrier(size)
+
+    def all_gather(came, own, group):
+        sent[group] = own
+        barrier.wait(20)
+        for rank, place in enumerate(came):
+            place.copy_(sent[rank])
+        barrier.wait(20)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+
+    def gather(rank):
+        shards = (Shard(n, part_of(w, dim, rank, size), tuple(w.shape), dim) for n, (w, dim) in wholes.items())
+        found = gathered_everywhere(shards, size, rank, bunch_bytes=bunch_bytes)
+        return {name: whole.clone() for name, whole in found}
+
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        for found in pool.map(gather, range(size)):
+            assert found.keys() == wholes.keys()
+            assert all(torch.equal(found[name], whole) for name, (whole, _) in wholes.items())

@@ -122,10 +122,15 @@ def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew) -
 
 
 def build_parts(
-    config: RunConfig, sampling: SamplingParams, group: RankGroup, shared: Sequence[SharedWeights] = ()
+    config: RunConfig,
+    sampling: SamplingParams,
+    group: RankGroup,
+    shared: Sequence[SharedWeights] = (),
+    *,
+    trains: bool = True,
 ) -> dict[str, Part]:
     """One rank's share of every model of the run; the same calls in the same order on every rank. The policy's is in
-    the `shared` memory of the engine's workers, where there is such."""
+    the `shared` memory of the engine's workers, where there is such. Unless it `trains` there is only the policy."""
     from slipstream.trainer.critic import ValueModel, ValueObjective
     from slipstream.trainer.one_copy import WorkerMemory
     from slipstream.trainer.rank_part import Part
@@ -137,6 +142,8 @@ def build_parts(
     policy = with_adapter(config, load_model(config, group=group))
     memory = WorkerMemory(policy, shared, group.rank) if shared else None
     group.spread(policy, memory=memory)
+    if not trains:
+        return {POLICY: Part(group, policy, memory=memory)}
     optimizer = build_optimizer(config, policy.network, rank=group.rank)
     parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling), memory)}
     if needs_reference(config):

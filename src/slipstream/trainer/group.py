@@ -1,9 +1,9 @@
 """The process group of several trainer processes (ranks) on one host, and models spread over them by FSDP2.
 
 The ranks meet over a file in a folder that only the user can open; gloo's sockets listen on the loopback interface.
-Guarantees: of every parameter each rank keeps some rows, or columns where an engine's worker has them, as FSDP2
-deals them; gradients are added up over the ranks in
-float32, never averaged, since an objective's divisors are the whole step's; only rank 0 reads the model's files.
+Guarantees: of every parameter each rank keeps some rows, or columns where an engine's worker has them, as FSDP2 deals
+them; gradients are added up over the ranks in float32, never averaged, since an objective's divisors are the whole
+step's; only rank 0 reads the model's files.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class RankGroup:
         self._fill(model.network, whole, memory)
         if model.packing and checked:
             check_isolation(model)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # whole layers and words, which an engine may have on this card
 
     def _make_room(self, module: nn.Module) -> None:
         """Give the parameters of a module that has no values yet memory; its rows alone stay when it is sharded."""

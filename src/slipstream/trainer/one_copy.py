@@ -9,7 +9,7 @@ the worker has is this version's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, WeightsError
 from slipstream.trainer.model import PolicyModel, is_same
+from slipstream.weights.shards import Shard, gathered_everywhere
 from slipstream.weights.single_copy import OTHER_BRIDGE, SharedTensor, SharedWeights, open_weights
 
 
@@ -24,7 +25,7 @@ class WorkerMemory:
     """The memory of the worker `rank`, and how all of the `workers` have divided `model`."""
 
     def __init__(self, model: PolicyModel, workers: Sequence[SharedWeights], rank: int) -> None:
-        self._folder = model.folder
+        self._folder, self._size = model.folder, len(workers)
         self._live: dict[str, Tensor] = {}
         """By the network's own names."""
         self._starts: dict[str, tuple[int, int]] = {}
@@ -53,7 +54,8 @@ class WorkerMemory:
     def place(self, module: nn.Module, prefix: str, mesh: Any) -> None:
         """Have the parameters of `module`, which has just been spread, lie where the worker has them; in the network
         its name is `prefix`, with a dot. `load_state_dict` is how a module that is spread takes over other tensors."""
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as Dealt
 
         made: Any = DTensor.from_local
         taken: dict[int, nn.Parameter] = {}
@@ -64,7 +66,7 @@ class WorkerMemory:
                 if name not in self.dims or name in self._placed:
                     continue
                 self._placed.add(name)
-                dim, shape, stride = Shard(self.dims[name]), parameter.shape, parameter.stride()
+                dim, shape, stride = Dealt(self.dims[name]), parameter.shape, parameter.stride()
                 part = made(self._live[name], mesh, [dim], run_check=False, shape=shape, stride=stride)
                 taken[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             # A tied one stands under both names.
@@ -77,15 +79,17 @@ class WorkerMemory:
             raise WeightsError(f"the engine holds another {name} than the files in {self._folder}: {OTHER_BRIDGE}")
 
     @torch.no_grad()
-    def write(self, network: nn.Module) -> None:
-        """After parameters were changed: have the worker know all of them. A collective."""
-        for name, parameter in network.named_parameters():
-            if name not in self.dims:
-                spread: Any = parameter.detach()
-                self._live[name].copy_(self._of_worker(name, spread.full_tensor()))
+    def write(self, shards: Iterable[Shard]) -> int:
+        """After parameters were changed, of which `shards` are this rank's: have the worker know all of them. A
+        collective; how many bytes were copied to the worker."""
+        num_bytes = 0
+        apart = (shard for shard in shards if shard.name in self._live and shard.name not in self.dims)
+        for name, whole in gathered_everywhere(apart, self._size):
+            num_bytes += self._live[name].copy_(self._of_worker(name, whole)).nbytes
         if torch.cuda.is_initialized():
             # The engine computes as soon as all ranks have answered.
             torch.cuda.synchronize()
+        return num_bytes
 
     def _of_worker(self, name: str, whole: Tensor) -> Tensor:
         dim, start = self._starts[name]

@@ -177,7 +177,21 @@ class Load(Command, frozen=True):
     folder: str
 
 
-AnyCommand = Score | Backward | Prepare | Commit | Gather | Describe | Save | Load
+class Negate(Command, frozen=True):
+    """Make another version without training, for a measurement: see `negate`."""
+
+    doing = "change its weights"
+    first: int
+    stride: int
+
+
+class Allocated(Command, frozen=True):
+    """Say how many bytes torch has allocated on this rank's GPU."""
+
+    doing = "say what memory it has"
+
+
+AnyCommand = Score | Backward | Prepare | Commit | Gather | Describe | Save | Load | Negate | Allocated
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -188,6 +202,15 @@ class Answer(msgspec.Struct, frozen=True):
     fingerprints: list[int] = []
     kind: str = ""
     error: str = ""
+
+
+@torch.no_grad()
+def negate(model: PolicyModel, first: int, stride: int) -> None:
+    """Change the sign of every `stride`-th column, from `first` on, of what the model would train, or of this rank's
+    part of it."""
+    for parameter in model.network.parameters():
+        if model.adapter is None or parameter.requires_grad:
+            local_part(parameter)[..., first::stride].neg_()
 
 
 @dataclass
@@ -228,6 +251,11 @@ class Part:
                 self._save(Path(command.folder))
             case Load():
                 self._load(Path(command.folder))
+            case Negate():
+                negate(self.model, command.first, command.stride)
+                return Answer(numbers=[self._written()])
+            case Allocated():
+                return Answer(numbers=[torch.cuda.memory_allocated() if self.group.device.type == "cuda" else 0])
         return Answer()
 
     @property
@@ -323,10 +351,9 @@ class Part:
         take_state(self._trained, read_state(folder, place), self.model.device)
         self._written()
 
-    def _written(self) -> None:
-        """The live weights have changed."""
-        if self.memory is not None:
-            self.memory.write(self.model.network)
+    def _written(self) -> int:
+        """The live weights have changed: how many bytes were copied to an engine's worker for it."""
+        return 0 if self.memory is None else self.memory.write(self.group.shards_of(self.model.network))
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters."""

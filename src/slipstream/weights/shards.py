@@ -110,14 +110,51 @@ def _begin(shard: Shard, rank: int, size: int, group: ProcessGroup | None) -> _G
     if shard.dim is None:
         return _Gathering(shard, None, part, part)
     distributed: Any = torch.distributed
-    each = len(dealt(shard.shape[shard.dim], 0, size))
-    sent = part.movedim(shard.dim, 0).contiguous()
-    if len(sent) < each:
-        sent = torch.cat([sent, sent.new_zeros(each - len(sent), *sent.shape[1:])])
-    whole = part.new_empty(each * size if rank == 0 else 0, *sent.shape[1:])
-    parts = list(whole.split(each)) if rank == 0 else None
+    sent = _even(shard, size)
+    whole = part.new_empty(len(sent) * size if rank == 0 else 0, *sent.shape[1:])
+    parts = list(whole.split(len(sent))) if rank == 0 else None
     work = distributed.gather(sent, parts, dst=0, group=group, async_op=True)
     return _Gathering(shard, work, whole, sent)
+
+
+def _even(shard: Shard, size: int) -> Tensor:
+    """The part as it is sent: the dimension that is dealt out in front, and as long in every process."""
+    dim = shard.dim or 0
+    each = len(dealt(shard.shape[dim], 0, size))
+    part = shard.part.detach().movedim(dim, 0).contiguous()
+    return part if len(part) == each else torch.cat([part, part.new_zeros(each - len(part), *part.shape[1:])])
+
+
+@torch.no_grad()
+def gathered_everywhere(
+    shards: Iterable[Shard], size: int, group: ProcessGroup | None = None, *, bunch_bytes: int = 64 << 20
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole of every tensor that is dealt out, one after another, in every process. A collective, to be gone
+    through to its end; small tensors share one, of which each process sends `bunch_bytes` at most."""
+    distributed: Any = torch.distributed
+    for bunch in _bunches(shards, size, bunch_bytes):
+        sent = torch.cat([part.reshape(-1) for _, part in bunch])
+        came = sent.new_empty(size, len(sent))
+        distributed.all_gather(list(came), sent, group=group)
+        columns = came.split([part.numel() for _, part in bunch], dim=1)
+        for (shard, part), column in zip(bunch, columns, strict=True):
+            dim = shard.dim or 0
+            yield shard.name, column.reshape(-1, *part.shape[1:])[: shard.shape[dim]].movedim(0, dim)
+
+
+def _bunches(shards: Iterable[Shard], size: int, most: int) -> Iterator[list[tuple[Shard, Tensor]]]:
+    """What goes together: as much as `most` bytes of one dtype, and more only where one tensor has more."""
+    bunch: list[tuple[Shard, Tensor]] = []
+    num_bytes = 0
+    for shard in shards:
+        part = _even(shard, size)
+        if bunch and (num_bytes + part.nbytes > most or part.dtype != bunch[0][1].dtype):
+            yield bunch
+            bunch, num_bytes = [], 0
+        bunch.append((shard, part))
+        num_bytes += part.nbytes
+    if bunch:
+        yield bunch
 
 
 class ShardedWeights:

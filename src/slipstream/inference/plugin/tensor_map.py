@@ -157,10 +157,12 @@ class TensorMap:
         ends = list(corner)
         for piece in pieces:
             place = _index(piece.offset, strides)
-            beyond = zip(place, corner, first.stride(), strict=False)
-            expected = first.storage_offset() + sum((own - start) * step for own, start, step in beyond)
+            beyond = [own - start for own, start in zip(place, corner, strict=True)]
+            steps = zip(beyond, first.stride(), strict=False)
+            expected = first.storage_offset() + sum(number * step for number, step in steps)
             is_in_line = (
-                piece.target.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+                min(beyond, default=0) >= 0
+                and piece.target.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
                 and piece.target.stride() == first.stride()
                 and piece.strides == strides
                 and piece.target.storage_offset() == expected
