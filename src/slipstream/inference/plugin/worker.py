@@ -124,7 +124,8 @@ class WorkerExtension:
     @torch.no_grad()
     def slipstream_written(self) -> str:
         """Have the kernels compute with the weights that were written in place. JSON: nothing."""
-        patches.repack(self._slipstream_model())
+        if not torch.cuda.is_available():  # only CPUs have packed copies, and generation waits for the look
+            patches.repack(self._slipstream_model())
         return "null"
 
     def slipstream_settle(self) -> str:
