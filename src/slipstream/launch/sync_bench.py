@@ -125,21 +125,21 @@ def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal
     """Who is on which GPU, and how many trainer processes there are: over `single_copy` one for each worker."""
     num_gpus, _ = measure_gpus()
     placement, size, shares = options.placement, options.tensor_parallel_size, bridge == "single_copy"
+    ranks = size if shares else 1
+    if shares and options.replicas > 1:
+        raise ConfigError("single_copy shares one engine's memory with the trainer: use --replicas 1")
+    if shares and placement == "separate":
+        raise ConfigError("single_copy has trainer and engine on one card: use --placement shared")
+    if ranks > 1 and variant == "lora":
+        raise ConfigError("single_copy+lora shares the base with one process: use --tensor-parallel-size 1")
     if placement == "auto":
         placement = "separate" if num_gpus > size and not shares else "shared"
     if placement == "separate" and num_gpus < 2:
         raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
-    ranks = size if shares else 1
     cards = place(ranks=ranks, replicas=options.replicas, tensor_parallel_size=size, separate=placement == "separate")
     if 0 < num_gpus < (needed := num_cards(cards)):
         asked = f"--replicas {options.replicas}" + (f" of --tensor-parallel-size {size}" if size > 1 else "")
         raise ConfigError(f"{asked} needs {needed} GPUs, and there are {num_gpus}: use fewer")
-    if options.replicas > 1 and shares:
-        raise ConfigError("single_copy shares one engine's memory with the trainer: use --replicas 1")
-    if placement == "separate" and shares:
-        raise ConfigError("single_copy has trainer and engine on one card: use --placement shared")
-    if ranks > 1 and variant == "lora":
-        raise ConfigError("single_copy+lora shares the base with one process: use --tensor-parallel-size 1")
     return placement, ranks
 
 
