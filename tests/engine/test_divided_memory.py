@@ -3,6 +3,7 @@ bit for bit as with files of what they have made: loaded by vLLM into itself, an
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import transformers
 
 from slipstream.launch.models import build_sharded
 from slipstream.launch.ranks import RankCrew
-from slipstream.records import SamplingParams
+from slipstream.launch.usage import session_of
+from slipstream.records import SamplingParams, Ticket
 from slipstream.trainer.learner import Learner
 from slipstream.weights import check_report, create_bridge
 from slipstream.weights.files import stored_parameters
@@ -32,9 +34,11 @@ def started(model: Path, folder: Path, dtype: str, **changes) -> LiveEngine:
 
 
 def answers(live: LiveEngine) -> list[tuple[list[int], list[float]]]:
-    completions = [c for s in (SAMPLING, GREEDY) for c in live.sample(f"divided {s.temperature}", s)]
-    assert [c.error for c in completions] == [""] * (2 * len(PROMPTS))
-    return [(c.token_ids, c.logprobs) for c in completions]
+    """One after the other: what a GPU computes depends on what else is in the batch."""
+    asked = [(number, sampling) for number in range(4) for sampling in (SAMPLING, GREEDY)]
+    found = [live.sample(f"divided {n} {s.temperature}", s, [PROMPTS[n]])[0] for n, s in asked]
+    assert [c.error for c in found] == [""] * len(asked)
+    return [(c.token_ids, c.logprobs) for c in found]
 
 
 def with_words(model: Path, count: int) -> Path:
@@ -46,6 +50,13 @@ def with_words(model: Path, count: int) -> Path:
     return model
 
 
+def shared_files(live: LiveEngine) -> set[str]:
+    """What torch and vLLM keep in shared memory for the engine's workers."""
+    pids = [pid for leader in live.engine.pids for pid in session_of(leader)]
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return set(re.findall(r" (/dev/shm/(?:torch|vllm)_\S+)", maps))
+
+
 @pytest.mark.parametrize(
     ("kind", "words"), [("tied", 128), pytest.param("untied", None, marks=pytest.mark.slow)], ids=["even", "uneven"]
 )
@@ -55,9 +66,10 @@ def test_what_ranks_train_is_what_the_workers_compute_with(kind: str, words: int
     if words is not None:
         with_words(model, words)
     live = started(model, tmp_path / "live", dtype)
-    crew = None
+    crew, files = None, set()
     try:
         workers = live.call(live.engine.share(stored_parameters(model, dtype), 60))
+        files = shared_files(live)
         config = test_ranks.make_config(model, 2, {"kind": "grpo"}, dtype)
         crew = RankCrew(config, test_ranks.SAMPLING, tmp_path / "logs", workers)
         parts = build_sharded(config, test_ranks.SAMPLING, crew)
@@ -80,19 +92,25 @@ def test_what_ranks_train_is_what_the_workers_compute_with(kind: str, words: int
             found = answers(live)
             assert found != before
             before = found
-        files = create_bridge("disk", folder=tmp_path / "made", source=model, engine=live.engine)
-        made = publish(live, files, parts.learner, 3)
+        disk = create_bridge("disk", folder=tmp_path / "made", source=model, engine=live.engine)
+        made = publish(live, disk, parts.learner, 3)
         assert made.version.digest == ticket.version.digest
         assert answers(live) == found
     finally:
         if crew is not None:
             crew.close()
         stop(live)
-    if words is None:
-        return
-    oracle = started(Path(made.location), tmp_path / "oracle", dtype, version=made.version, parameters=made.parameters)
+    left = [path for path in files if Path(path).exists()]
+    if words is not None:
+        check_another(tmp_path / "oracle", dtype, made, found)
+    assert left == []
+
+
+def check_another(folder: Path, dtype: str, made: Ticket, expected: list[tuple[list[int], list[float]]]) -> None:
+    """An engine that is started on what was made answers so."""
+    oracle = started(Path(made.location), folder, dtype, version=made.version, parameters=made.parameters)
     try:
-        assert answers(oracle) == found
+        assert answers(oracle) == expected
     finally:
         stop(oracle)
 

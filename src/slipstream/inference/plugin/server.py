@@ -85,6 +85,8 @@ class EngineServer:
     async def start(self) -> None:
         """Verify what was loaded; only then go into service."""
         described = [msgspec.json.decode(text) for text in await self.host.rpc("slipstream_describe")]
+        for path in described[0]["files"]:
+            lifeline.remove_at_end(path)
         self.patches = tuple(described[0]["patches"])
         if self.settings.fp32_head:
             self.patches += (checked_head([each["head_dtypes"] for each in described]),)
