@@ -184,6 +184,8 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
 
 async def share_weights(config: RunConfig, engine: RunEngine) -> SharedTensors:
     """The live weights of an engine that is ready, checked against the model's files."""
+    import torch
+
     from slipstream.trainer.model import SharedTensors, resolve_folder
     from slipstream.weights.files import stored_parameters
     from slipstream.weights.single_copy import check_loaded, open_weights
@@ -192,4 +194,6 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> SharedTensors:
     shared = await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
     tensors = open_weights(shared)
     check_loaded(tensors, folder)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # before something small that stays lies in what was compared
     return SharedTensors(tensors, shared.refused)
