@@ -208,6 +208,8 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWei
 
 def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
     """The weights of the only worker, checked against the model's files; without workers nothing."""
+    import torch
+
     from slipstream.trainer.model import SharedTensors, resolve_folder
     from slipstream.weights.single_copy import check_loaded, open_weights
 
@@ -216,4 +218,6 @@ def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTe
     (shared,) = workers
     tensors = open_weights(shared)
     check_loaded(tensors, resolve_folder(config.model.path))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # before something small that stays lies in what was compared
     return SharedTensors(tensors, shared.refused)
