@@ -5,7 +5,8 @@ memory that is there, hashes a block that is not full, looks for reasons to stop
 (`delivery` keeps it). Nearly all requests of nearly all steps are plain: one more token, which ends nothing, in a block
 that has room. For these alone the few changes that remain are made here; whatever else a step holds goes through
 vLLM's own code. Guarantees: all that the scheduler decides is the same as without this, step by step, and so is its
-state once what `ledger` keeps is written, which is done before any code of vLLM's reads it. (One number is left as it was, `next_decode_eligible_step`, which without pipeline stages decides nothing.)
+state once what `ledger` keeps is written, which is done before any code of vLLM's reads it. (One number is left as it
+was, `next_decode_eligible_step`, which without pipeline stages decides nothing.)
 """
 
 from __future__ import annotations
