@@ -22,6 +22,13 @@ class ModelFacts:
     """Type of the weights in the folder."""
     tied_embeddings: bool = True
     """Whether the output head is the embedding."""
+    num_frozen: int = 0
+    """Of the parameters, those of an image tower, which is not trained."""
+
+    @property
+    def num_decoding(self) -> int:
+        """Parameters that text goes through."""
+        return self.num_parameters - self.num_frozen
 
 
 @dataclass(frozen=True)
