@@ -106,7 +106,8 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     live: dict[str, torch.Tensor] = {}
     if options.bridge == "single_copy":
         parameters = stored_parameters(model, options.dtype)
-        live = open_weights(thread.call(engine.share(parameters, TIMEOUT_S), 300, "the engine"))
+        (shared,) = thread.call(engine.share(parameters, TIMEOUT_S), 300, "the engine")
+        live = open_weights(shared)
     answers: dict[str, list[Completion]] = {}
     prompts: dict[str, list[int]] = {}
     is_over = False

@@ -2,6 +2,7 @@
 
     python benchmarks/learner.py [--shapes 1.5b 7b] [--systems plain compiled again titan ...] [--data packed|grpo]
                                  [--tokens 8192] [--rows 8] [--steps 5] [--profile] [--json FILE] [--device cuda|cpu]
+                                 [--attention any|torch]
 
 A Qwen2 of the named shape with random weights in bfloat16, full fine-tuning. Data `packed`: in every row of `--tokens`
 tokens segments of a quarter to a thirty-second of it, every token trained on. `grpo`: 32 prompts of 128 tokens with 8
@@ -10,6 +11,7 @@ runs in a process of its own:
 
 - `plain`, `selective`, `again`: this project's learner; layers keep everything, what is dear, or their input.
 - `compiled`, `compiled-again`: the same with `training.compile`. `moved`: `again` with inputs in the CPU's memory.
+  `--attention torch`: torch's FlashAttention 2 also where a newer one is installed.
 - `titan`: a baseline in torchtitan's manner on transformers' own network: each layer compiled for one row length,
   selective checkpointing by operation (every second matrix multiplication is computed again), compiled cross-entropy on
   float32 logits, torch's variable-length attention, gradients, weights and fused AdamW all in bfloat16. `titan-all` is
@@ -53,7 +55,7 @@ PARTS = (8, 6, 5, 4, 3, 2, 2, 1, 1)
 SMALL_VOCABULARY = 1000
 WARM_UP = 2
 KINDS = (
-    ("attention", r"flash|fmha|attn"),
+    ("attention", r"flash|fmha|attn|cudnn"),
     ("matrix multiplications", r"gemm|nvjet|cutlass|cublas|sm90_xmma|ampere_|\bmm\b|addmm"),
     ("log-probabilities", r"_forward_kernel|_backward_kernel|softmax|logsumexp"),
     ("optimizer", r"adam|multi_tensor|foreach"),
@@ -93,7 +95,7 @@ def make_network(shape: str, device: str, implementation: str) -> Any:
 
 def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float]], dict[str, Any]]:
     """A step of this project's learner, and what there is to say of it."""
-    from slipstream.trainer import attention
+    from slipstream.trainer import attention, attention_gpu
     from slipstream.trainer.compiled import compile_layers
     from slipstream.trainer.layers import LayerOptions, dress_layers
     from slipstream.trainer.learner import Learner
@@ -101,6 +103,7 @@ def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float
     from slipstream.trainer.optimizer import MasterAdamW
     from slipstream.trainer.rounding import RoundedAdamW
 
+    attention_gpu.ENABLED = options.attention == "any"
     network = make_network(options.shape, options.device, attention.register())
     model = PolicyModel(network, Path())
     how = dict(OURS[options.child])
@@ -310,6 +313,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         "peak_part": useful / middle / PEAK_FLOPS,
         "metrics": metrics,
         **facts,
+        "newer_attention": newer_attention(),
     }
     if on_gpu:
         gib = 1 << 30
@@ -321,6 +325,13 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     if options.profile:
         result["profile"], result["operations"] = profile_of(step, on_gpu)
     return result
+
+
+def newer_attention() -> bool:
+    """Whether this project's attention took newer kernels than torch's."""
+    from slipstream.trainer import attention_gpu
+
+    return any(interface is not None for interface in attention_gpu._found.values())
 
 
 def num_parameters(config: Any) -> int:
@@ -405,6 +416,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--backend", default="inductor", help="the compiler's; aot_eager for smoke tests")
+    parser.add_argument(
+        "--attention", choices=["any", "torch"], default="any", help="kernels of this project's learner"
+    )
     parser.add_argument("--profile", action="store_true", help="one more step, told by kind of kernel")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for a system")
     parser.add_argument("--json", type=Path)
@@ -432,7 +446,7 @@ def main() -> int:
 def measure(shape: str, system: str, options: argparse.Namespace) -> dict[str, Any]:
     """A process of its own for one system; what it said."""
     command = [sys.executable, __file__, "--child", system, "--shape", shape, "--data", options.data]
-    for name in ("tokens", "rows", "prompts", "prompt", "completion", "steps", "device", "backend"):
+    for name in ("tokens", "rows", "prompts", "prompt", "completion", "steps", "device", "backend", "attention"):
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--profile"] * options.profile
     failed = {"shape": shape, "system": system}

@@ -318,11 +318,25 @@ class TestKnobsWithoutEffect:
             (
                 MINIMAL,
                 ["--weights.bridge", "single_copy", "--inference.tensor_parallel_size", "2"],
-                "tensor_parallel_size = 2 divides the weights",
+                "training.ranks = 1 and inference.tensor_parallel_size = 2: make them equal",
             ),
             (MINIMAL, ["--training.ranks", "2", "--training.optimizer", "muon"], 'use "adamw" or "adamw_bf16"'),
             (MINIMAL, ["--training.ranks", "2", "--training.optimizer", "adamw_8bit"], "in blocks of 256"),
-            (MINIMAL, ["--training.ranks", "2", "--weights.bridge", "single_copy"], "use another bridge, or one rank"),
+            (MINIMAL, ["--training.ranks", "2", "--weights.bridge", "single_copy"], "make them equal, or use another"),
+            (
+                MINIMAL,
+                [
+                    "--weights.bridge",
+                    "single_copy",
+                    "--lora.rank",
+                    "4",
+                    "--training.ranks",
+                    "2",
+                    "--inference.tensor_parallel_size",
+                    "2",
+                ],
+                "shares the base with one process",
+            ),
             (MINIMAL, ["--training.ranks", "2", "--lora.rank", "4", "--weights.bridge", "disk"], 'use "lora", or one'),
             (MINIMAL, ["--training.rank_timeout_s", "9"], "has no effect while training.ranks is 1"),
             (

@@ -22,7 +22,7 @@ from slipstream.trainer.model import PolicyModel, SharedTensors, load_network
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
 from slipstream.weights.adapter import AdapterConfig
 from slipstream.weights.files import stored_parameters
-from slipstream.weights.single_copy import check_loaded, open_weights
+from slipstream.weights.single_copy import SharedWeights, check_loaded, open_weights
 
 from .architectures import ARCHITECTURES, DIVIDED, GRID, Architecture, image_prompt, pixels
 from .conftest import LiveEngine, create, mean_difference, perturbed, sparsely, stop
@@ -79,7 +79,7 @@ class Case(ABC):
 
     def share(self, live: LiveEngine, held: Path) -> PolicyModel:
         """A policy in the memory of `live`, which has the weights in `held` now."""
-        shared = live.call(live.engine.share(stored_parameters(self.model, self.dtype), 60))
+        (shared,) = live.call(live.engine.share(stored_parameters(self.model, self.dtype), 60))
         self.shared = open_weights(shared)
         check_loaded(self.shared, held)
         policy = self.load(self.model, SharedTensors(self.shared, shared.refused))
@@ -349,8 +349,23 @@ def test_the_same_with_the_weights_divided_over_two_workers(divided: WholeCase):
     for name in [name for name in BRIDGES if name != "single_copy"]:
         divided.check(name, *divided.attach(name))
     check_flipped_bits(divided)
-    with pytest.raises(EngineError, match="divided among 2 workers"):
-        divided.attach("single_copy")
+    workers = divided.live.call(divided.live.engine.share(stored_parameters(divided.model, divided.dtype), 60))
+    check_parts(dict(divided.weights(divided.policy)), workers)
+
+
+def check_parts(state: dict[str, torch.Tensor], workers: tuple[SharedWeights, ...]) -> None:
+    """What each worker has of every parameter is as it says, and together they have all of it."""
+    opened = [open_weights(worker) for worker in workers]
+    assert len(opened) == 2
+    assert opened[0].keys() == opened[1].keys()
+    assert opened[0].keys() | workers[0].refused.keys() == state.keys()
+    for name in opened[0]:
+        seen = torch.zeros_like(state[name], dtype=torch.bool)
+        for worker, tensors in zip(workers, opened, strict=True):
+            place, part = worker.tensors[name], tensors[name]
+            assert torch.equal(part, state[name].narrow(place.dim, place.start, part.shape[place.dim])), name
+            seen.narrow(place.dim, place.start, part.shape[place.dim]).fill_(True)
+        assert seen.all(), name
 
 
 @pytest.mark.slow

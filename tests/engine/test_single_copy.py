@@ -31,7 +31,7 @@ class Pair:
     def __init__(self, live: LiveEngine) -> None:
         self.live = live
         self.dtype = live.engine.process.settings.dtype
-        shared = live.call(live.engine.share(stored_parameters(live.model, self.dtype), 60))
+        (shared,) = live.call(live.engine.share(stored_parameters(live.model, self.dtype), 60))
         self.tensors = open_weights(shared)
         check_loaded(self.tensors, live.model)
         self.policy = PolicyModel.load(live.model, self.dtype, shared=SharedTensors(self.tensors, shared.refused))

@@ -45,10 +45,10 @@ def test_experts_are_verified_only_where_the_kernel_reads_them_as_they_are_loade
     kept = backend in ("TRITON", "CPU")
     assert located.opaque == (set() if kept else set(NAMES[:2]))
     if kept:
-        assert torch.equal(located.whole(specs[1]), weights[NAMES[1]])
+        assert torch.equal(located.part(specs[1]).tensor, weights[NAMES[1]])
     else:
         with pytest.raises(ValueError, match="transforms it"):
-            located.whole(specs[1])
+            located.part(specs[1])
 
 
 class Wrapped(nn.Module):
@@ -89,7 +89,7 @@ def test_layers_that_can_have_adapters_are_found_whether_there_are_any_or_not(nu
     worker = WorkerExtension()
     worker.model_runner = SimpleNamespace(model=model, lora_manager=manager)
     (spec,) = describe([("gate.weight", live.detach().clone())])
-    assert worker._slipstream_locate((spec,)).whole(spec).data_ptr() == live.data_ptr()
+    assert worker._slipstream_locate((spec,)).part(spec).tensor.data_ptr() == live.data_ptr()
     assert model.gate is wrapped
 
 

@@ -40,6 +40,27 @@ def test_a_rank_keeps_a_part_of_the_state():
     assert kept[0] / 3 < kept[1] < kept[0] / 2
 
 
+def test_ranks_and_workers_that_have_one_copy():
+    beside = GENERATED | {"training.ranks": 2, "inference.tensor_parallel_size": 2}
+    made, apart = plan(beside | {"weights.bridge": "single_copy"}, **FOUR), plan(beside, **FOUR)
+    assert made.config.run.placement == "shared"
+    assert engine_gpus(made.config, None) == (), "it sees all, and takes the first, as the ranks do"
+    assert "2 of 4 GPUs are not used: the trainer uses 2 (training.ranks)" in made.warnings
+    kept = [
+        float(memory_of(each, "trainer").how.partition("gradients ")[2].partition(" ")[0]) for each in (made, apart)
+    ]
+    assert kept[0] < kept[1]
+    odd = FOUR | {"vocab_size": 151_937, "num_gpus": 2}
+    own_words = plan(beside | {"weights.bridge": "single_copy"}, **odd)
+    assert kept[0] < float(memory_of(own_words, "trainer").how.partition("gradients ")[2].partition(" ")[0]) < kept[1]
+    reasons = {item.name: item.reason for item in own_words.derived}
+    assert reasons["run.placement"] == "trainer and engine have one copy of the weights"
+    assert reasons["inference.replicas"] == "trainer and engine are on the same 2 GPUs"
+    assert "needs as many GPUs, and there are 1" in refusal(
+        beside | {"weights.bridge": "single_copy"}, **FOUR | {"num_gpus": 1}
+    )
+
+
 def test_too_few_cards():
     assert "training.ranks = 4 needs 5 GPUs, one for each and 1 for the engine, and there are 4: lower it" in refusal(
         GENERATED | {"training.ranks": 4}, **FOUR

@@ -28,7 +28,7 @@ class Sharing:
         self.exporter = Exporter(weights.values())
         shared = self.exporter.describe({name: w.data for name, w in weights.items()}, {})
         self.policy = PolicyModel.load(self.model, shared=SharedTensors(open_weights(shared), {}))
-        return shared
+        return (shared,)
 
     def _note(self, what):
         self.seen.append((what, digest(describe(self.policy.named_weights()))))

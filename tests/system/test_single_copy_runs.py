@@ -27,6 +27,19 @@ def test_grpo(command, run_file, tmp_path, staleness):
     assert run.left_behind() == []
 
 
+def test_grpo_over_two_ranks_and_workers(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    shape = ("--hidden-size", 64, "--num-layers", 1, "--num-heads", 2, "--num-kv-heads", 1, "--context-length", 64)
+    assert command("model", "new", tmp_path / "model", *shape).wait()[0] == 0
+    both = ("--training.ranks", 2, "--inference.tensor_parallel_size", 2, "--model.path", tmp_path / "model")
+    options = (*BRIDGE, *COIN, *both, "--training.staleness", 1, "--run.folder", folder)
+    run = command("train", run_file, *options, "--training.steps", 3)
+    code, _, err = run.wait(400)
+    assert code == 0, err
+    check_run(folder, steps=[0, 1, 2, 3])
+    assert run.left_behind() == []
+
+
 def test_sft_whose_engine_stands_still_between_two_evaluations(command, run_file, tmp_path):
     folder = tmp_path / "run"
     options = ("--training.steps", 5, "--evaluation.every", 2, "--run.folder", folder)

@@ -90,3 +90,50 @@ def test_an_adapter_over_a_base_that_is_shared(tmp_path):
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert 0 < row["num_bytes"] < size / 2
     assert row["commit"] is None, "nothing that the engine reads is written in place"
+
+
+@pytest.mark.slow
+def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
+    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
+    (tmp_path / "scratch").mkdir()
+    command = Command(
+        *("bench", "sync", "--model", model, "--bridges", "single_copy", "--tensor-parallel-size", 2, "--updates", 3),
+        *("--streams", 2, "--context", 128, "--scratch", tmp_path / "scratch", "--json"),
+    )
+    command.until(lambda: len(command.engines()) == 1)
+    code, out, err = command.wait()
+    assert code == 0, err
+    (row,) = json.loads(out)["bridges"]
+    assert (row["tensor_parallel_size"], row["ranks"], row["num_updates"]) == (2, 2, 3)
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    # Norms, and words, which are no multiple of 64, go to both workers.
+    assert 0 < row["num_bytes"] < size / 2
+    assert 0 < row["commit"]["median"] <= row["update"]["median"]
+    assert row["num_parameters"] * 4 == pytest.approx(size, rel=0.05)
+    for side in ("trainer", "engine"):
+        assert size < row[side]["pss"] <= row[side]["rss"]
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert command.left_behind() == []
+
+
+@pytest.mark.slow
+def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
+    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
+    command = Command(
+        *("bench", "sync", "--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
+        *("--tensor-parallel-size", 2, "--updates", 2, "--streams", 2, "--context", 128, "--timeout", 300, "--json"),
+    )
+    code, out, err = command.wait()
+    assert code == 0, err
+    rows = json.loads(out)["bridges"]
+    assert [row["bridge"] for row in rows] == ["disk", "broadcast", "broadcast+delta"]
+    assert {(row["tensor_parallel_size"], row["ranks"], row["raw_s"]) for row in rows} == {(2, 1, None)}
+    assert command.left_behind() == []
+
+
+def test_what_cannot_be_divided_is_said_before_anything_starts(tmp_path):
+    model = new_model(tmp_path / "model", hidden_size=48, num_layers=1, num_heads=3, num_kv_heads=1)
+    with pytest.raises(ConfigError, match=r"single_copy\+lora shares the base with one process"):
+        measure_sync(["single_copy+lora"], SyncOptions(str(model), tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="does not divide the model's 3 attention heads"):
+        measure_sync(["single_copy"], SyncOptions(str(model), tensor_parallel_size=2))

@@ -63,6 +63,25 @@ def test_named_weights_of_fused_experts_are_those_of_the_file(save_model, tmp_pa
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_lie_in_one_storage_are_named_as_they_lie(save_model, tmp_path, tied):
+    save_model(tmp_path, "Qwen2", tie_word_embeddings=tied)
+    model = PolicyModel.load(tmp_path)
+    expected = {name: weight.clone() for name, weight in model.named_weights()}
+    parameters = list(model.network.parameters())
+    arena, start = torch.empty(sum(parameter.numel() for parameter in parameters)), 0
+    for parameter in parameters:
+        place = arena[start : start + parameter.numel()].view(parameter.shape)
+        parameter.data, start = place.copy_(parameter.data), start + parameter.numel()
+    for _ in range(2):
+        weights = dict(model.named_weights())
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+        # Not copies: nothing of the size of the model is made for each version.
+        assert {weight.untyped_storage().data_ptr() for weight in weights.values()} == {arena.data_ptr()}
+        assert len(model._stored) == len(weights)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe"])
 def test_named_weights_are_those_of_now(save_model, tmp_path, kind):
     """After a write in place and in the place of a parameter, also where what is stored is made of several."""

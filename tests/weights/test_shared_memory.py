@@ -98,7 +98,7 @@ def test_a_parameter_that_cannot_be_shared_is_named_with_the_reason_and_the_reme
 
 
 class TestOneTensorOfItsPieces:
-    """`TensorMap.whole`."""
+    """`TensorMap.part`."""
 
     spec = ParameterSpec("w", (4, 3), "float32", "")
 
@@ -109,7 +109,7 @@ class TestOneTensorOfItsPieces:
 
     def test_pieces_that_lie_in_line(self):
         memory = torch.arange(40.0).view(8, 5)
-        whole = self.located((2, memory[3:5, 1:4]), (0, memory[1:3, 1:4])).whole(self.spec)
+        whole = self.located((2, memory[3:5, 1:4]), (0, memory[1:3, 1:4])).part(self.spec).tensor
         assert torch.equal(whole, memory[1:5, 1:4])
         assert whole.data_ptr() == memory[1:5, 1:4].data_ptr()
 
@@ -122,15 +122,25 @@ class TestOneTensorOfItsPieces:
             ((0, memory[0:2, :3]), (2, memory[2:4, 1:4])),
         ):
             with pytest.raises(ValueError, match="parts apart"):
-                self.located(*places).whole(self.spec)
+                self.located(*places).part(self.spec)
 
     def test_what_is_not_all_there(self):
         memory = torch.zeros(8, 3)
-        with pytest.raises(ValueError, match="only a part"):
-            self.located((0, memory[:2])).whole(self.spec)
         with pytest.raises(ValueError, match="no copy"):
-            TensorMap().whole(self.spec)
+            TensorMap().part(self.spec)
         with pytest.raises(ValueError, match="transforms"):
-            TensorMap({}, {"w"}).whole(self.spec)
+            TensorMap({}, {"w"}).part(self.spec)
         with pytest.raises(ValueError, match="keeps it in bfloat16, not float32"):
-            self.located((0, memory[:2].bfloat16())).whole(self.spec)
+            self.located((0, memory[:2].bfloat16())).part(self.spec)
+
+    def test_one_workers_rows_or_columns(self):
+        memory = torch.arange(40.0).view(8, 5)
+        rows = self.located((2, memory[3:5, :3])).part(self.spec)
+        assert (rows.dim, rows.start, rows.tensor.data_ptr()) == (0, 2, memory[3:].data_ptr())
+        assert rows.tensor.shape == (2, 3)
+        columns = TensorMap({"w": [Piece(1, (4, 2), (3, 1), memory[:4, :2])]}).part(self.spec)
+        assert (columns.dim, columns.start, columns.tensor.shape) == (1, 1, (4, 2))
+        whole = self.located((0, memory[1:3, 1:4]), (2, memory[3:5, 1:4])).part(self.spec)
+        assert (whole.dim, whole.start, whole.tensor.shape) == (0, 0, (4, 3))
+        with pytest.raises(ValueError, match="only a part"):
+            TensorMap({"w": [Piece(4, (2, 2), (3, 1), memory[:2, :2])]}).part(self.spec)

@@ -28,6 +28,11 @@ InFlight = Annotated[
     Literal["recompute", "keep", "drain"],
     Parameter(help="What becomes of the generations: their context is computed anew, kept, or they are awaited."),
 ]
+_PASSED_ON = (
+    *("model", "updates", "streams", "placement", "replicas", "changed", "rank", "tensor_parallel_size", "in_flight"),
+    "context",
+)
+"""What each bridge's own process is told."""
 _MIB = 1 << 20
 _WIDTH = 140
 """Of a table that goes to a file."""
@@ -56,6 +61,9 @@ def bench_sync(
         float, Parameter(help="Part of the weights that an update changes; 0.02 at most for deltas.")
     ] = 1.0,
     rank: Annotated[int, Parameter(help="Of the adapter, for the bridge lora.")] = 16,
+    tensor_parallel_size: Annotated[
+        int, Parameter(help="Workers of each engine, on GPUs of their own; over single_copy as many ranks train them.")
+    ] = 1,
     in_flight: InFlight = "recompute",
     context: Annotated[int, Parameter(help="Tokens that a generation grows to.")] = 2048,
     together: Annotated[
@@ -76,15 +84,9 @@ def bench_sync(
     update, and the memory of both sides. For broadcast the collective alone sends the same bytes in the same run, and
     what part of its bandwidth was reached is shown. Nothing is trained, and nothing is left behind.
     """
-    for name, value in (("--updates", updates), ("--streams", streams), ("--replicas", replicas), ("--rank", rank)):
-        if value < 1:
-            raise ConfigError(f"{name} {value} leaves nothing to measure: use 1 or more")
-    if not 0 < changed <= 1:
-        raise ConfigError(f"--changed {changed:g} leaves nothing to measure: use a part above 0 and up to 1")
-    if timeout <= 0:
-        raise ConfigError(f"--timeout {timeout:g} leaves no time: use some hundred seconds")
-    if scratch is not None and not scratch.is_dir():
-        raise ConfigError(f"--scratch {scratch} is not a folder: make it first")
+    counts = {"--updates": updates, "--streams": streams, "--replicas": replicas, "--rank": rank}
+    counts["--tensor-parallel-size"] = tensor_parallel_size
+    _check_sync(counts, changed, timeout, scratch)
     from slipstream.launch.sync_bench import BRIDGES, TOGETHER, measure_sync
     from slipstream.launch.sync_figures import SyncOptions
     from slipstream.trainer.shapes import SHAPES
@@ -95,6 +97,7 @@ def bench_sync(
             folder = str(_make_shape(Path(temporary) / "model", model))
         options = SyncOptions(
             *(folder, updates, streams, placement, replicas, changed, in_flight, context, rank),
+            tensor_parallel_size=tensor_parallel_size,
             scratch=scratch,
             timeout_s=timeout,
         )
@@ -113,6 +116,19 @@ def bench_sync(
     if failures:
         raise SlipstreamError("; ".join(failures))
     return 0
+
+
+def _check_sync(counts: Mapping[str, int], changed: float, timeout: float, scratch: Path | None) -> None:
+    """Refuse values with which nothing can be measured."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{name} {value} leaves nothing to measure: use 1 or more")
+    if not 0 < changed <= 1:
+        raise ConfigError(f"--changed {changed:g} leaves nothing to measure: use a part above 0 and up to 1")
+    if timeout <= 0:
+        raise ConfigError(f"--timeout {timeout:g} leaves no time: use some hundred seconds")
+    if scratch is not None and not scratch.is_dir():
+        raise ConfigError(f"--scratch {scratch} is not a folder: make it first")
 
 
 def _make_shape(folder: Path, shape: str) -> Path:
@@ -146,7 +162,7 @@ def _each_apart(bridges: Sequence[Bridge], options: Any, *, as_json: bool) -> tu
     for name in bridges:
         print(f"measuring {name}", file=sys.stderr)
         command = [sys.executable, "-m", "slipstream.cli", "bench", "sync", "--json", "--bridges", name]
-        for key in ("model", "updates", "streams", "placement", "replicas", "changed", "rank", "in_flight", "context"):
+        for key in _PASSED_ON:
             command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
         command += ["--timeout", str(options.timeout_s)]
         if options.scratch is not None:
@@ -165,6 +181,8 @@ def _show_sync(figures: list[dict[str, Any]]) -> None:
     first = figures[0]
     on_cpu = first["placement"] == "cpu"
     where = "on the CPU" if on_cpu else f"placement {first['placement']}"
+    if (size := first["tensor_parallel_size"]) > 1:
+        where += f", {size} workers"
     print(f"{first['model']}: {first['num_parameters'] / 1e6:,.1f} M parameters, {first['dtype']}, {where}")
     kinds = ("RSS", "PSS") if on_cpu else ("torch's", "nvidia-smi's")
     rows: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -334,11 +334,13 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Trainer and engine in one memory."""
     if not shares_weights(config):
         return
-    if (size := config.inference.tensor_parallel_size) > 1:
+    size, ranks = config.inference.tensor_parallel_size, config.training.ranks
+    if size != ranks:
         yield (
-            "inference.tensor_parallel_size",
-            f'inference.tensor_parallel_size = {size} divides the weights, and weights.bridge = "single_copy" '
-            "has the trainer hold each in one piece: use 1, or another bridge",
+            "inference.tensor_parallel_size" if size > 1 else "training.ranks",
+            f'weights.bridge = "single_copy" has each rank of the trainer train what one worker of the engine has, and '
+            f"there are training.ranks = {ranks} and inference.tensor_parallel_size = {size}: make them equal, or use "
+            "another bridge",
         )
     if (replicas := num_replicas(config)) > 1:
         yield (
@@ -383,11 +385,11 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "lora.dora", f"{spread}, and DoRA's norms are those of whole weights: use LoRA, or one rank"
     if config.training.compile is True:
         yield "training.compile", f"{spread}, and layers are compiled in one process only: turn training.compile off"
-    if shares_weights(config):
+    if config.lora is not None and shares_weights(config):
         yield (
             "weights.bridge",
-            f'{spread}, and weights.bridge = "single_copy" has trainer and engine hold the same tensors: use another '
-            "bridge, or one rank",
+            f'{spread}, and under [lora] weights.bridge = "single_copy" shares the base with one process: use "lora", '
+            "or one rank",
         )
     elif config.lora is not None and uses_engine(config) and bridge not in ("auto", "lora"):
         yield (

@@ -383,8 +383,9 @@ class WeightsConfig(Section):
     bridge: Literal["auto", "disk", "broadcast", "restart", "lora", "single_copy"] = "auto"
     """`disk`: files loaded in place into the running engine. `broadcast`: from memory to memory over a process group.
     `restart`: the engine is started anew. `lora`: the engine keeps the base and loads the adapter beside it.
-    `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU, and the engine stands
-    still while they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
+    `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU, or each of
+    `training.ranks` those of one of as many workers (`inference.tensor_parallel_size`); the engine stands still while
+    they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
     `lora` when [lora] is set (and not DoRA), otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two
     and `restart` publish the whole model with the adapter merged into it."""
     delta: bool = False

@@ -163,9 +163,9 @@ class EngineClient:
         """Have it take the memory back."""
         await self._post("/wake", b"", bool, timeout_s)
 
-    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
         """Where the engine's live weights lie, for a trainer that is to train them."""
-        return await self._post("/share", msgspec.msgpack.encode(parameters), SharedWeights, timeout_s)
+        return await self._post("/share", msgspec.msgpack.encode(parameters), tuple[SharedWeights, ...], timeout_s)
 
     async def fence(self, timeout_s: float) -> None:
         """Have it compute nothing until the next apply."""

@@ -163,7 +163,7 @@ class SupervisedEngine:
             self._remember(ticket.location, ticket.version, ticket.parameters)
         return report
 
-    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
         """Where the live weights lie, for a trainer that trains them; from now on it cannot be started again."""
         shared = await self._process.client.share(parameters, timeout_s)
         self._in_memory_by = "single_copy"

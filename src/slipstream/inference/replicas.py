@@ -311,7 +311,7 @@ class EngineReplicas:
         """See `weights.Engine`."""
         await self._all(lambda engine: engine.restart(model, version, parameters))
 
-    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
         """Nothing: there are as many copies as engines."""
         raise EngineError("several engines have no single copy of the weights: use inference.replicas = 1")
 

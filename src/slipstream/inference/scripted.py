@@ -165,7 +165,7 @@ class ScriptedEngine:
         """See `SupervisedEngine`."""
         self.is_alive, self.version, self.location = True, version, model
 
-    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
         """There are no weights here."""
         raise EngineError("a scripted engine has no weights to share: use weights.bridge = disk")
 

@@ -61,7 +61,7 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
         """Wait until it is in service, with a deadline, and what it says of itself."""
         ...
 
-    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> SharedWeights:
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
         """Where its live weights lie, for a trainer that trains them."""
         ...
 

@@ -19,7 +19,7 @@ from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
-from slipstream.launch.models import Trained, build, build_objective, build_sharded, share_weights
+from slipstream.launch.models import Trained, build, build_objective, build_sharded, open_shared, share_weights
 from slipstream.launch.peaks import note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks import RankCrew, rank_threads
@@ -39,10 +39,10 @@ from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings, sample_of
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Announce
+from slipstream.weights.single_copy import SharedWeights
 
 if TYPE_CHECKING:
     from slipstream.trainer.loop import TrainingLoop
-    from slipstream.trainer.model import SharedTensors
 
 _START_GRACE_S = 60.0
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
@@ -267,10 +267,10 @@ class _Run:
 
     def _trained(self, sampling: SamplingParams) -> Trained:
         """The models, in this process or over ranks."""
-        config = self.config
+        config, workers = self.config, self._share_weights()
         if config.training.ranks == 1:
-            return build(config, self._share_weights(), self.prepared.plan.trainer_bytes)
-        self._crew = RankCrew(config, sampling, self.folder / "logs")
+            return build(config, open_shared(config, workers), self.prepared.plan.trainer_bytes)
+        self._crew = RankCrew(config, sampling, self.folder / "logs", workers)
         self._exits.callback(self._crew.close)
         return build_sharded(config, sampling, self._crew)
 
@@ -301,11 +301,11 @@ class _Run:
             self._health = await self._create_engine().wait_ready()
         return self._health
 
-    def _share_weights(self) -> SharedTensors | None:
+    def _share_weights(self) -> tuple[SharedWeights, ...]:
         """Where one copy of the weights serves both: the engine's, for which it must be up."""
         config = self.config
         if not self.prepared.uses_engine or config.weights.bridge != "single_copy":
-            return None
+            return ()
         thread, waits_for = self._event_loop(), "the engine to start and to share its weights"
         timeout_s = config.inference.start_timeout_s + _START_GRACE_S
         thread.call(self._engine_ready(), timeout_s, waits_for)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from slipstream.trainer.objectives import Objective
     from slipstream.trainer.optimizer import Optimizer
     from slipstream.trainer.rank_part import Part
+    from slipstream.weights.single_copy import SharedWeights
 
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 """What the ranks call the models of a run."""
@@ -110,7 +112,7 @@ def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew) -
     assert isinstance(tokens, int)
     group = crew.join()
     with crew.loading():
-        parts = build_parts(config, sampling, group)
+        parts = build_parts(config, sampling, group, crew.shared)
     learner = ShardedLearner(POLICY, parts[POLICY], crew, micro_batch_tokens=tokens)
     reference = ShardedScorer(REFERENCE, parts[REFERENCE], crew, tokens) if REFERENCE in parts else None
     critic = None
@@ -119,18 +121,31 @@ def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew) -
     return Trained(learner, reference, critic)
 
 
-def build_parts(config: RunConfig, sampling: SamplingParams, group: RankGroup) -> dict[str, Part]:
-    """One rank's share of every model of the run; the same calls in the same order on every rank."""
+def build_parts(
+    config: RunConfig,
+    sampling: SamplingParams,
+    group: RankGroup,
+    shared: Sequence[SharedWeights] = (),
+    *,
+    trains: bool = True,
+) -> dict[str, Part]:
+    """One rank's share of every model of the run; the same calls in the same order on every rank. The policy's is in
+    the `shared` memory of the engine's workers, where there is such. Unless it `trains` there is only the policy."""
     from slipstream.trainer.critic import ValueModel, ValueObjective
+    from slipstream.trainer.one_copy import WorkerMemory
     from slipstream.trainer.rank_part import Part
 
     def spread(model: PolicyModel, *, checked: bool = True) -> PolicyModel:
         group.spread(model, checked=checked)
         return model
 
-    policy = spread(with_adapter(config, load_model(config, group=group)))
+    policy = with_adapter(config, load_model(config, group=group))
+    memory = WorkerMemory(policy, shared, group.rank) if shared else None
+    group.spread(policy, memory=memory)
+    if not trains:
+        return {POLICY: Part(group, policy, memory=memory)}
     optimizer = build_optimizer(config, policy.network, rank=group.rank)
-    parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling))}
+    parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling), memory)}
     if needs_reference(config):
         frozen = spread(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
         parts[REFERENCE] = Part(group, frozen)
@@ -186,14 +201,27 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
     return MasterAdamW(named, **options)
 
 
-async def share_weights(config: RunConfig, engine: RunEngine) -> SharedTensors:
-    """The live weights of an engine that is ready, checked against the model's files."""
-    from slipstream.trainer.model import SharedTensors, resolve_folder
+async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
+    """Where each worker of an engine that is ready has its live weights."""
+    from slipstream.trainer.model import resolve_folder
     from slipstream.weights.files import stored_parameters
-    from slipstream.weights.single_copy import check_loaded, open_weights
 
     folder = resolve_folder(config.model.path)
-    shared = await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
+    return await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
+
+
+def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
+    """The weights of the only worker, checked against the model's files; without workers nothing."""
+    import torch
+
+    from slipstream.trainer.model import SharedTensors, resolve_folder
+    from slipstream.weights.single_copy import check_loaded, open_weights
+
+    if not workers:
+        return None
+    (shared,) = workers
     tensors = open_weights(shared)
-    check_loaded(tensors, folder)
+    check_loaded(tensors, resolve_folder(config.model.path))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # before something small that stays lies in what was compared
     return SharedTensors(tensors, shared.refused)

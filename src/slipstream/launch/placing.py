@@ -22,7 +22,8 @@ def plan_placement(draft: Draft) -> None:
     size, asked = draft["inference.tensor_parallel_size"], draft["inference.replicas"]
     least = 1 if asked == "auto" else asked
     needed = least * size if uses_engine(draft.original) else 0
-    if ranks > 1 and not draft.on_cpu and (ranks + needed > num_gpus or draft["run.placement"] == "shared"):
+    beside = ranks > 1 and not draft.on_cpu and not shares_weights(draft.original)
+    if beside and (ranks + needed > num_gpus or draft["run.placement"] == "shared"):
         raise ConfigError(
             f"training.ranks = {ranks} needs {ranks + needed} GPUs, one for each and {needed} for the engine, and "
             f'there are {num_gpus}: lower it, and leave run.placement = "shared" to one rank'
@@ -37,8 +38,10 @@ def plan_placement(draft: Draft) -> None:
     )
     if num_gpus >= apart and not shares_weights(draft.original):
         draft.derive_auto("run.placement", "separate", f"there are {num_gpus} GPUs")
-    reason = "there is no GPU" if draft.on_cpu else f"there {'is' if num_gpus == 1 else 'are'} {num_gpus} GPU"
-    if num_gpus >= apart:
+    reason = (
+        "there is no GPU" if draft.on_cpu else "there is one GPU" if num_gpus == 1 else f"there are {num_gpus} GPUs"
+    )
+    if shares_weights(draft.original) and not draft.on_cpu:
         reason = "trainer and engine have one copy of the weights"
     draft.derive_auto("run.placement", "shared", reason)
     separate = draft["run.placement"] == "separate"
@@ -71,7 +74,8 @@ def _plan_replicas(draft: Draft, separate: bool) -> None:
     beside = replicas_beside(num_gpus, ranks=ranks, tensor_parallel_size=size) if separate else 1
     count, reason = beside, f"as many as the {num_gpus - ranks} GPUs hold that are left to them"
     if not separate:
-        reason = "one engine uses all cores" if draft.on_cpu else "trainer and engine are on one GPU"
+        where = "one GPU" if ranks == 1 else f"the same {ranks} GPUs"
+        reason = "one engine uses all cores" if draft.on_cpu else f"trainer and engine are on {where}"
     elif draft.original.algorithm.kind == "sft":
         count, reason = 1, "the engine has only evaluations to make"
     elif prompts < beside:

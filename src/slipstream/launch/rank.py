@@ -68,7 +68,7 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
     torch.manual_seed(config.run.seed)
     answer(Answer())
     group = RankGroup(settings.store, settings.rank, settings.size, timeout_s=config.training.rank_timeout_s)
-    parts = build_parts(config, settings.sampling, group)
+    parts = build_parts(config, settings.sampling, group, settings.shared, trains=settings.trains)
     answer(Answer())
     while True:
         command: AnyCommand = msgspec.msgpack.decode(commands.get(), type=AnyCommand)

@@ -30,6 +30,7 @@ from slipstream.errors import RankError, SlipstreamError, ZeroGradientError
 from slipstream.inference import child
 from slipstream.launch.channel import Channel, ChannelClosed
 from slipstream.records import SamplingParams
+from slipstream.weights.single_copy import SharedWeights
 
 if TYPE_CHECKING:
     from slipstream.trainer.group import RankGroup
@@ -52,6 +53,10 @@ class RankSettings(msgspec.Struct, frozen=True):
     size: int
     store: str
     """File of the rendezvous, in a folder of mode 0700 that is this run's alone."""
+    shared: tuple[SharedWeights, ...] = ()
+    """The memory of the engine's workers, one for each rank, where the policy is in it."""
+    trains: bool = True
+    """Otherwise the ranks only hold the policy, for a measurement."""
 
 
 def rank_threads(config: RunConfig) -> int:
@@ -74,7 +79,16 @@ class _Rank:
 class RankCrew:
     """See the module; `together` and `meanwhile` are what `trainer.sharded.Crew` asks for."""
 
-    def __init__(self, config: RunConfig, sampling: SamplingParams, logs: Path) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        sampling: SamplingParams,
+        logs: Path,
+        shared: tuple[SharedWeights, ...] = (),
+        *,
+        trains: bool = True,
+    ) -> None:
+        self.shared = shared
         self._size, self._timeout_s = config.training.ranks, config.training.rank_timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-ranks-"))
         self._store = str(self._folder / "store")
@@ -84,7 +98,9 @@ class RankCrew:
         logs.mkdir(parents=True, exist_ok=True)
         try:
             for number in range(1, self._size):
-                settings = RankSettings(config.model_dump_json(), sampling, number, self._size, self._store)
+                settings = RankSettings(
+                    config.model_dump_json(), sampling, number, self._size, self._store, shared, trains
+                )
                 self._ranks.append(self._launch(settings, logs / f"rank-{number}.log", rank_threads(config)))
         except BaseException:
             self.close()
@@ -106,6 +122,11 @@ class RankCrew:
                 start_new_session=True,
             )
         return _Rank(settings.rank, process, channel, log)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that were started, each with a session of its own."""
+        return tuple(rank.process.pid for rank in self._ranks)
 
     def join(self) -> RankGroup:
         """Meet the others; every rank then does the same: loads its share, and says when it has (`ready`)."""

@@ -1,8 +1,9 @@
 """What an update of the weights costs by each bridge: bytes, time, stall of generation, proof and memory.
 
-As in a run, this process is the trainer and the engine a child of it, which generates all the while; what is published,
-applied and verified is what a run would. Nothing is trained: between two updates every so-many-th element changes its
-sign. Guarantees: every update that is counted was verified; the engine ends with the measurement, however that ends.
+As in a run, this process is the trainer (`sync_trainer`) and the engine a child of it, which generates all the while;
+what is published, applied and verified is what a run would. Nothing is trained: between two updates every so-many-th
+element changes its sign. Guarantees: every update that is counted was verified; the engine, and ranks, end with the
+measurement, however that ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from slipstream.config import LoraConfig, RunConfig, with_values
 from slipstream.config.traits import engine_workers, publishes_adapter
@@ -25,18 +26,19 @@ from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.cards import num_cards, place
 from slipstream.launch.deployable import engine_config, find_deployable
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_settings
-from slipstream.launch.facts import adapter_config, measure_adapter, measure_gpus, read_model
-from slipstream.launch.models import load_model, share_weights
+from slipstream.launch.facts import measure_adapter, measure_gpus, read_model
+from slipstream.launch.models import share_weights
+from slipstream.launch.ranks import rank_threads
 from slipstream.launch.stop import StopRequest
 from slipstream.launch.sync_figures import PROMPT_TOKENS, WORD_IDS, Memory, SyncFigures, SyncOptions, spread
+from slipstream.launch.sync_trainer import SyncTrainer, sync_trainer
+from slipstream.launch.totals import check_divided
 from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, session_of
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
-from slipstream.weights.base import Fence, NamedWeights
-
-if TYPE_CHECKING:
-    from slipstream.trainer.model import PolicyModel
+from slipstream.weights.base import Fence
+from slipstream.weights.single_copy import SharedWeights
 
 BridgeName = Literal[
     "disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta", "single_copy+lora"
@@ -79,24 +81,14 @@ def measure_sync(
 
 def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
     """The settings of a run that would use this bridge on this machine."""
-    num_gpus, _ = measure_gpus()
     bridge, _, variant = name.partition("+")
-    placement = options.placement
-    if placement == "auto":
-        placement = "separate" if num_gpus > 1 and bridge != "single_copy" else "shared"
-    if placement == "separate" and num_gpus < 2:
-        raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
-    needed = num_cards(place(replicas=options.replicas, separate=placement == "separate"))
-    if 0 < num_gpus < needed:
-        raise ConfigError(f"--replicas {options.replicas} needs {needed} GPUs, and there are {num_gpus}: use fewer")
-    if options.replicas > 1 and bridge == "single_copy":
-        raise ConfigError("single_copy shares one engine's memory with the trainer: use --replicas 1")
-    if placement == "separate" and bridge == "single_copy":
-        raise ConfigError("single_copy has trainer and engine on one card: use --placement shared")
+    placement, ranks = _placement(bridge, variant, options)
     deployable = find_deployable(options.model)
     if deployable.adapter is not None:
         raise ConfigError(f"{options.model} is an adapter: name a whole model, and --bridges lora makes an adapter")
-    length = min(options.context, read_model(deployable.model, trust_remote_code=False).context_length)
+    facts = read_model(deployable.model, trust_remote_code=False)
+    check_divided(facts, options.tensor_parallel_size)
+    length = min(options.context, facts.context_length)
     if length < 2 * PROMPT_TOKENS:
         raise ConfigError(
             f"{length} tokens of context leave no room: use --context, and a model, of {2 * PROMPT_TOKENS} or more"
@@ -116,22 +108,46 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
         "weights.apply_timeout_s": options.timeout_s,
         "run.placement": placement,
         "inference.replicas": options.replicas,
+        "inference.tensor_parallel_size": options.tensor_parallel_size,
+        "training.ranks": ranks,
+        "training.rank_timeout_s": options.timeout_s,
     }
     config = with_values(config, values)
     if "lora" not in (bridge, variant):
         return config
     fresh = LoraConfig(rank=options.rank)
-    facts = measure_adapter(config.model_copy(update={"lora": fresh}))
-    assert facts is not None
-    targets = facts.target_modules
-    return config.model_copy(update={"lora": fresh.model_copy(update={"target_modules": targets})})
+    adapter = measure_adapter(config.model_copy(update={"lora": fresh}))
+    assert adapter is not None
+    return config.model_copy(update={"lora": fresh.model_copy(update={"target_modules": adapter.target_modules})})
+
+
+def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal["shared", "separate"], int]:
+    """Who is on which GPU, and how many trainer processes there are: over `single_copy` one for each worker."""
+    num_gpus, _ = measure_gpus()
+    placement, size, shares = options.placement, options.tensor_parallel_size, bridge == "single_copy"
+    ranks = size if shares else 1
+    if shares and options.replicas > 1:
+        raise ConfigError("single_copy shares one engine's memory with the trainer: use --replicas 1")
+    if shares and placement == "separate":
+        raise ConfigError("single_copy has trainer and engine on one card: use --placement shared")
+    if ranks > 1 and variant == "lora":
+        raise ConfigError("single_copy+lora shares the base with one process: use --tensor-parallel-size 1")
+    if placement == "auto":
+        placement = "separate" if num_gpus > size and not shares else "shared"
+    if placement == "separate" and num_gpus < 2:
+        raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
+    cards = place(ranks=ranks, replicas=options.replicas, tensor_parallel_size=size, separate=placement == "separate")
+    if 0 < num_gpus < (needed := num_cards(cards)):
+        asked = f"--replicas {options.replicas}" + (f" of --tensor-parallel-size {size}" if size > 1 else "")
+        raise ConfigError(f"{asked} needs {needed} GPUs, and there are {num_gpus}: use fewer")
+    return placement, ranks
 
 
 @dataclass(frozen=True)
 class _Sides:
-    """The trainer's model and an engine, both ready."""
+    """The trainer and an engine, both ready."""
 
-    model: PolicyModel
+    trainer: SyncTrainer
     engine: RunEngine
     thread: EventLoopThread
     """The engine's."""
@@ -145,10 +161,8 @@ def _started(
     """Both sides, as `launch.local` starts them."""
     import torch
 
-    on_cpu, threads = not torch.cuda.is_available(), config.run.threads
-    assert isinstance(threads, int)
-    torch.set_num_threads(threads)
-    settings = engine_settings(config, config.model.path, on_cpu=on_cpu)
+    torch.set_num_threads(rank_threads(config))
+    settings = engine_settings(config, config.model.path, on_cpu=not torch.cuda.is_available())
     engine = create_engine(config, settings, folder, lambda kind, **fields: None)
     stop.at_once = engine.kill
     thread = EventLoopThread(stop)
@@ -157,23 +171,21 @@ def _started(
         if name != "restart":
             engine.launch()
         wait_s = options.timeout_s + _GRACE_S
-        shared = None
+        workers: tuple[SharedWeights, ...] = ()
         if shares:
             thread.call(engine.wait_ready(), wait_s, "the engine")
-            shared = thread.call(share_weights(config, engine), wait_s, "the engine to share its weights")
-        model = load_model(config, shared)
-        if config.lora is not None:
-            model.add_adapter(adapter_config(config))
-        if name != "restart" and not shares:
-            thread.call(engine.wait_ready(), wait_s, "the engine")
-        yield _Sides(model, engine, thread, stop)
+            workers = thread.call(share_weights(config, engine), wait_s, "the engine to share its weights")
+        with sync_trainer(config, workers, folder / "ranks", stop) as trainer:
+            if name != "restart" and not shares:
+                thread.call(engine.wait_ready(), wait_s, "the engine")
+            yield _Sides(trainer, engine, thread, stop)
     finally:
         if not thread.stop(engine.stop()):
             engine.kill()
 
 
 def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) -> Bridge:
-    model, engine = sides.model, sides.engine
+    model, engine = sides.trainer.model, sides.engine
     if publishes_adapter(config):
         assert model.adapter is not None
         return create_adapter_bridge(
@@ -191,14 +203,14 @@ def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) ->
         engine=engine,
         timeout_s=apply_s,
         num_workers=engine_workers(config),
-        between_gpus=_between_gpus(config, model),
+        between_gpus=_between_gpus(config, sides.trainer),
         held=(lambda: call(engine.held(), timeout_s, "the engine")) if config.weights.delta else None,
         go_on=lambda version: call(engine.go_on(version, apply_s), apply_s, "the engine to go on"),
     )
 
 
-def _between_gpus(config: RunConfig, model: PolicyModel) -> bool:
-    return model.device.type == "cuda" and config.run.placement == "separate"
+def _between_gpus(config: RunConfig, trainer: SyncTrainer) -> bool:
+    return trainer.on_gpu and config.run.placement == "separate"
 
 
 @dataclass(frozen=True)
@@ -206,6 +218,8 @@ class _Update:
     """One update, in seconds."""
 
     report: ApplyReport
+    copied_bytes: int
+    """To the engine, by the trainer as it wrote the weights."""
     publish_s: float
     commit_s: float
     stall_s: float
@@ -269,7 +283,7 @@ class _Bench:
         self._options = options
         self._lineage = lineage
         """Of its versions, which no other bridge's may have."""
-        self._model = sides.model
+        self._trainer = sides.trainer
         self._engine = sides.engine
         self._thread = sides.thread
         self._should_stop = sides.should_stop
@@ -307,6 +321,7 @@ class _Bench:
         timeout_s = self._options.timeout_s
         if not self._keeps_requests:
             self._load.stop()
+        copied_bytes = 0
         if self._bridge.fence is None:
             self._change(step)
         began = time.perf_counter()
@@ -314,7 +329,7 @@ class _Bench:
         if self._bridge.fence is not None:
             self._thread.call(_called(self._bridge.fence, timeout_s), timeout_s, "the engine to stand still")
             fenced = time.perf_counter()
-            self._change(step)
+            copied_bytes = self._change(step)
             commit_s = time.perf_counter() - fenced
         published = time.perf_counter()
         under_way: list[Future[ApplyReport]] = []
@@ -324,7 +339,7 @@ class _Bench:
             return under_way[0].done
 
         try:
-            ticket = self._bridge.publisher.publish(self._published(), step, self._lineage, announce)
+            ticket = self._bridge.publisher.publish(self._trainer.published(), step, self._lineage, announce)
         except WeightsError as error:
             if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
                 raise cause from error
@@ -338,33 +353,18 @@ class _Bench:
             self._load.first_token()
             stall_s = time.perf_counter() - began
             self._load.start()
-        return _Update(report, publish_s, commit_s, stall_s, total_s)
+        return _Update(report, copied_bytes, publish_s, commit_s, stall_s, total_s)
 
-    def _change(self, step: int) -> None:
+    def _change(self, step: int) -> int:
         """Every so-many-th element of each row gets the other sign."""
-        import torch
-
         changed = self._options.changed
         stride = max(1, round(1 / (min(changed, DELTA_CHANGED) if self._config.weights.delta else changed)))
-        with torch.no_grad():
-            for parameter in self._model.network.parameters():
-                if self._model.adapter is None or parameter.requires_grad:
-                    parameter[..., step % stride :: stride].neg_()
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _published(self) -> NamedWeights:
-        if publishes_adapter(self._config):
-            assert self._model.adapter is not None
-            return self._model.adapter.named_weights()
-        return self._model.named_weights()
+        return self._trainer.change(step % stride, stride)
 
     def _memory(self, report: ApplyReport) -> tuple[Memory, Memory]:
-        import torch
-
         theirs = [pid for leader in self._engine.pids for pid in session_of(leader)]
-        on_gpu = self._model.device.type == "cuda"
-        sides = (([os.getpid()], torch.cuda.memory_allocated() if on_gpu else 0), (theirs, report.memory_bytes))
+        on_gpu = self._trainer.on_gpu
+        sides = ((self._trainer.pids, self._trainer.allocated_bytes()), (theirs, report.memory_bytes))
         ours, others = (
             Memory(**host_memory(pids), torch=allocated if on_gpu else None, gpu=gpu_memory(pids) if on_gpu else None)
             for pids, allocated in sides
@@ -375,20 +375,22 @@ class _Bench:
         reports = [update.report for update in updates]
         stalls = [update.stall_s for update in updates if update.stall_s > 0]
         transfer = spread([report.transfer_s for report in reports])
-        num_bytes, raw_s = reports[-1].num_bytes, None
-        on_gpu = self._model.device.type == "cuda"
-        if self._name == "broadcast" and self._options.replicas == 1:
+        num_bytes, raw_s = reports[-1].num_bytes + updates[-1].copied_bytes, None
+        on_gpu = self._trainer.on_gpu
+        if self._name == "broadcast" and engine_workers(self._config) == 1:
             from slipstream.weights.raw import raw_broadcast_s
 
-            backend = "nccl" if _between_gpus(self._config, self._model) else "gloo"
+            backend = "nccl" if _between_gpus(self._config, self._trainer) else "gloo"
             gpus = engine_gpus(self._config, os.environ.get("CUDA_VISIBLE_DEVICES")) if on_gpu else ()
             raw_s = raw_broadcast_s(num_bytes, backend, gpus, timeout_s=self._options.timeout_s)
         return SyncFigures(
             bridge=self._name,
             model=self._options.model,
-            num_parameters=sum(parameter.numel() for parameter in self._model.network.parameters()),
+            num_parameters=self._trainer.num_parameters,
             dtype=self._config.model.dtype,
             placement=self._config.run.placement if on_gpu else "cpu",
+            tensor_parallel_size=self._options.tensor_parallel_size,
+            ranks=self._config.training.ranks,
             in_flight=self._options.in_flight,
             context=self._length,
             num_updates=len(updates),

@@ -32,6 +32,8 @@ class SyncOptions:
     """Tokens that each generation grows to."""
     rank: int = 16
     """Of the adapter, under `lora`."""
+    tensor_parallel_size: int = 1
+    """Workers that each engine divides the weights among; over `single_copy` as many ranks train them."""
     pause_s: float = 0.2
     """Between two updates."""
     scratch: Path | None = None
@@ -52,12 +54,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one side's processes, in bytes; None where nobody says."""
+    """Of all processes of one side together, in bytes; None where nobody says."""
 
     rss: int
     pss: int
     torch: int | None
-    """Allocated by torch on the GPU."""
+    """Allocated by torch on GPUs."""
     gpu: int | None
     """In use on GPUs as nvidia-smi sees it."""
 
@@ -74,12 +76,16 @@ class SyncFigures:
     dtype: str
     placement: str
     """`cpu`, or who is on which GPU: `shared` or `separate`."""
+    tensor_parallel_size: int
+    """Workers of each engine."""
+    ranks: int
+    """Processes of the trainer."""
     in_flight: str
     context: int
     """Tokens that a generation grows to, at most."""
     num_updates: int
     num_bytes: int
-    """That moved in an update."""
+    """That moved in an update, over `single_copy` to all workers from ranks that have a part of their own."""
     first_update_s: float
     publish: Spread
     transfer: Spread
@@ -89,7 +95,7 @@ class SyncFigures:
     """From the last token before to the first one after; None where nothing was being generated."""
     update: Spread
     raw_s: float | None
-    """The same bytes by the collective alone; None of other bridges, and of several engines."""
+    """The same bytes by the collective alone; None of other bridges, and of several engines or workers."""
     raw_share: float | None
     """Part of the raw bandwidth that the transfer reached."""
     trainer: Memory

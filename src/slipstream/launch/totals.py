@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import RLConfig, RunConfig
@@ -22,6 +22,9 @@ from slipstream.launch.memory import (
     weights_bytes,
 )
 from slipstream.launch.teacher_room import planned_teacher
+
+_WORD_BLOCK = 64
+"""vLLM fills the vocabulary up to a multiple of it before it divides it."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,27 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     """Bytes of what the trainer keeps between steps, beside what it shares with the engine: of several ranks, on GPUs
     what each keeps, and on a CPU all together, in both cases with what is gathered for a layer to compute."""
     algorithm = config.algorithm
-    shared = weights_bytes(facts.model, dtype) if shares_weights(config) else 0
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
     with_reference = isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0
     state = _state(config, dtype, facts, with_reference=with_reference)
     state += _state(config, dtype, facts) if uses_critic(config) else 0
+    state -= _shared_bytes(config, dtype, facts.model)
     if (ranks := config.training.ranks) == 1:
-        return copy - shared + state
+        return copy + state
     # For a delta all of it comes together in rank 0.
     copy, together = 2 * copy, gathered_bytes(facts.model, dtype)
     return copy + (-(-state // ranks) + together if facts.num_gpus else state + ranks * together)
+
+
+def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:
+    """What trainer and engine have together. Workers have words in blocks; ranks that would divide them otherwise have
+    their own."""
+    if not shares_weights(config):
+        return 0
+    num = model.num_parameters
+    if config.training.ranks > 1 and model.vocab_size % _WORD_BLOCK:
+        num -= model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+    return weights_bytes(replace(model, num_parameters=num), dtype)
 
 
 def _state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool = False) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.errors import ConfigError
+from slipstream.trainer import attention_gpu
 from slipstream.trainer.layout import SegmentLayout, gathered, layout_of, put_back, scattered, take
 
 ATTENTION_NAME = "slipstream_packed"
@@ -117,18 +118,22 @@ def _padded(
 def ragged_attention(
     query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Torch's variable-length FlashAttention: no padding at all; CUDA and half precision only. The output `[T, H, D]`
-    and the log-sum-exp of the scores `[H, T]`. `ticket` names the layout; `window` 0: all.
+    """Variable-length FlashAttention, torch's or a newer one (`attention_gpu`): no padding at all; CUDA and half
+    precision only. The output `[T, H, D]` and the log-sum-exp of the scores `[H, T]`. `ticket` names the layout;
+    `window` 0: all.
 
     Where a segment has more keys than queries, FlashAttention (2.1 and later) aligns the causal mask with the
     last of both: what a continuation needs. What it takes for keys and values is laid out again for the backward pass,
     not kept.
     """
     layout = layout_of(ticket).ragged
+    keys, values = (gathered(each, layout.keys) for each in (key, value))
+    if newer := attention_gpu.find(query, key, window):
+        return attention_gpu.forward(newer, query, keys, values, layout, scale)
     output, lse, *_ = _flash_forward(
         query,
-        gathered(key, layout.keys),
-        gathered(value, layout.keys),
+        keys,
+        values,
         *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
         0.0,
         window == 0,
@@ -159,24 +164,29 @@ def ragged_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     layout = layout_of(ticket).ragged
-    # The state of a dropout that there is not.
-    state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
-    of_query, of_keys, of_values = _flash_backward(
-        grad,
-        query,
-        gathered(key, layout.keys),
-        gathered(value, layout.keys),
-        output,
-        lse,
-        *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
-        0.0,
-        window == 0,
-        state,
-        unused,
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0,
-    )
+    keys, values = (gathered(each, layout.keys) for each in (key, value))
+    if newer := attention_gpu.find(query, key, window):
+        found = attention_gpu.backward(newer, grad, query, keys, values, output, lse, layout, scale)
+        of_query, of_keys, of_values = found
+    else:
+        # The state of a dropout that there is not.
+        state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
+        of_query, of_keys, of_values = _flash_backward(
+            grad,
+            query,
+            keys,
+            values,
+            output,
+            lse,
+            *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
+            0.0,
+            window == 0,
+            state,
+            unused,
+            scale=scale,
+            window_size_left=window - 1 if window else -1,
+            window_size_right=0,
+        )
     of_key, of_value = (scattered(of_slots, layout.keys).contiguous() for of_slots in (of_keys, of_values))
     return of_query.contiguous(), of_key, of_value
 

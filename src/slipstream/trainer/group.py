@@ -1,8 +1,9 @@
 """The process group of several trainer processes (ranks) on one host, and models spread over them by FSDP2.
 
 The ranks meet over a file in a folder that only the user can open; gloo's sockets listen on the loopback interface.
-Guarantees: of every parameter each rank keeps some rows, as FSDP2 deals them; gradients are added up over the ranks in
-float32, never averaged, since an objective's divisors are the whole step's; only rank 0 reads the model's files.
+Guarantees: of every parameter each rank keeps some rows, or columns where an engine's worker has them, as FSDP2 deals
+them; gradients are added up over the ranks in float32, never averaged, since an objective's divisors are the whole
+step's; only rank 0 reads the model's files.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from slipstream.trainer.layers import decoder_layers
 from slipstream.trainer.model import PolicyModel, check_isolation
+from slipstream.trainer.one_copy import WorkerMemory
 from slipstream.trainer.optimizer import local_part
 from slipstream.weights.broadcast import environment
-from slipstream.weights.shards import Shard, rows_of
+from slipstream.weights.shards import Shard, part_of
 
 _VARIABLES = {
     # At a deadline torch gives up what waits, instead of ending the process: then it is an error with a sentence.
@@ -81,17 +83,23 @@ class RankGroup:
         torch.distributed.all_reduce(squares)
         return squares.sqrt().item()
 
-    def spread(self, model: PolicyModel, *, checked: bool = True) -> None:
+    def spread(self, model: PolicyModel, *, checked: bool = True, memory: WorkerMemory | None = None) -> None:
         """Leave this rank its rows of every parameter of `model`, whose values are rank 0's, and have its layers gather
-        theirs whenever they compute. If `checked`, packed sequences may then not see one another."""
+        theirs whenever they compute. With `memory` it has rows or columns there, of which the values must be the same.
+        If `checked`, packed sequences may then not see one another."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import Shard as Dealt
 
         # What a scalar is spread to, where this rank has no values, is of no more use than its shape and type.
         whole = {name: parameter.detach() for name, parameter in model.network.named_parameters()}
+        dims = {} if memory is None else memory.dims
+        dim_of = {id(parameter): dims.get(name, 0) for name, parameter in model.network.named_parameters()}
+        prefixes = {module: f"{name}." if name else "" for name, module in model.network.named_modules()}
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "reshard_after_forward": True,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            "shard_placement_fn": lambda parameter: Dealt(dim_of.get(id(parameter), 0)),
         }
         for module in (*decoder_layers(model.network), *model.roots):
             if self.rank:
@@ -99,9 +107,13 @@ class RankGroup:
             sharded: Any = fully_shard(module, **options)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-        self._fill(model.network, whole)
+            if memory is not None:
+                memory.place(module, prefixes[module], self.mesh)
+        self._fill(model.network, whole, memory)
         if model.packing and checked:
             check_isolation(model)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # whole layers and words, which an engine may have on this card
 
     def _make_room(self, module: nn.Module) -> None:
         """Give the parameters of a module that has no values yet memory; its rows alone stay when it is sharded."""
@@ -110,34 +122,43 @@ class RankGroup:
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
 
     @torch.no_grad()
-    def _fill(self, network: nn.Module, whole: dict[str, Tensor]) -> None:
-        """Take rank 0's values, one parameter at a time."""
+    def _fill(self, network: nn.Module, whole: dict[str, Tensor], memory: WorkerMemory | None) -> None:
+        """Take rank 0's values, one parameter at a time; in the engine's memory they must be there."""
         for name, parameter in network.named_parameters():
             own = whole.pop(name)
             value = own.to(self.device).contiguous() if self.rank == 0 else torch.empty_like(own, device=self.device)
             value = value.contiguous()
             torch.distributed.broadcast(value, 0)
-            rows = rows_of(value.shape[0], self.rank, self.size)
-            local_part(parameter).copy_(value[rows.start : rows.stop])
+            if memory is not None:
+                memory.check(name, value)
+            if memory is None or name not in memory.dims:
+                local_part(parameter).copy_(part_of(value, shard_dim(parameter), self.rank, self.size))
         for buffer in network.buffers():
             value = buffer.detach().to(self.device).contiguous()
             torch.distributed.broadcast(value, 0)
             buffer.data = value
 
     def shards_of(self, network: nn.Module) -> Iterator[Shard]:
-        """This rank's rows of all that `network` would save, tied parameters once, under its own names."""
+        """This rank's parts of all that `network` would save, tied parameters once, under its own names."""
         state: dict[str, Tensor] = dict(network.state_dict())
         for name, parameter in network.named_parameters():
-            yield Shard(name, local_part(parameter), tuple(parameter.shape))
+            yield Shard(name, local_part(parameter), tuple(parameter.shape), shard_dim(parameter))
         for name, buffer in network.named_buffers():
             if name in state:
-                yield Shard(name, buffer.detach(), tuple(buffer.shape), is_whole=True)
+                yield Shard(name, buffer.detach(), tuple(buffer.shape), None)
 
-    def as_shard(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """These rows as a part of a tensor of that shape (a DTensor), for what saves and loads such."""
+    def as_shard(self, part: Tensor, shape: torch.Size, dim: int) -> Tensor:
+        """This part as one of a tensor (a DTensor) of that shape, dealt out along `dim`, to save and load."""
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as Rows
+        from torch.distributed.tensor import Shard as Dealt
 
         stride = torch.empty(shape, device="meta").stride()
         made: Any = DTensor.from_local
-        return made(rows, self.mesh, [Rows(0)], run_check=False, shape=shape, stride=stride)
+        return made(part, self.mesh, [Dealt(dim)], run_check=False, shape=shape, stride=stride)
+
+
+def shard_dim(parameter: Tensor) -> int:
+    """Along which dimension a parameter that is spread is dealt out."""
+    known: Any = parameter
+    (placement,) = known.placements
+    return int(placement.dim)

@@ -181,19 +181,34 @@ class PolicyModel:
         """The same without the adapter."""
         return self._model_weights(merged=False)
 
+    def stored(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """The network's parameter `name` as it is saved and published, without the adapter; nothing for one of the
+        adapter's."""
+        state = {name: tensor}
+        if self.adapter is not None:
+            state = self.adapter.model_state(state, merged=False)
+        return list(stored_weights(self.network, state))
+
     def _model_weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
+        # A generator: what an engine waits for comes before it.
         if self.adapter is not None:
             state = self.adapter.model_state(dict(self.network.state_dict()), merged=merged)
-            return stored_weights(self.network, state)
+            yield from stored_weights(self.network, state)
+            return
         # An update waits for this: transformers is asked once, for as long as all that is stored are views.
         live = [*self.network.parameters(), *self.network.buffers()]
         places = [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in live]
         if places != self._stored_of or not self._stored:
             self._stored, self._stored_of = list(stored_weights(self.network, self.network.state_dict())), places
-        stored = iter(self._stored)
-        if not {_memory(weight) for _, weight in self._stored} <= {_memory(tensor) for tensor in live} - {0}:
+        stored = self._stored
+        if not {_memory(weight) for _, weight in stored} <= {_memory(tensor) for tensor in live} - {0}:
             self._stored = []
-        return stored
+        yield from stored
+
+
+def is_same(stored: Tensor, own: Tensor) -> bool:
+    """Whether what is stored is element for element what the network has, in its memory."""
+    return stored.shape == own.shape and _memory(stored) == _memory(own)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -212,12 +227,23 @@ def _unchanged(input: Tensor) -> Tensor:
 
 
 def stored_weights(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What `save_pretrained` writes of a network whose state this is, under the names that it writes."""
+    """What `save_pretrained` writes of a network whose state this is, under the names that it writes. Where nothing is
+    converted these are the state's own tensors, also where many lie in one storage."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     own: Any = network
-    yield from revert_weight_conversion(own, remove_tied_weights_from_state_dict(dict(state), own)).items()
+    # Transformers tells tied weights by their storage and clones what else is in it. It is asked about stand-ins, one
+    # for each memory.
+    alike = {_extent(tensor): torch.empty(1) for tensor in state.values() if tensor.data_ptr()}
+    untied = remove_tied_weights_from_state_dict(
+        {name: alike.get(_extent(tensor), tensor) for name, tensor in state.items()}, own
+    )
+    yield from revert_weight_conversion(own, {name: state[name] for name in untied}).items()
+
+
+def _extent(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,16 @@ from torch import Tensor
 from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
-from slipstream.trainer.group import RankGroup
+from slipstream.trainer.group import RankGroup, shard_dim
 from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
-from slipstream.trainer.model import PolicyModel, stored_weights
+from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective
+from slipstream.trainer.one_copy import WorkerMemory
 from slipstream.trainer.optimizer import Optimizer, OptimStats, local_part
 from slipstream.trainer.state import STATE_PREFIX, read_state, write_shards, write_state
 from slipstream.weights.adapter import adapter_parameter
 from slipstream.weights.fingerprint import Slice, fingerprints
-from slipstream.weights.shards import Shard, first_element, gathered
+from slipstream.weights.shards import Shard, gathered, place_of
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -176,7 +177,21 @@ class Load(Command, frozen=True):
     folder: str
 
 
-AnyCommand = Score | Backward | Prepare | Commit | Gather | Describe | Save | Load
+class Negate(Command, frozen=True):
+    """Make another version without training, for a measurement: see `negate`."""
+
+    doing = "change its weights"
+    first: int
+    stride: int
+
+
+class Allocated(Command, frozen=True):
+    """Say how many bytes torch has allocated on this rank's GPU."""
+
+    doing = "say what memory it has"
+
+
+AnyCommand = Score | Backward | Prepare | Commit | Gather | Describe | Save | Load | Negate | Allocated
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -189,6 +204,15 @@ class Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+@torch.no_grad()
+def negate(model: PolicyModel, first: int, stride: int) -> None:
+    """Change the sign of every `stride`-th column, from `first` on, of what the model would train, or of this rank's
+    part of it."""
+    for parameter in model.network.parameters():
+        if model.adapter is None or parameter.requires_grad:
+            local_part(parameter)[..., first::stride].neg_()
+
+
 @dataclass
 class Part:
     """One rank's share of a model and, where it is trained, of its optimizer. Every method is a collective."""
@@ -197,6 +221,8 @@ class Part:
     model: PolicyModel
     optimizer: Optimizer | None = None
     objective: Objective | None = None
+    memory: WorkerMemory | None = None
+    """The engine's, where the model is in it."""
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
@@ -215,6 +241,7 @@ class Part:
                 return Answer(numbers=[stats.learning_rate, stats.grad_norm, float(stats.clipped)])
             case Commit():
                 self._trained.commit()
+                self._written()
             case Gather():
                 for _ in self.gather(command.what):
                     pass
@@ -224,6 +251,11 @@ class Part:
                 self._save(Path(command.folder))
             case Load():
                 self._load(Path(command.folder))
+            case Negate():
+                negate(self.model, command.first, command.stride)
+                return Answer(numbers=[self._written()])
+            case Allocated():
+                return Answer(numbers=[torch.cuda.memory_allocated() if self.group.device.type == "cuda" else 0])
         return Answer()
 
     @property
@@ -253,7 +285,7 @@ class Part:
             raise
 
     def shards(self, what: str) -> list[Shard]:
-        """This rank's rows of the `model`, its `base` or its `adapter`, under the network's own names; of an adapter
+        """This rank's parts of the `model`, its `base` or its `adapter`, under the network's own names; of an adapter
         under PEFT's."""
         own = list(self.group.shards_of(self.model.network))
         adapter = self.model.adapter
@@ -269,10 +301,7 @@ class Part:
         """The tensor called `name` in `shards`, as it is saved and published."""
         if what == "adapter":
             return [(name, tensor)]
-        state = {name: tensor}
-        if self.model.adapter is not None:
-            state = self.model.adapter.model_state(state, merged=False)
-        return list(stored_weights(self.model.network, state))
+        return self.model.stored(name, tensor)
 
     def gather(self, what: str) -> Iterator[tuple[str, Tensor]]:
         """The whole tensors in rank 0, one after another, under the network's own names."""
@@ -282,27 +311,30 @@ class Part:
         rank, size = self.group.rank, self.group.size
         slices: list[Slice] = []
         for shard in self.shards(what):
-            # What every rank has counts once.
-            rows = shard.rows[:0] if shard.is_whole and rank else shard.rows
-            slices.append(Slice(rows, first_element(shard, rank, size)))
+            if shard.dim is None and rank:
+                # What every rank has counts once.
+                slices.append(Slice(shard.part.reshape(-1)[:0]))
+            else:
+                slices.append(Slice(shard.part, *place_of(shard, rank, size), tuple(shard.part.shape)))
         return fingerprints(slices)
 
     def _save(self, folder: Path) -> None:
-        optimizer, shapes = self._trained, self._shapes()
+        optimizer, shapes, dims = self._trained, self._shapes(), self._dims()
         alike: dict[str, Tensor] = {}
         shards: dict[str, Tensor] = {}
         for path, tensor in optimizer.state().items():
-            shape = shapes.get(path.partition(".")[2])
+            name = path.partition(".")[2]
+            shape = shapes.get(name)
             if shape is None or not tensor.ndim:
                 alike[f"{STATE_PREFIX}{path}"] = tensor
             elif tensor.numel():
-                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape)
+                shards[f"{STATE_PREFIX}{path}"] = self.group.as_shard(tensor, shape, dims[name])
         write_shards(folder, shards, self.group.rank)
         if self.group.rank == 0:
             write_state(folder, {**alike, **random_state(self.model.device)}, optimizer.step)
 
     def _load(self, folder: Path) -> None:
-        shapes = self._shapes()
+        shapes, dims = self._shapes(), self._dims()
         live = {name: local_part(parameter) for name, parameter in self.model.network.named_parameters()}
 
         def place(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
@@ -314,10 +346,19 @@ class Part:
                     f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
                     f"{list(shapes[name])} here"
                 )
-            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape)
+            return self.group.as_shard(torch.empty_like(live[name], dtype=dtype), shape, dims[name])
 
         take_state(self._trained, read_state(folder, place), self.model.device)
+        self._written()
+
+    def _written(self) -> int:
+        """The live weights have changed: how many bytes were copied to an engine's worker for it."""
+        return 0 if self.memory is None else self.memory.write(self.group.shards_of(self.model.network))
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters."""
         return {name: parameter.shape for name, parameter in self.model.network.named_parameters()}
+
+    def _dims(self) -> dict[str, int]:
+        """Along which each is dealt out."""
+        return {name: shard_dim(parameter) for name, parameter in self.model.network.named_parameters()}

@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.trainer.batching import StepBatch, even_rows
 from slipstream.trainer.learner import Learner, Scores, Sums
+from slipstream.trainer.model import is_same
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optimizer import OptimStats
 from slipstream.trainer.rank_part import (
@@ -97,6 +98,54 @@ class ShardedScorer:
         return [share for share, _ in dealt], [chosen for _, chosen in dealt]
 
 
+class SpreadModel:
+    """A model that every rank has a share of, as `name`: its weights, and what all ranks do alike with it."""
+
+    def __init__(self, name: str, part: Part, crew: Crew) -> None:
+        self.name, self.part, self.crew = name, part, crew
+        self._specs: dict[str, tuple[records.ParameterSpec, ...] | None] = {}
+
+    def all_do(self, command: AnyCommand) -> list[Answer]:
+        """Have every rank carry out `command`; their answers in order."""
+        return self.crew.together([command] * self.part.group.size, self.part.do)
+
+    def weights(self, what: str) -> ShardedWeights:
+        """All of the `model`, its `base` or its `adapter`; gathered by whoever goes through them."""
+        return ShardedWeights(lambda: self._gathered(what), lambda: self._described(what))
+
+    def _gathered(self, what: str) -> Generator[tuple[str, Tensor]]:
+        with self.crew.meanwhile(Gather(self.name, what)):
+            for name, tensor in self.part.gather(what):
+                yield from self.part.stored(what, name, tensor)
+
+    def _described(self, what: str) -> tuple[records.ParameterSpec, ...]:
+        if what not in self._specs:
+            self._specs[what] = self._unmarked(what)
+        specs = self._specs[what]
+        if specs is None:
+            # Transformers keeps several stored tensors as one, or otherwise: they are only known when made.
+            return tuple(spec for each in self._gathered(what) for spec in describe([each]))
+        shares = [answer.fingerprints for answer in self.all_do(Describe(self.name, what))]
+        sums = [sum(each) for each in zip(*shares, strict=True)]
+        return tuple(
+            records.ParameterSpec(spec.name, spec.shape, spec.dtype, as_hex(total))
+            for spec, total in zip(specs, sums, strict=True)
+        )
+
+    def _unmarked(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
+        """Name, shape and type of every tensor as it is saved, without fingerprints; None when one of them is not
+        element for element what the network has."""
+        specs: list[records.ParameterSpec] = []
+        for shard in self.part.shards(what):
+            # A tensor without memory: only who comes out and in which shape is asked.
+            probe = torch.zeros(1, dtype=shard.part.dtype).expand(shard.shape)
+            stored = self.part.stored(what, shard.name, probe)
+            if len(stored) != 1 or not is_same(stored[0][1], probe):
+                return None
+            specs.append(replace(shard, name=stored[0][0]).spec(""))
+        return tuple(specs)
+
+
 class ShardedLearner(Learner):
     """A `Learner` whose model is spread over ranks; `name` is what they call it."""
 
@@ -107,7 +156,7 @@ class ShardedLearner(Learner):
         self._part = part
         self._crew = crew
         self._scorer = ShardedScorer(name, part, crew, micro_batch_tokens)
-        self._specs: dict[str, tuple[records.ParameterSpec, ...] | None] = {}
+        self._spread = SpreadModel(name, part, crew)
 
     def forward(
         self,
@@ -127,7 +176,7 @@ class ShardedLearner(Learner):
         self._part.objective = objective
         shares, _ = self._scorer.deal(batch, self.micro_batch_tokens)
         sums = Sums({})
-        for answer in self._all([Backward(self._name, share, divisors) for share in shares]):
+        for answer in self._crew.together([Backward(self._name, share, divisors) for share in shares], self._part.do):
             for name, packed in answer.tensors.items():
                 value = packed.tensor()
                 sums.values[name] = sums.values[name] + value if name in sums.values else value
@@ -137,76 +186,32 @@ class ShardedLearner(Learner):
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
         """See the base."""
-        rate, norm, clipped = self._all([Prepare(self._name, learning_rate)])[0].numbers
+        rate, norm, clipped = self._spread.all_do(Prepare(self._name, learning_rate))[0].numbers
         return OptimStats(rate, norm, bool(clipped))
 
     def optim_commit(self) -> None:
         """See the base."""
-        self._all([Commit(self._name)])
+        self._spread.all_do(Commit(self._name))
 
     def named_weights(self) -> NamedWeights:
         """See the base; gathered by whoever goes through them. An adapter is not merged into them: the config's checks
         let nobody ask for that."""
         assert self.model.adapter is None
-        return self._weights("model")
+        return self._spread.weights("model")
 
     def base_weights(self) -> NamedWeights:
         """See the base."""
-        return self._weights("base")
+        return self._spread.weights("base")
 
     def adapter_weights(self) -> NamedWeights:
         """See the base."""
-        return self._weights("adapter")
+        return self._spread.weights("adapter")
 
     def save(self, folder: Path) -> None:
         """See the base; every rank writes its own share."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._all([Save(self._name, str(folder.absolute()))])
+        self._spread.all_do(Save(self._name, str(folder.absolute())))
 
     def load(self, folder: Path) -> None:
         """See the base; what any number of ranks wrote."""
-        self._all([Load(self._name, str(folder.absolute()))])
-
-    def _all(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """Carry out one command for each rank, or one for all."""
-        size = self._part.group.size
-        return self._crew.together(commands if len(commands) == size else [commands[0]] * size, self._part.do)
-
-    def _weights(self, what: str) -> ShardedWeights:
-        return ShardedWeights(lambda: self._gathered(what), lambda: self._described(what))
-
-    def _gathered(self, what: str) -> Generator[tuple[str, Tensor]]:
-        with self._crew.meanwhile(Gather(self._name, what)):
-            for name, tensor in self._part.gather(what):
-                yield from self._part.stored(what, name, tensor)
-
-    def _described(self, what: str) -> tuple[records.ParameterSpec, ...]:
-        if what not in self._specs:
-            self._specs[what] = self._unmarked(what)
-        specs = self._specs[what]
-        if specs is None:
-            # Transformers keeps several stored tensors as one, or otherwise: they are only known when made.
-            return tuple(spec for each in self._gathered(what) for spec in describe([each]))
-        shares = [answer.fingerprints for answer in self._all([Describe(self._name, what)])]
-        sums = [sum(each) for each in zip(*shares, strict=True)]
-        return tuple(
-            records.ParameterSpec(spec.name, spec.shape, spec.dtype, as_hex(total))
-            for spec, total in zip(specs, sums, strict=True)
-        )
-
-    def _unmarked(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
-        """Name, shape and type of every tensor as it is saved, without fingerprints; None when one of them is not
-        element for element what the network has."""
-        specs: list[records.ParameterSpec] = []
-        for shard in self._part.shards(what):
-            # A tensor without memory: only who comes out and in which shape is asked.
-            probe = torch.zeros(1, dtype=shard.rows.dtype).expand(shard.shape)
-            stored = self._part.stored(what, shard.name, probe)
-            if len(stored) != 1 or not _is_same(stored[0][1], probe):
-                return None
-            specs.append(replace(shard, name=stored[0][0]).spec(""))
-        return tuple(specs)
-
-
-def _is_same(stored: Tensor, probe: Tensor) -> bool:
-    return stored.shape == probe.shape and stored.untyped_storage().data_ptr() == probe.untyped_storage().data_ptr()
+        self._spread.all_do(Load(self._name, str(folder.absolute())))

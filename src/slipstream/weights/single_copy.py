@@ -1,7 +1,7 @@
 """The bridge `single_copy`: the trainer's parameters are the engine's tensors, and a new version is there as soon as
 the optimizer has written it.
 
-The engine's half is `Exporter`, in its one worker: on a CPU it moves the weights into memory that has no name (a
+The engine's half is `Exporter`, in each worker: on a CPU it moves the weights into memory that has no name (a
 memfd, which ends with its last user and can be opened by this user alone); on a GPU it asks CUDA for a handle of each
 allocation, and nothing moves. Where every Hugging Face parameter lies travels as plain fields. The trainer's half is
 `open_weights`, and `SharedPublisher`, whose versions are fingerprints and no bytes. Nobody may compute with weights
@@ -54,17 +54,22 @@ class SharedStorage(msgspec.Struct, frozen=True):
 
 
 class SharedTensor(msgspec.Struct, frozen=True):
-    """A parameter as a view of a storage; `offset` and `strides` count elements."""
+    """A parameter, or a worker's rows or columns of it, as a view of a storage; `offset` and `strides` count
+    elements."""
 
     storage: int
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+    dim: int = 0
+    """Along which the parameter is divided among workers, where it is."""
+    start: int = 0
+    """The first row or column in the whole."""
 
 
 class SharedWeights(msgspec.Struct, frozen=True):
-    """Where each parameter lies, by its Hugging Face name."""
+    """Where each parameter, or one worker's part of it, lies, by its Hugging Face name."""
 
     storages: tuple[SharedStorage, ...]
     tensors: dict[str, SharedTensor]
@@ -109,9 +114,15 @@ class Exporter:
             start += size
         self._storages[arena.data_ptr()] = SharedStorage(arena.nbytes(), path)
 
-    def describe(self, views: Mapping[str, Tensor], refused: Mapping[str, str]) -> SharedWeights:
-        """How to open `views`, each a view of one of the parameters."""
-        places: dict[int, int] = {}
+    def describe(
+        self,
+        views: Mapping[str, Tensor],
+        refused: Mapping[str, str],
+        places: Mapping[str, tuple[int, int]] | None = None,
+    ) -> SharedWeights:
+        """How to open `views`, each a view of one of the parameters. `places` says of those that are a worker's rows or
+        columns along which dimension and where they begin."""
+        numbers: dict[int, int] = {}
         storages: list[SharedStorage] = []
         tensors: dict[str, SharedTensor] = {}
         for name, view in views.items():
@@ -119,12 +130,17 @@ class Exporter:
             address = storage.data_ptr()
             if address not in self._storages:
                 self._storages[address] = _on_gpu(storage)
-            if address not in places:
-                places[address] = len(storages)
+            if address not in numbers:
+                numbers[address] = len(storages)
                 storages.append(self._storages[address])
             dtype = str(view.dtype).removeprefix("torch.")
             tensors[name] = SharedTensor(
-                places[address], int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), dtype
+                numbers[address],
+                int(view.storage_offset()),
+                tuple(view.shape),
+                tuple(view.stride()),
+                dtype,
+                *(places or {}).get(name, (0, 0)),
             )
         return SharedWeights(tuple(storages), tensors, dict(refused))
 

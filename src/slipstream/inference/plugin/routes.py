@@ -94,7 +94,7 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
 
     async def share(request: web.Request) -> web.Response:
         parameters = msgspec.msgpack.decode(await request.read(), type=tuple[ParameterSpec, ...])
-        return web.Response(body=encode(await server.share(parameters)))
+        return web.Response(body=msgspec.msgpack.encode(await server.share(parameters)))
 
     async def fence(_: web.Request) -> web.Response:
         await server.fence()

@@ -85,6 +85,8 @@ class EngineServer:
     async def start(self) -> None:
         """Verify what was loaded; only then go into service."""
         described = [msgspec.json.decode(text) for text in await self.host.rpc("slipstream_describe")]
+        for path in described[0]["files"]:
+            lifeline.remove_at_end(path)
         self.patches = tuple(described[0]["patches"])
         if self.settings.fp32_head:
             self.patches += (checked_head([each["head_dtypes"] for each in described]),)
@@ -311,16 +313,13 @@ class EngineServer:
         await self._stand()
         await self.host.rpc("slipstream_settle")
 
-    async def share(self, parameters: tuple[ParameterSpec, ...]) -> SharedWeights:
-        """Where the live weights lie, for a trainer that trains them; out of service until its first version."""
+    async def share(self, parameters: tuple[ParameterSpec, ...]) -> tuple[SharedWeights, ...]:
+        """Where each worker's live weights lie, for a trainer that trains them; out of service until its first
+        version."""
         await self.fence()
         answers = await self.host.rpc("slipstream_share", msgspec.json.encode(parameters).decode())
-        if len(answers) != 1:
-            raise RuntimeError(
-                f"the weights are divided among {len(answers)} workers, and only those of one are shared"
-            )
-        shared = msgspec.json.decode(answers[0], type=SharedWeights)
-        for path in shared.files():
+        shared = tuple(msgspec.json.decode(answer, type=SharedWeights) for answer in answers)
+        for path in set[str]().union(*(worker.files() for worker in shared)):
             lifeline.remove_at_end(path)
         return shared
 

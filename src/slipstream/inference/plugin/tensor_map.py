@@ -141,9 +141,9 @@ class TensorMap:
         copy_all(targets, sources)
         return left
 
-    def whole(self, spec: ParameterSpec) -> Tensor:
-        """The engine's memory of `spec` as one tensor of its shape; raises ValueError, with the reason, when it is not
-        one."""
+    def part(self, spec: ParameterSpec) -> Part:
+        """This worker's memory of `spec` as one tensor, all of it or some rows or columns (one dimension alone is cut);
+        raises ValueError, with the reason, when it is not one."""
         pieces = sorted(self.pieces.get(spec.name, []), key=lambda piece: piece.offset)
         if spec.name in self.opaque:
             raise ValueError("vLLM's loader transforms it")
@@ -152,23 +152,51 @@ class TensorMap:
         first = pieces[0].target
         if str(first.dtype) != f"torch.{spec.dtype}":
             raise ValueError(f"vLLM keeps it in {str(first.dtype).removeprefix('torch.')}, not {spec.dtype}")
-        whole = torch.empty(spec.shape, device="meta")
+        strides = torch.empty(spec.shape, device="meta").stride()
+        corner = _index(pieces[0].offset, strides)
+        ends = list(corner)
         for piece in pieces:
-            place, expected = piece.offset, first.storage_offset()
-            for source, target in zip(whole.stride(), first.stride(), strict=False):
-                expected += place // source * target
-                place %= source
+            place = _index(piece.offset, strides)
+            beyond = [own - start for own, start in zip(place, corner, strict=True)]
+            steps = zip(beyond, first.stride(), strict=False)
+            expected = first.storage_offset() + sum(number * step for number, step in steps)
             is_in_line = (
-                piece.target.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+                min(beyond, default=0) >= 0
+                and piece.target.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
                 and piece.target.stride() == first.stride()
-                and piece.strides == whole.stride()
+                and piece.strides == strides
                 and piece.target.storage_offset() == expected
             )
             if not is_in_line:
                 raise ValueError("vLLM keeps its parts apart")
-        if sum(piece.numel for piece in pieces) != whole.numel():
+            ends = [max(end, own + size) for end, own, size in zip(ends, place, piece.sizes, strict=True)]
+        shape = tuple(end - start for end, start in zip(ends, corner, strict=True))
+        cut = [dim for dim, (own, all_of_it) in enumerate(zip(shape, spec.shape, strict=True)) if own != all_of_it]
+        if sum(piece.numel for piece in pieces) != math.prod(shape) or len(cut) > 1:
             raise ValueError("vLLM keeps only a part of it")
-        return first.as_strided(spec.shape, first.stride(), first.storage_offset())
+        dim = cut[0] if cut else 0
+        tensor = first.as_strided(shape, first.stride(), first.storage_offset())
+        return Part(tensor, dim, corner[dim] if cut else 0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A worker's rows or columns of a parameter, or all of it."""
+
+    tensor: Tensor
+    dim: int = 0
+    """Along which it is cut."""
+    start: int = 0
+    """Its first row or column in the whole."""
+
+
+def _index(place: int, strides: Sequence[int]) -> tuple[int, ...]:
+    """Which element of a contiguous tensor lies at `place`."""
+    found: list[int] = []
+    for stride in strides:
+        found.append(place // stride)
+        place %= stride
+    return tuple(found)
 
 
 class Recorder(TorchDispatchMode):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -55,13 +56,15 @@ class WorkerExtension:
         return manager._adapter_manager if manager is not None else None
 
     def slipstream_describe(self) -> str:
-        """JSON: patches in force, the device, and the types in which the model computes its logits."""
+        """JSON: patches in force, the device, the types in which the model computes its logits, and files to remove."""
         scoring.at_request_temperature(self.model_runner)
         if torch.cuda.is_available() and self._slipstream_adapters() is not None:
             adapter_file.read_at_once()
         model = self._slipstream_model()
         device, heads = str(next(model.parameters()).device), _head_dtypes(model)
-        return json.dumps({"patches": patches.applied(), "device": device, "head_dtypes": heads})
+        return json.dumps(
+            {"patches": patches.applied(), "device": device, "head_dtypes": heads, "files": _left_behind()}
+        )
 
     @torch.no_grad()
     def slipstream_load(self, ticket_json: str, first_rank: str = "1") -> str:
@@ -100,7 +103,8 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_share(self, parameters_json: str) -> str:
-        """JSON: how another process opens the live weights, by Hugging Face name. On a CPU they move for it."""
+        """JSON: how another process opens the live weights, or this worker's part of each, by Hugging Face name. On a
+        CPU they move for it."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         model = self._slipstream_model()
         if self._slipstream_exporter is None:
@@ -110,17 +114,21 @@ class WorkerExtension:
         located = self._slipstream_locate(parameters)
         views: dict[str, Tensor] = {}
         refused: dict[str, str] = {}
+        places: dict[str, tuple[int, int]] = {}
         for spec in parameters:
             try:
-                views[spec.name] = located.whole(spec)
+                part = located.part(spec)
             except ValueError as error:
                 refused[spec.name] = str(error)
-        return msgspec.json.encode(self._slipstream_exporter.describe(views, refused)).decode()
+            else:
+                views[spec.name], places[spec.name] = part.tensor, (part.dim, part.start)
+        return msgspec.json.encode(self._slipstream_exporter.describe(views, refused, places)).decode()
 
     @torch.no_grad()
     def slipstream_written(self) -> str:
         """Have the kernels compute with the weights that were written in place. JSON: nothing."""
-        patches.repack(self._slipstream_model())
+        if not torch.cuda.is_available():  # only CPUs have packed copies, and generation waits for the look
+            patches.repack(self._slipstream_model())
         return "null"
 
     def slipstream_settle(self) -> str:
@@ -178,6 +186,12 @@ class WorkerExtension:
         stray = adapter_map.stray_layers(manager, slot, located)
         shares = _shares(located, parameters)
         return json.dumps({"shares": shares, "stale": stray, "memory_bytes": _memory_bytes()})
+
+
+def _left_behind() -> list[str]:
+    """What vLLM's workers on a CPU have between them, some megabytes, and leave there when they are killed."""
+    name = os.environ.get("VLLM_DIST_IDENT")
+    return [str(path) for path in Path("/dev/shm").glob(f"{name}-*")] if name else []
 
 
 def _head_dtypes(model: torch.nn.Module) -> list[str]:

@@ -1,0 +1,137 @@
+"""Newer attention kernels: used where a trial finds them right, and never where it does not."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_ragged_attention import backward as plain_backward
+from test_ragged_attention import forward as plain_forward
+from torch.nn.functional import scaled_dot_product_attention
+
+from slipstream.trainer import attention, attention_gpu
+from slipstream.trainer.layout import segment_layout
+
+LENGTHS, PREFIXES = (300, 120, 90, 1, 513), (None, 0, 0, 0, None)
+
+
+def as_new(wrong=""):
+    """The package's interface, computed by torch's formulas; what `wrong` names is so."""
+
+    def fwd(query, key, value, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, return_lse):
+        assert causal
+        assert return_lse
+        ends = (cu_seqlens_q, cu_seqlens_k, 10_000, 10_000, 0.0, True)
+        options = {"window_size_left": -1, "window_size_right": 0, "return_debug_mask": False, "scale": softmax_scale}
+        output = plain_forward(query, key, value, *ends, **options)[0]
+        lengths = (tuple(each.diff().tolist()) for each in (cu_seqlens_q, cu_seqlens_k))
+        lse = attention_gpu.reference(output, query, key, value, *lengths, softmax_scale)[1]
+        return output * (1.1 if wrong == "output" else 1.0), lse, None, None
+
+    def bwd(query, key, value, output, grad, lse, *, cu_seqlens_q, cu_seqlens_k, dq, dk, dv, softmax_scale, causal):
+        assert causal
+        if wrong == "raises":
+            raise RuntimeError("no such\narchitecture")
+        ends = (cu_seqlens_q, cu_seqlens_k, 10_000, 10_000, 0.0, True)
+        rest = (query.new_empty(2, dtype=torch.uint64), query.new_empty(0))
+        options = {"window_size_left": -1, "window_size_right": 0, "scale": softmax_scale}
+        found = plain_backward(grad, query, key, value, output, lse, *ends, *rest, **options)
+        for place, each in zip((dq, dk, dv), found, strict=True):
+            assert place.is_contiguous()
+            place.copy_(each)
+        if wrong == "keys":
+            dk[-1] = torch.nan
+        return dq, dk, dv
+
+    return SimpleNamespace(_flash_attn_fwd=fwd, _flash_attn_bwd=bwd)
+
+
+@pytest.fixture
+def route(monkeypatch):
+    """Has the package be there, as `route(wrong)` says; counts the calls of torch's kernels."""
+    old = []
+    monkeypatch.setattr(attention_gpu, "_found", {})
+    monkeypatch.setattr(attention_gpu, "_made_for", lambda query: True)
+    monkeypatch.setattr(attention_gpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(attention, "_flash_forward", lambda *a, **k: old.append("forward") or plain_forward(*a, **k))
+    monkeypatch.setattr(attention, "_flash_backward", lambda *a, **k: old.append("backward") or plain_backward(*a, **k))
+
+    def set_up(wrong=""):
+        monkeypatch.setattr(attention_gpu.importlib, "import_module", lambda name: as_new(wrong))
+        return old
+
+    return set_up
+
+
+def drawn(num_heads, num_kv_heads, head_dim, device="cpu", dtype=torch.float32, lengths=LENGTHS):
+    torch.manual_seed(0)
+    return [
+        torch.randn(heads, sum(lengths), head_dim, device=device).to(dtype).transpose(0, 1).requires_grad_()
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    ]
+
+
+def compute(states, layout, window=0):
+    """What the operation gives, and the gradients."""
+    output, _ = attention.ragged_attention(*states, layout.ticket, 0.1, window)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return [output.detach(), *torch.autograd.grad(output, states, weights)]
+
+
+def expected(states, layout):
+    """In float32 by torch's attention over the whole row, with a mask."""
+    place_T, segment_T, prefix_T = layout._tokens
+    visible = (segment_T[:, None] == segment_T) | (prefix_T[:, None] == segment_T)
+    visible = (visible & (place_T[:, None] >= place_T)).to(states[0].device)
+    states = [each.detach().float().requires_grad_() for each in states]
+    rows = [each.transpose(0, 1)[None] for each in states]
+    output = scaled_dot_product_attention(*rows, attn_mask=visible, scale=0.1, enable_gqa=True)[0].transpose(0, 1)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return [output.detach(), *torch.autograd.grad(output, states, weights)]
+
+
+def test_what_is_right_is_used(route, caplog):
+    old = route()
+    states, layout = drawn(6, 2, 16), segment_layout(LENGTHS, prefixes=PREFIXES)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            for ours, theirs in zip(compute(states, layout), expected(states, layout), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert not old
+    assert caplog.messages == ["FlashAttention 4 computes attention of 6 heads on 2 of 16"]
+
+
+@pytest.mark.parametrize(("wrong", "said"), [("output", "output"), ("keys", "keys is nan"), ("raises", "no such arch")])
+def test_what_is_wrong_is_said_once_and_not_used(wrong, said, route, caplog):
+    old = route(wrong)
+    states, layout = drawn(6, 2, 16), segment_layout(LENGTHS, prefixes=PREFIXES)
+    for _ in range(2):
+        for ours, theirs in zip(compute(states, layout), expected(states, layout), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert old == ["forward", "backward"] * 2
+    assert len(caplog.messages) == 1
+    assert said in caplog.messages[0]
+
+
+def test_windows_and_short_rows_are_torchs(route, monkeypatch):
+    old = route("raises")
+    compute(drawn(6, 2, 16), segment_layout(LENGTHS), window=7)
+    compute(drawn(6, 2, 16, lengths=(20, 40)), segment_layout([20, 40]))
+    monkeypatch.setattr(attention_gpu, "ENABLED", False)
+    compute(drawn(6, 2, 16), segment_layout(LENGTHS))
+    assert old == ["forward", "backward"] * 3
+    assert not attention_gpu._found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 2, 128), (28, 4, 128), (14, 2, 64), (8, 8, 128)])
+def test_on_a_gpu(heads, kv_heads, head_dim, newer, monkeypatch):
+    monkeypatch.setattr(attention_gpu, "ENABLED", newer)
+    states = drawn(heads, kv_heads, head_dim, "cuda", torch.bfloat16)
+    if newer and attention_gpu.find(*states[:2], 0) is None:
+        pytest.skip("FlashAttention 4 is not installed, or not for this GPU")
+    for prefixes in (None, PREFIXES):
+        layout = segment_layout(LENGTHS, "cuda", prefixes)
+        for ours, theirs in zip(compute(states, layout), expected(states, layout), strict=True):
+            assert float((ours.float() - theirs).norm() / theirs.norm()) < 0.01
