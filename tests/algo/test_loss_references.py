@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem
 
+from slipstream.algo.importance import log_ratio_histogram, ratio_shares
 from slipstream.algo.losses import LOSSES, LossInputs
 from slipstream.config.recipes import RECIPES, resolved
 from slipstream.config.schema import RLConfig
@@ -173,6 +174,12 @@ def test_metrics_by_value(problem):
     least, most = math.log(metrics["ratio_p01"]), math.log(metrics["ratio_p99"])
     assert 0.8 * ratio.min().log() >= least >= ratio.min().log()
     assert 0.8 * ratio.max().log() <= most <= ratio.max().log()
+    bounds = [0.0, 0.5, 0.8, 0.95, 1.05, 1.25, 2.0, math.inf]
+    for prefix, values in (("", ratio), ("mismatch/", d.exp())):
+        told = [metrics[f"{prefix}ratio_{name}"] for name in ratio_shares(log_ratio_histogram(ratio))]
+        exact = [((values > a) & (values <= b)).double().mean().item() for a, b in itertools.pairwise(bounds)]
+        assert told == pytest.approx(exact)
+        assert sum(told) == pytest.approx(1.0)
     advantages = torch.tensor(batch.advantages).repeat_interleave(torch.tensor(LENGTHS))
     assert metrics["clip_fraction_dual"] == pytest.approx(((ratio > 1.5) & (advantages < 0)).double().mean().item())
     assert metrics["clip_fraction_low"] == pytest.approx(((ratio < 0.8) & (advantages < 0)).double().mean().item())

@@ -1,10 +1,7 @@
 """Advantages of tokens and the critic's loss: against float64 references written from the formulas, by property, and
-against TRL's own code."""
+against TRL's own code; and the policy's loss of TRL's PPO."""
 
 import ast
-import importlib.util
-import os
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.algo.losses import LossInputs, clip_loss
 from slipstream.algo.values import explained_variance, generalized_advantages, value_loss, whitened
 
 NUMBER = st.floats(-10, 10, width=32)
@@ -133,51 +131,24 @@ def test_explained_variance():
     assert explained_variance(returns, torch.ones(3)) is None
 
 
-def trl_source():
-    """`trl/experimental/ppo/ppo_trainer.py`, which TRL 1.0 has and 1.16 has not: the installed one, or the file that
-    SLIPSTREAM_TRL_PPO names."""
-    if path := os.environ.get("SLIPSTREAM_TRL_PPO"):
-        return Path(path).read_text(encoding="utf-8")
-    try:
-        spec = importlib.util.find_spec("trl.experimental.ppo.ppo_trainer")
-    except ImportError:
-        spec = None
-    if spec is not None and spec.origin:
-        return Path(spec.origin).read_text(encoding="utf-8")
-    pytest.skip("this TRL has no PPO: name the file of one that has in SLIPSTREAM_TRL_PPO")
-    raise AssertionError
+SOURCE = (Path(__file__).parent / "trl_ppo.txt").read_text(encoding="utf-8")
 
 
-def statements_of_trl(source, names, first, last):
-    """The functions `names`, and of the method `train` the statements from the one that begins with `first` to the one
-    that begins with `last`, as code."""
-    tree = ast.parse(source)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
-    train = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "train")
-    for node in ast.walk(train):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list):
-            continue
-        texts = [ast.unparse(each) for each in body]
-        begins = [place for place, text in enumerate(texts) if text.startswith(first)]
-        if begins:
-            end = next(place for place, text in enumerate(texts) if place >= begins[0] and text.startswith(last))
-            lines = [ast.unparse(each) for each in functions] + texts[begins[0] : end + 1]
-            return compile(textwrap.dedent("\n".join(lines)), "ppo_trainer.py", "exec")
-    raise AssertionError(f"TRL's train has no statement {first!r}")
-
-
-WHITEN = ("masked_mean", "masked_var", "masked_whiten")
+def of_trl(first, last):
+    """The excerpt's functions, and of `train` the statements from the one that begins with `first` to the one that
+    begins with `last`, as code."""
+    *functions, train = ast.parse(SOURCE).body
+    statements = [ast.unparse(each) for each in train.body]
+    begin, end = (next(n for n, text in enumerate(statements) if text.startswith(each)) for each in (first, last))
+    return compile("\n".join([*map(ast.unparse, functions), *statements[begin : end + 1]]), "trl_ppo.txt", "exec")
 
 
 class Settings:
-    gamma, lam, cliprange_value, vf_coef = 0.97, 0.9, 0.2, 1.0
+    gamma, lam, cliprange_value, cliprange = 0.97, 0.9, 0.2, 0.2
 
 
 def test_advantages_and_whitening_equal_trls():
-    code = statements_of_trl(
-        trl_source(), WHITEN, "lastgaelam = 0", "advantages = torch.masked_fill(advantages, padding_mask, 0)"
-    )
+    code = of_trl("lastgaelam = 0", "advantages = torch.masked_fill")
     lengths, longest = [5, 9, 1, 7], 9
     generator = torch.Generator().manual_seed(1)
     padding = torch.arange(longest)[None] >= torch.tensor(lengths)[:, None]
@@ -197,7 +168,7 @@ def test_advantages_and_whitening_equal_trls():
 
 
 def test_the_loss_and_its_gradient_equal_trls():
-    code = statements_of_trl(trl_source(), WHITEN, "vpredclipped =", "vf_clipfrac =")
+    code = of_trl("vpredclipped =", "vf_clipfrac =")
     values, old_values, returns = made_up()
     theirs = values.detach().clone().requires_grad_()
     scope = {
@@ -211,3 +182,25 @@ def test_the_loss_and_its_gradient_equal_trls():
     assert loss.mean().item() == pytest.approx(scope["vf_loss"].item(), abs=1e-5)
     assert clipped.double().mean().item() == pytest.approx(scope["vf_clipfrac"].item(), abs=1e-5)
     torch.testing.assert_close(values.grad, theirs.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_the_policys_loss_and_its_gradient_equal_trls():
+    code = of_trl("logprobs_diff =", "pg_loss =")
+    generator = torch.Generator().manual_seed(2)
+    padding = torch.arange(9)[None] >= torch.tensor([5, 9, 1, 7])[:, None]
+    ours, old, advantages = torch.randn(3, *padding.shape, generator=generator)
+    ours, theirs = (ours.clone().requires_grad_() for _ in range(2))
+    scope = {
+        "torch": torch, "args": Settings, "new_logprobs": theirs, "mb_logprobs": old, "mb_advantage": advantages,
+        "padding_mask": padding, "micro_batch_inds": slice(None),
+    }  # fmt: skip
+    exec(code, scope)
+    scope["pg_loss"].backward()
+    kept, index = ~padding, torch.nonzero(~padding)[:, 0]
+    clip = {"clip_low": Settings.cliprange, "clip_high": Settings.cliprange}
+    loss = clip_loss(LossInputs(ours[kept], old[kept], advantages[kept], index, len(padding), **clip))
+    loss.loss_N.mean().backward()
+    assert loss.loss_N.mean().item() == pytest.approx(scope["pg_loss"].item(), abs=1e-5)
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
+    assert loss.counts["clip_fraction_low"].any()
+    assert loss.counts["clip_fraction_high"].any()

@@ -142,7 +142,7 @@ def test_conversations_as_problems(tmp_path):
         ({"extra_info": "[1]"}, "row 2 of .*: extra_info = .* is not a dictionary"),
         ({"prompt": []}, r"row 2 of .*: prompt = \[\] is not a list of messages"),
         ({"data_source": None}, "row 2 of .*: data_source = None is not text"),
-        ({"images": ["a.png"]}, "row 2 of .*: images is not empty, and only text models"),
+        ({"images": ["a.png"]}, "row 2 of .*: images is not empty, and only text is trained on"),
     ],
 )
 def test_a_broken_verl_row_is_named(tmp_path, change, said):

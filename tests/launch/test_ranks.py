@@ -22,11 +22,14 @@ from slipstream.trainer.batching import StepBatch, ValueTargets
 from slipstream.trainer.new_model import new_model
 from slipstream.trainer.state import read_state
 from slipstream.weights.fingerprint import describe
+from tests.trainer.test_towers import save_with_tower
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=0.9)
 RATE = 1e-3
 GRPO = {"kind": "grpo", "kl_coef": 0.05}
 PPO = {"kind": "ppo", "kl_coef": 0.0}
+GSPO = {"kind": "gspo", "kl_coef": 0.05, "importance_sampling": "sequence_masked", "entropy_coef": 0.01}
+"""Ratios, weights and means of whole sequences."""
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +122,11 @@ CASES = {
     "grpo": {},
     "lora": {"lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}, "gradient_checkpointing": True},
     "alone": {"packing": False, "gradient_checkpointing": True},
+    "gspo": {"algorithm": GSPO},
 }
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("grpo", 2), ("grpo", 4), ("lora", 2), ("alone", 2)])
+@pytest.mark.parametrize(("case", "ranks"), [("grpo", 2), ("grpo", 4), ("gspo", 4), ("lora", 2), ("alone", 2)])
 def test_losses_gradients_and_weights_are_those_of_one_process(case, ranks, model, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "several").mkdir()
@@ -144,6 +148,24 @@ def test_losses_gradients_and_weights_are_those_of_one_process(case, ranks, mode
     for own, expected in zip(several[3].logprobs, one[3].logprobs, strict=True):
         torch.testing.assert_close(own, expected, atol=1e-3, rtol=1e-3)
     assert several[4] == one[4], "the frozen base is the model's own, bit for bit"
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_model_with_an_image_tower_over_ranks(lora, tmp_path):
+    model = save_with_tower(tmp_path / "model", "qwen3-vl", vocab_size=97)
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        found[ranks] = four_steps(make_config(model, ranks, lora=lora), folder)
+    for several, one in zip(found[2][0], found[1][0], strict=True):
+        assert several["loss"] == pytest.approx(one["loss"], rel=2e-5)
+        assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-5)
+    assert found[2][2].keys() == found[1][2].keys()
+    assert any("visual" in name for name in found[2][2]) == (lora is None)
+    for name, tensor in found[2][2].items():
+        assert (tensor - found[1][2][name]).abs().max() <= (0.0 if "visual" in name else 4 * RATE), name
+    assert found[2][4] == found[1][4]
 
 
 def test_state_is_read_by_any_number_of_ranks(model, tmp_path):

@@ -5,13 +5,15 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
+from slipstream.algo.importance import log_ratio_histogram, ratio_shares
 from slipstream.errors import ConfigError
 from slipstream.report import write_report
 from slipstream.report.headline import Accuracy, difference_interval
 from slipstream.report.html import data, h, number
 from slipstream.report.plot import linear_scale, log_scale, step_scale
-from slipstream.report.series import MAX_POINTS, Line, series_of
+from slipstream.report.series import MAX_POINTS, PANELS, Line, series_of
 from slipstream.report.timeline import MAX_BARS, step_times
 from slipstream.runlog import read_run
 from tests.report.conftest import HOSTILE
@@ -220,3 +222,9 @@ def test_a_step_is_made_of_its_phases(write):
     assert all(sum(step.phases.values()) == pytest.approx(step.wall) for step in steps)
     assert "generate" not in steps[1].phases
     assert steps[1].generate == 1.0
+
+
+def test_the_ranges_of_the_ratio_are_those_that_are_measured():
+    measured = [f"train/ratio_{name}" for name in ratio_shares(log_ratio_histogram(torch.zeros(1)))]
+    (panel,) = [panel for panel in PANELS if panel.title == "Histogram of the policy ratio"]
+    assert [line.metric for line in panel.lines] == measured

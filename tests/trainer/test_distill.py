@@ -74,11 +74,21 @@ def reverse_kl(student_PV, teacher_PV, temperature):
     return (ours.exp() * (ours - theirs)).sum(-1).mean()
 
 
+def trls_reverse_kl(student_PV, teacher_PV, temperature):
+    """TRL's loss of on-policy distillation (GKD) at the end of its scale where it is that divergence."""
+    pytest.importorskip("trl")
+    from trl.experimental.gkd import GKDTrainer
+
+    labels = torch.zeros(1, POSITIONS, dtype=torch.long)
+    return GKDTrainer.generalized_jsd_loss(student_PV[None], teacher_PV[None], labels, 1.0, temperature)
+
+
+@pytest.mark.parametrize("exact_loss", [reverse_kl, trls_reverse_kl])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("loss", ["policy_gradient", "clip", "cispo"])
-def test_over_all_samples_it_is_the_gradient_of_the_reverse_kl(temperature, loss):
+def test_over_all_samples_it_is_the_gradient_of_the_reverse_kl(temperature, loss, exact_loss):
     student, teacher = logits_of(1).requires_grad_(), logits_of(2)
-    exact = reverse_kl(student, teacher, temperature)
+    exact = exact_loss(student, teacher, temperature)
     exact.backward()
     gradient, metrics = expected_gradient(student, teacher, temperature, loss=loss)
     # The objective keeps the teacher's log-probabilities in float32.

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import records
+from slipstream.algo.losses import LOSSES
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.batching import StepBatch, ValueTargets, even_rows, micro_batches_of
 from slipstream.trainer.learner import add_gradients, predictions
@@ -15,7 +16,16 @@ from slipstream.trainer.objectives import PolicyObjective
 from slipstream.trainer.rank_part import Packed, share_of
 
 SAMPLING = records.SamplingParams(max_tokens=32, temperature=0.9)
-OBJECTIVE = PolicyObjective(RLConfig(kl_coef=0.1), SAMPLING, teacher_coef=0.5)
+OBJECTIVES = st.builds(
+    lambda loss, normalize, correction: PolicyObjective(
+        RLConfig(loss=loss, normalize=normalize, importance_sampling=correction, kl_coef=0.1, entropy_coef=0.1),
+        SAMPLING,
+        teacher_coef=0.5,
+    ),
+    st.sampled_from(sorted(LOSSES)),
+    st.sampled_from(["token", "sequence", "constant"]),
+    st.sampled_from(["none", "truncated", "masked", "sequence_truncated", "sequence_masked"]),
+)
 
 
 def make_groups(seed, prompts, size):
@@ -38,20 +48,22 @@ def make_groups(seed, prompts, size):
     return batch
 
 
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1000), prompts=st.integers(1, 4), size=st.integers(1, 4), data=st.data())
-def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, data):
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000), prompts=st.integers(1, 4), size=st.integers(1, 4), objective=OBJECTIVES, data=st.data()
+)
+def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, objective, data):
     learner = session_learner
     batch = make_groups(seed, prompts, size)
     if not batch.num_tokens:
         return
     ranks, tokens = data.draw(st.integers(1, 5)), data.draw(st.sampled_from((20, 60, 4000)))
     learner.optimizer.discard_gradients()
-    learner.forward_backward(batch, OBJECTIVE)
+    learner.forward_backward(batch, objective)
     expected = gradients(learner)
     learner.optimizer.discard_gradients()
     passes = even_rows(batch, tokens, ranks)
-    divisors = OBJECTIVE.counts(batch)
+    divisors = objective.counts(batch)
     seen = []
     for rank in range(ranks):
         share, chosen = share_of(batch, [row[rank] for row in passes])
@@ -60,7 +72,7 @@ def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, dat
         own = share.batch()
         rows = list(micro_batches_of(own, share.rows))
         assert all(row is None or len(row.token_ids_T) <= tokens or len(row.sequences) == 1 for row in rows)
-        add_gradients(learner.model, rows, OBJECTIVE, divisors)
+        add_gradients(learner.model, rows, objective, divisors)
         found = predictions(learner.model, rows, SAMPLING)
         whole = learner.forward(batch.sequences, SAMPLING).logprobs
         for place, index in enumerate(chosen):

@@ -6,6 +6,7 @@ gradient. Sums that make metrics add up over micro-batches.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -14,8 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-_EDGES = 60
 _NEAREST, _FARTHEST = 1e-4, 20.0
+_BOUNDS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
+"""Of the parts that `ratio_shares` tells of; as many below 1 as above it."""
+_EDGES = 60 + len(_BOUNDS) // 2
+"""On either side of a ratio of 1."""
 
 
 def truncated_importance_weights(old_logprobs_N: Tensor, behaviour_logprobs_N: Tensor, cap: float) -> Tensor:
@@ -76,8 +80,10 @@ def effective_sample_size(log_ratio_N: Tensor) -> float:
 @cache
 def _edges(device: torch.device | str = "cpu") -> Tensor:
     """Of the histogram's bins: fine around 0, where ratios are, out to where a ratio says nothing but "broken"."""
-    upward = torch.logspace(math.log10(_NEAREST), math.log10(_FARTHEST), _EDGES, dtype=torch.float64)
-    return torch.cat([-upward.flip(0), upward]).to(device)
+    count = _EDGES - len(_BOUNDS) // 2
+    upward = torch.logspace(math.log10(_NEAREST), math.log10(_FARTHEST), count, dtype=torch.float64)
+    bounds = torch.tensor(_BOUNDS, dtype=torch.float64).log()
+    return torch.cat([-upward, bounds, upward]).sort().values.to(device)
 
 
 def log_ratio_histogram(log_ratio_N: Tensor) -> Tensor:
@@ -102,3 +108,13 @@ def ratio_quantiles(histogram: Tensor, quantiles: Sequence[float]) -> list[float
         nearer = 0.0 if place == _EDGES else edges[place] if place < _EDGES else edges[place - 1]
         found.append(math.exp(nearer))
     return found
+
+
+def ratio_shares(histogram: Tensor) -> dict[str, float]:
+    """Part of the tokens whose ratio is in each of seven ranges, upper bounds included, by the range's name."""
+    cumulated = histogram.cpu().cumsum(0)
+    counts = cumulated[torch.searchsorted(_edges(), torch.tensor(_BOUNDS, dtype=torch.float64).log())]
+    counts = torch.cat([counts.new_zeros(1), counts, cumulated[-1:]]).diff()
+    inner = [f"{low:g}_to_{high:g}" for low, high in itertools.pairwise(_BOUNDS)]
+    names = [f"below_{_BOUNDS[0]:g}", *inner, f"above_{_BOUNDS[-1]:g}"]
+    return dict(zip(names, (counts / cumulated[-1].clamp(min=1)).tolist(), strict=True))

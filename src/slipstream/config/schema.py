@@ -35,7 +35,8 @@ class ModelConfig(Section):
     """What is trained."""
 
     path: str
-    """A local folder in Hugging Face format, or a hub id."""
+    """A local folder in Hugging Face format, or a hub id. Of a model that reads images, too, what text goes through is
+    trained; its image tower stays as it is."""
     thinking: bool | None = None
     """Whether the model thinks before it answers, where its chat template can be told: sets the template's own variable
     for it, `enable_thinking` or `thinking`. Not set: as the template does by itself."""
@@ -248,7 +249,7 @@ class LoraConfig(Section):
     """Their product is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output
-    head."""
+    head. Never those of an image tower."""
     plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
     """LoRA+ (arXiv 2402.12354): the second matrix, which starts at zero, learns at so many times the rate of the first,
     `training.learning_rate`. The paper uses 16, with rates half as large."""

@@ -148,7 +148,7 @@ def _verl_problem(row: Row, columns: Columns) -> Problem:
     where = row.where
     for name in ("images", "videos"):
         if row.values.get(name):
-            raise DataError(f"{where}: {name} is not empty, and only text models are trained: use text problems")
+            raise DataError(f"{where}: {name} is not empty, and only text is trained on: use text problems")
     prompt = columns.prompt or "prompt"
     answer = columns.answer or "reward_model.ground_truth"
     extra = row.values.get("extra_info")

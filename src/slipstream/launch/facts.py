@@ -65,7 +65,7 @@ def gather_facts(
     return Facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
-        model=read_model(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        model=read_trained_model(config.model.path, trust_remote_code=config.model.trust_remote_code),
         data=dataclasses.replace(
             measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
             max_turns=max_turns,
@@ -183,24 +183,39 @@ def _num_bytes(turns: Sequence[Message]) -> int:
     return sum(len(turn.content.encode()) for turn in turns)
 
 
+def read_trained_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
+    """The same as `read_model`, and how much of it is an image tower, which is not trained."""
+    facts = read_model(path, trust_remote_code=trust_remote_code)
+    if _config_values(path, trust_remote_code).get("vision_config") is None:
+        return facts
+    from slipstream.trainer.towers import blank_network, frozen_parameters
+
+    network = blank_network(path, trust_remote_code=trust_remote_code)
+    return dataclasses.replace(facts, num_frozen=sum(parameter.numel() for parameter in frozen_parameters(network)))
+
+
 def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """The shape of the model in a local folder, or of the hub id `path`.
 
     Parameters are counted in the folder's safetensors files, and estimated from the shape without them.
     """
     folder = Path(path)
-    if folder.is_dir():
-        values = _read_config_file(folder)
-    elif folder.exists() or path.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f'model.path = "{path}" is not a folder: give a folder in Hugging Face format or a hub id')
-    else:
-        values = _library_config(path, trust_remote_code)
+    values = _config_values(path, trust_remote_code)
     shape = values.get("text_config") or values
     if folder.is_dir() and any(_first(shape, names) is None for names in NAMES_IN_CONFIG.values()):
         # A config file may leave out what its class has as a default.
         values = _library_config(path, trust_remote_code)
         shape = values.get("text_config") or values
     return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None)
+
+
+def _config_values(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    folder = Path(path)
+    if folder.is_dir():
+        return _read_config_file(folder)
+    if folder.exists() or path.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f'model.path = "{path}" is not a folder: give a folder in Hugging Face format or a hub id')
+    return _library_config(path, trust_remote_code)
 
 
 def _model_facts(

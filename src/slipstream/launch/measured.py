@@ -24,6 +24,13 @@ class ModelFacts:
     """Whether the output head is the embedding."""
     num_experts: int = 0
     """In a layer; 0 for a dense model."""
+    num_frozen: int = 0
+    """Of the parameters, those of an image tower, which is not trained."""
+
+    @property
+    def num_decoding(self) -> int:
+        """Parameters that text goes through."""
+        return self.num_parameters - self.num_frozen
 
 
 @dataclass(frozen=True)

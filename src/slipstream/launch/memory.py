@@ -44,9 +44,9 @@ def training_state_bytes(
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
         return weights + num_adapter_parameters * 2 * BYTES_OF[dtype] + kept
-    kept = optimizer_bytes(optimizer, model.num_parameters, model)
+    kept = optimizer_bytes(optimizer, model.num_decoding, model)
     # A gradient in the model's dtype becomes part of the fp32 one as soon as it is whole; a tied head has two.
-    passing = max(2 * model.vocab_size * model.hidden_size, model.num_parameters // model.num_layers) * BYTES_OF[dtype]
+    passing = max(2 * model.vocab_size * model.hidden_size, model.num_decoding // model.num_layers) * BYTES_OF[dtype]
     if optimizer == "adamw_bf16":
         passing = max(passing, _ROUNDING_BYTES * model.vocab_size * model.hidden_size)
     passing = min(passing, weights)
@@ -70,7 +70,7 @@ def gathered_bytes(model: ModelFacts, dtype: str) -> int:
     """What a rank of several has whole at once, as FSDP2 gathers it: embedding, head and two layers, with their
     gradients, which are added up over the ranks in fp32."""
     vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    layer = max(0, model.num_parameters - vocabulary) // model.num_layers
+    layer = max(0, model.num_decoding - vocabulary) // model.num_layers
     return (vocabulary + 2 * layer) * (2 * BYTES_OF[dtype] + 4)
 
 

@@ -24,7 +24,7 @@ def training_seconds(config: RunConfig, facts: Facts) -> float:
     else:
         tokens = training.prompts_per_batch * (data.max_sequence_tokens or 0)
     passes = training.steps * training.epochs_per_batch
-    return 6.0 * facts.model.num_parameters * tokens * passes / GPU_FLOPS
+    return 6.0 * facts.model.num_decoding * tokens * passes / GPU_FLOPS
 
 
 def compiling_pays(config: RunConfig, facts: Facts) -> tuple[bool, str]:

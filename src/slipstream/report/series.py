@@ -53,6 +53,14 @@ class Series:
     """Steps that have the number; more than `len(x)` when parts were averaged."""
 
 
+def _ratio_lines(group: str) -> tuple[Line, ...]:
+    """The ranges of `algo.importance.ratio_shares`."""
+    bounds = ("0.5", "0.8", "0.95", "1.05", "1.25", "2")
+    inner = [Line(f"{group}/ratio_{low}_to_{high}", f"to {high}") for low, high in itertools.pairwise(bounds)]
+    first, last = Line(f"{group}/ratio_below_0.5", "to 0.5"), Line(f"{group}/ratio_above_2", "above 2")
+    return (first, *inner, last)
+
+
 PANELS = (
     Panel("Reward", "Mean over a step's rollouts; the band is one standard deviation.",
           (Line("reward/mean", "mean", spread="reward/std"),)),
@@ -68,10 +76,14 @@ PANELS = (
           (Line("train/effective_sample_size", "part of the tokens"),), "%", from_zero=True),
     Panel("Importance weights", "Engine to trainer: the ratio's 1 % and 99 % quantiles, before any bound.",
           (Line("mismatch/ratio_p99", "99 %"), Line("mismatch/ratio_p01", "1 %"))),
+    Panel("Histogram of the importance weights", "Part of the tokens in each range of the ratio, before any bound.",
+          _ratio_lines("mismatch"), "%", from_zero=True),
     Panel("Bounded weights", "Part of the tokens whose importance weight was cut or masked.",
           (Line("train/importance_capped_fraction", "tokens"),), "%", from_zero=True),
     Panel("Policy ratio", "What the clip acts on: 1 % and 99 % quantiles.",
           (Line("train/ratio_p99", "99 %"), Line("train/ratio", "mean"), Line("train/ratio_p01", "1 %"))),
+    Panel("Histogram of the policy ratio", "Part of the tokens in each range of what the clip acts on.",
+          _ratio_lines("train"), "%", from_zero=True),
     Panel("KL to the reference", "Estimated on the trained tokens.", (Line("train/kl_reference", "KL"),)),
     Panel("Staleness", "How many versions old the trained tokens are.",
           (Line("staleness/mean", "mean"), Line("staleness/max", "largest")), from_zero=True),

@@ -17,6 +17,7 @@ from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.layers import dress_layers
 from slipstream.trainer.learner import one_order_of_sums
 from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.towers import text_config
 
 _LENGTHS = ((40, 24), (24, 16))
 """Prompt and completion of the sequences of two rows: a length that differs shows whether any length will do."""
@@ -53,7 +54,7 @@ def compile_layers(model: PolicyModel) -> str:
 
 def _try(model: PolicyModel, prompt: int, completion: int) -> None:
     mask = [place >= prompt for place in range(prompt + completion)]
-    vocabulary = int(model.config.vocab_size)
+    vocabulary = int(text_config(model.config).vocab_size)
     sequences = [
         records.Sequence([(7 * place + number) % vocabulary for place in range(len(mask))], mask) for number in (0, 1)
     ]

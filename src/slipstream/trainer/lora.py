@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from slipstream.errors import ConfigError
+from slipstream.trainer.towers import blank_network, text_parts, tower_names
 from slipstream.weights.adapter import (
     AdapterConfig,
     adapter_parameter,
@@ -128,7 +129,7 @@ class Adapter:
             # Spelt out: what counts as linear is for whoever loads the adapter to decide otherwise.
             names = tuple(sorted({name.rpartition(".")[2] for name in layers}))
             config = replace(config, target_modules=names)
-        return cls(layers, config)
+        return cls(layers, replace(config, excluded=tuple(tower_names(network))))
 
     @property
     def num_parameters(self) -> int:
@@ -185,10 +186,13 @@ class Adapter:
 
 
 def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]:
-    """Names of the linear layers that `targets` stand for: ends of names, or `all-linear`, all but the output head."""
+    """Names of the linear layers that `targets` stand for: ends of names, or `all-linear`, all but the output head.
+    Those of a tower are not meant."""
     found: Any = network
     head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
-    linears = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    text = {id(module) for part in text_parts(network) for module in part.modules()}
+    modules = ((name, module) for name, module in network.named_modules() if id(module) in text)
+    linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     usable = [name for name, module in linears.items() if module is not head]
     known = ", ".join(sorted({name.rpartition(".")[2] for name in usable}))
     if targets == ALL_LINEAR:
@@ -218,12 +222,6 @@ def rate_in_adapter(ratio: float, name: str) -> float:
 def blank_adapter(model: str, config: AdapterConfig, *, trust_remote_code: bool = False) -> Adapter:
     """The adapter that `config` makes on a model of that configuration, without any memory: for its names, shapes and
     sizes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        shape = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust_remote_code)
-            return Adapter.attach(network, config)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {model!r} holds no usable configuration: {error}") from error
+    network = blank_network(model, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return Adapter.attach(network, config)

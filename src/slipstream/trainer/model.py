@@ -27,6 +27,7 @@ from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.layers import Checkpointing, LayerOptions, dress_layers
 from slipstream.trainer.layout import SegmentLayout
 from slipstream.trainer.lora import Adapter
+from slipstream.trainer.towers import auto_class, freeze_towers, reads_images, text_config
 from slipstream.weights.adapter import AdapterConfig
 from slipstream.weights.files import stored_parameters
 
@@ -85,6 +86,7 @@ class PolicyModel:
         )
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
+        freeze_towers(network)
         model = cls(network.to(device), folder, packing=packing)
         model.layers = LayerOptions(checkpointing, offload)
         dress_layers(network, model.layers)
@@ -263,10 +265,10 @@ def load_network(
     unread: bool = False,
 ) -> nn.Module:
     """The network in `folder`, with an image tower where it has one; see `PolicyModel.load`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    kind: Any = AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
+    kind = auto_class(config)
     options: dict[str, Any] = {
         "dtype": DTYPES[dtype],
         "attn_implementation": implementation,
@@ -362,7 +364,8 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing: bool = True) -> None:
-    """Raises `ConfigError` when the folder's configuration is not that of a causal language model of text."""
+    """Raises `ConfigError` when the folder's configuration is not that of a causal language model, of text or of images
+    too."""
     from transformers import AutoConfig
 
     try:
@@ -383,9 +386,12 @@ def _one_line(error: BaseException) -> str:
 
 def _check_config(config: Any, path: str, packing: bool) -> None:
     """What the configuration alone tells."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(names)}
+    mapping: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if reads_images(config):
+        mapping = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    known = {name for names in mapping.values() for name in _as_tuple(names)}
     architectures = list(getattr(config, "architectures", None) or [])
     custom = bool(getattr(config, "auto_map", None))
     if getattr(config, "is_encoder_decoder", False) or not (custom or known & set(architectures)):
@@ -393,9 +399,9 @@ def _check_config(config: Any, path: str, packing: bool) -> None:
             f"model.path {path!r} holds {', '.join(architectures) or 'no named architecture'}, "
             "not a causal language model: give one that generates text"
         )
-    if any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")):
-        raise ConfigError(f"model.path {path!r} reads images or audio: only text models can be trained")
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if getattr(config, "audio_config", None) is not None:
+        raise ConfigError(f"model.path {path!r} hears audio: only models of text, or of images too, can be trained")
+    kinds = set(getattr(text_config(config), "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if packing and kinds:
         raise ConfigError(
             f"model.path {path!r} has layers of kind {', '.join(sorted(kinds))}, in which packed sequences "
@@ -414,7 +420,8 @@ def check_isolation(model: PolicyModel) -> None:
 
     Raises ConfigError if they move, or if the attention never saw the layout or its sliding window.
     """
-    vocabulary, length, prompt = int(model.config.vocab_size), 9, 5
+    config = text_config(model.config)
+    vocabulary, length, prompt = int(config.vocab_size), 9, 5
     mask = [place >= prompt for place in range(length)]
     tokens, others, third = ([(place + k) % vocabulary for place in range(length)] for k in (0, 1, vocabulary // 2))
     name = type(model.network).__name__
@@ -438,7 +445,7 @@ def check_isolation(model: PolicyModel) -> None:
     # Other shapes round otherwise, in bfloat16 visibly; a prefix or a position that is lost changes everything.
     if (shared - alone).abs().max() > 10 * tolerance:
         raise ConfigError(f"{name} does not continue a shared prompt as its own: set training.packing = false")
-    window = getattr(model.config, "sliding_window", None)
-    sliding = "sliding_attention" in (getattr(model.config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
     if window and sliding and layout.windows_seen == {0}:
         raise ConfigError(f"{name} does not tell its attention about the sliding window: set training.packing = false")

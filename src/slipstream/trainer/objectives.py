@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.algo.custom import user_function
-from slipstream.algo.importance import importance_weights, log_ratio_histogram, ratio_quantiles
+from slipstream.algo.importance import importance_weights, log_ratio_histogram, ratio_quantiles, ratio_shares
 from slipstream.algo.losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
 from slipstream.algo.sampling import HeadLogits, processed_logprobs, token_statistics
 from slipstream.config.recipes import resolved
@@ -206,6 +206,7 @@ class PolicyObjective:
             prefix = "mismatch/" if key == "mismatch_histogram" else ""
             low, high = ratio_quantiles(histogram, (0.01, 0.99))
             metrics |= {f"{prefix}ratio_p01": low, f"{prefix}ratio_p99": high}
+            metrics |= {f"{prefix}ratio_{name}": part for name, part in ratio_shares(histogram).items()}
         return metrics
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ class AdapterConfig:
     base: str
     dora: bool = False
     """Weight-decomposed (DoRA, arXiv 2402.09353): beside both matrices a length for each row of the weight."""
+    excluded: tuple[str, ...] = ()
+    """Modules in which nothing is a target, whatever its name: an image tower."""
 
     @property
     def scaling(self) -> float:
@@ -105,6 +108,9 @@ def write_adapter_folder(
             "use_dora": config.dora,
             "modules_to_save": None,
         }
+        if config.excluded:
+            # PEFT's own form: an expression that a whole name fits.
+            content["exclude_modules"] = rf"({'|'.join(map(re.escape, config.excluded))})\..*"
         (temporary / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
         if spare is not None:
             with contextlib.suppress(FileNotFoundError):

@@ -1,0 +1,220 @@
+"""Models that read images, trained on text: positions, what is trained, adapters, and the memory that is planned."""
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from slipstream import records
+from slipstream.config.schema import CriticConfig
+from slipstream.errors import ConfigError
+from slipstream.launch.facts import read_trained_model
+from slipstream.launch.memory import optimizer_bytes
+from slipstream.trainer.batching import StepBatch, ValueTargets
+from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.trainer.critic import Critic, ValueModel
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+TOKENS = {"vision_start_token_id": 60, "vision_end_token_id": 61, "image_token_id": 62, "video_token_id": 63}
+PATCHES = {"patch_size": 4, "temporal_patch_size": 1, "spatial_merge_size": 2}
+SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+}
+MODELS = {
+    "qwen2-vl": (
+        "Qwen2VL",
+        {"rope_parameters": MROPE},
+        PATCHES | {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+        TOKENS,
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {"rope_parameters": MROPE},
+        PATCHES | {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 48},
+        TOKENS,
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+        PATCHES
+        | {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        TOKENS,
+    ),
+    # Its tower's layers have the names of the decoder's.
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        SIGLIP | {"patch_size": 4},
+        {"image_token_index": 62, "boi_token_index": 60, "eoi_token_index": 61, "mm_tokens_per_image": 4},
+    ),
+}
+
+
+def save_with_tower(folder, name, **text):
+    """A small model of that kind with random weights."""
+    kind, own, tower, tokens = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=TEXT | own | text, vision_config=tower, tie_word_embeddings=True, **tokens
+    )
+    network = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder_of(name):
+        if name not in made:
+            made[name] = save_with_tower(tmp_path_factory.mktemp("models") / name, name)
+        return made[name]
+
+    return folder_of
+
+
+SEQUENCES = [
+    records.Sequence([(7 * i + 3 * j) % 59 + 1 for j in range(n)], [j > 3 for j in range(n)])
+    for i, n in enumerate((40, 5, 17, 39, 6))
+]
+
+
+def plain(folder):
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def learner_of(model):
+    return Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=256)
+
+
+def advance(learner):
+    learner.forward_backward(StepBatch(SEQUENCES), SFTObjective())
+    learner.optim_prepare(1e-2)
+    learner.optim_commit()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_text_gives_the_plain_models_loss_and_gradients(name, folders, gradients_of):
+    """The plain model counts its positions itself, one sequence at a time: for text all three of mRoPE's are equal."""
+    network = plain(folders(name))
+    total, tokens = 0.0, sum(sequence.num_trainable for sequence in SEQUENCES)
+    for sequence in SEQUENCES:
+        ids = torch.tensor([sequence.token_ids])
+        logprobs = network(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        mask = torch.tensor(sequence.mask)[1:]
+        loss = -logprobs.gather(-1, ids[0, 1:, None])[:, 0][mask].sum() / tokens
+        loss.backward()
+        total += loss.item()
+    learner = learner_of(PolicyModel.load(folders(name)))
+    assert learner.forward_backward(StepBatch(SEQUENCES), SFTObjective())["loss"] == pytest.approx(total, abs=1e-5)
+    expected = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    ours = gradients_of(learner)
+    assert ours.keys() == expected.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, expected[name], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tower_stays_and_the_checkpoint_is_the_whole_model(name, folders, tmp_path):
+    folder = folders(name)
+    learner = learner_of(PolicyModel.load(folder))
+    advance(learner)
+    weights = CheckpointStore(tmp_path).save(1, learner, folder, {}) / "weights"
+    before, after = (load_file(path / "model.safetensors") for path in (folder, weights))
+    assert before.keys() == after.keys()
+    tower = {key for key in before if "visual" in key or "vision" in key or "projector" in key}
+    assert tower
+    assert {key for key in before if not torch.equal(before[key], after[key])} == before.keys() - tower
+    again = plain(weights)(input_ids=torch.tensor([SEQUENCES[0].token_ids])).logits[0, -2].log_softmax(-1)
+    ours = learner.forward(SEQUENCES[:1]).logprobs[0][-1]
+    assert (again[SEQUENCES[0].token_ids[-1]] - ours).abs() < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_linear_leaves_the_tower_alone_here_and_in_peft(name, folders, tmp_path):
+    folder = folders(name)
+    model = PolicyModel.load(folder)
+    adapter = model.add_adapter(AdapterConfig(4, 8.0, ("all-linear",), str(folder)))
+    assert len(adapter.layers) == 2 * 7
+    assert all("language_model" in layer for layer in adapter.layers)
+    learner = learner_of(model)
+    for _ in range(2):
+        advance(learner)
+    write_adapter_folder(tmp_path / "a", adapter.named_weights(), adapter.config)
+    theirs = peft.PeftModel.from_pretrained(plain(folder), tmp_path / "a")
+    adapted = {key.split(".lora_")[0].removeprefix("base_model.model.") for key, _ in theirs.named_parameters()
+               if ".lora_" in key}  # fmt: skip
+    assert adapted == set(adapter.layers)
+    for sequence, ours in zip(SEQUENCES, learner.forward(SEQUENCES).logprobs, strict=True):
+        ids = torch.tensor([sequence.token_ids])
+        logprobs = theirs(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        assert (logprobs[torch.tensor(sequence.mask)[1:]] - ours).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_counts_what_is_trained(name, folders):
+    folder = folders(name)
+    facts = read_trained_model(str(folder))
+    learner = learner_of(PolicyModel.load(folder))
+    masters = sum(master.numel() for master in learner.optimizer.masters().values())
+    assert facts.num_frozen > 0
+    assert facts.num_decoding == masters
+    assert optimizer_bytes("adamw", facts.num_decoding, facts) == 16 * masters
+
+
+def test_a_critic_of_such_a_model(folders):
+    model = ValueModel(PolicyModel.load(folders("qwen3-vl")))
+    critic = Critic(learner_of(model), CriticConfig(learning_rate=1e-2, value_clip=0.0))
+    assert not any("visual" in name for name in critic.learner.optimizer.masters())
+    step = StepBatch(SEQUENCES)
+    step.value_targets = [
+        ValueTargets(torch.zeros(sequence.num_trainable), torch.ones(sequence.num_trainable)) for sequence in SEQUENCES
+    ]
+    losses = [critic.train([step])["value/loss"] for _ in range(5)]
+    assert losses[0] == 0.5
+    assert losses[-1] < losses[0]
+
+
+def test_one_that_hears_is_refused(tmp_path):
+    config = transformers.Qwen2AudioConfig()
+    config.architectures = ["Qwen2AudioForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="Qwen2AudioForConditionalGeneration, not a causal language model"):
+        PolicyModel.load(tmp_path)
