@@ -1,5 +1,7 @@
 """`training.optimizer`: what is built, and that the plan counts what is then held."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.memory import GIB, optimizer_bytes, training_state_bytes
 from slipstream.launch.models import build_optimizer
 from slipstream.launch.prepare import prepare
+from slipstream.launch.totals import training_state
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 from slipstream.weights.adapter import AdapterConfig
@@ -109,10 +112,23 @@ def test_a_plan_shows_what_is_saved(folder):
     assert how.startswith("weights, moments and gradients ")
 
 
-def test_eight_bits_need_a_library(monkeypatch):
-    config = with_values(CONFIG, {"training.optimizer": "adamw_8bit"})
+def test_moments_that_may_leave_a_gpu_are_not_planned_there(folder):
+    known = facts(PolicyModel.load(folder).network)
+    on_gpu = dataclasses.replace(known, num_gpus=1, gpu_memory_bytes=80 * GIB)
+    plain, paged = (with_values(CONFIG, {"training.optimizer": name}) for name in ("adamw", "adamw_paged"))
+    for config in (plain, paged):
+        assert training_state(config, "float32", known) == training_state(plain, "float32", known)
+    moments = 8 * known.model.num_parameters
+    assert training_state(plain, "float32", on_gpu) - training_state(paged, "float32", on_gpu) == moments
+    notes = {note.name: note.how for note in make_plan(paged, on_gpu).notes}
+    assert "are in the CPU's memory as far as there is no room" in notes["memory of the trainer"]
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_paged"])
+def test_some_need_a_library(monkeypatch, name):
+    config = with_values(CONFIG, {"training.optimizer": name})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"adamw_8bit\" needs bitsandbytes.*pip install 'slipstream\[8bit\]'"):
+    with pytest.raises(ConfigError, match=rf"{name}\" needs bitsandbytes.*pip install 'slipstream\[8bit\]'"):
         prepare(Loaded(config, {}))
 
 

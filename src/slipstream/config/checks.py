@@ -368,11 +368,16 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
     if ranks == 1:
         return
     spread = f"training.ranks = {ranks} gives each process some rows of every weight"
-    if optimizer in ("muon", "adamw_8bit"):
-        whole = "whole matrices" if optimizer == "muon" else "whole weights, in blocks of 256"
+    whole = {
+        "muon": "whole matrices",
+        "adamw_8bit": "whole weights, in blocks of 256",
+        "adamw_paged": "moments that are on no GPU",
+    }
+    if optimizer in whole:
         yield (
             "training.optimizer",
-            f'{spread}, and training.optimizer = "{optimizer}" works on {whole}: use "adamw" or "adamw_bf16"',
+            f'{spread}, and training.optimizer = "{optimizer}" works on {whole[optimizer]}: use "adamw" or '
+            '"adamw_bf16"',
         )
     if config.model.fp32_head:
         yield "model.fp32_head", f"{spread}, and the float32 head needs the whole one: turn model.fp32_head off"

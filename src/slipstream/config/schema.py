@@ -112,7 +112,7 @@ LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
 Scale = Literal["std", "batch", "whiten", "none"]
 Normalize = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
-OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_paged", "muon"]
 Correction = Literal["truncated", "sequence_truncated", "masked", "sequence_masked", "none"]
 
 
@@ -300,9 +300,10 @@ class TrainingConfig(Section):
     optimizer: OptimizerName = "adamw"
     """`adamw`: AdamW, with fp32 masters of the weights. `adamw_bf16`: AdamW on bfloat16 weights alone, rounded by
     chance so that small updates are not lost; four bytes a parameter less. `adamw_8bit`: `adamw` with moments of 8 bits
-    (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with
-    masters: matrices move by their momentum made orthogonal, at AdamW's learning rates; embeddings, head and vectors
-    are AdamW's. It keeps one moment for two."""
+    (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `adamw_paged`: `adamw` whose moments CUDA moves to
+    the CPU's memory as far as the GPU has too little room (arXiv 2305.14314), by bitsandbytes; up to eight bytes a
+    parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with masters: matrices move by their momentum made
+    orthogonal, at AdamW's learning rates; embeddings, head and vectors are AdamW's. It keeps one moment for two."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of Muon's momentum (Nesterov's)."""
     learning_rate: PositiveFloat = 1e-5

@@ -35,16 +35,19 @@ def training_state_bytes(
     with_reference: bool,
     num_adapter_parameters: int | None = None,
     optimizer: OptimizerName = "adamw",
+    paged: bool = False,
 ) -> int:
     """Live weights, what the optimizer keeps, and what is there for a moment: the gradients of the layer that is in its
     backward pass, or under `adamw_bf16` one parameter's new values and their noise (each gradient goes when its new
     weights, which are smaller, come). And, where there is a KL term, the frozen reference. Under LoRA the frozen
-    weights, which are the reference too, and the rest for the adapter alone."""
+    weights, which are the reference too, and the rest for the adapter alone. If `paged`, without the moments of
+    whole matrices that the CPU's memory takes where there is no room."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
         return weights + num_adapter_parameters * 2 * BYTES_OF[dtype] + kept
     kept = optimizer_bytes(optimizer, model.num_decoding, model)
+    kept -= paged_bytes(optimizer, model) if paged else 0
     # A gradient in the model's dtype becomes part of the fp32 one as soon as it is whole; a tied head has two.
     passing = max(2 * model.vocab_size * model.hidden_size, model.num_decoding // model.num_layers) * BYTES_OF[dtype]
     if optimizer == "adamw_bf16":
@@ -64,6 +67,11 @@ def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelF
     if optimizer == "adamw_8bit":
         return (4 + masters + 2) * num_parameters + 2 * 4 * num_parameters // EIGHT_BIT_BLOCK
     return (4 + masters + 8) * num_parameters
+
+
+def paged_bytes(optimizer: OptimizerName, model: ModelFacts) -> int:
+    """Moments that may leave a GPU. The library leaves those of an adapter's small matrices where they are."""
+    return 8 * model.num_decoding if optimizer == "adamw_paged" else 0
 
 
 def gathered_bytes(model: ModelFacts, dtype: str) -> int:

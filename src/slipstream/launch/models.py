@@ -192,6 +192,10 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
         from slipstream.trainer.eight_bit import MasterAdamW8bit
 
         return MasterAdamW8bit(named, **options)
+    if training.optimizer == "adamw_paged":
+        from slipstream.trainer.paged import MasterPagedAdamW
+
+        return MasterPagedAdamW(named, **options)
     if training.optimizer == "muon":
         return MasterMuon(named, network, momentum=training.muon_momentum, **options)
     return MasterAdamW(named, **options)

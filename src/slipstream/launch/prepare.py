@@ -129,13 +129,14 @@ def prepare(loaded: Loaded) -> Prepared:
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    if config.training.optimizer != "adamw_8bit":
+    name = config.training.optimizer
+    if name not in ("adamw_8bit", "adamw_paged"):
         return
     spec = importlib.util.find_spec("bitsandbytes")
     # A folder of that name in the current one is found as well, and is no library.
     if spec is None or spec.origin is None:
         raise ConfigError(
-            'training.optimizer = "adamw_8bit" needs bitsandbytes, which is not installed: '
+            f'training.optimizer = "{name}" needs bitsandbytes, which is not installed: '
             "pip install 'slipstream[8bit]', or use another optimizer"
         )
 

@@ -17,6 +17,7 @@ from slipstream.launch.memory import (
     activation_bytes_per_token,
     gathered_bytes,
     gib,
+    paged_bytes,
     training_state_bytes,
     weights_bytes,
 )
@@ -93,6 +94,7 @@ def _state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool 
         with_reference=with_reference,
         num_adapter_parameters=num_adapter_parameters,
         optimizer=config.training.optimizer,
+        paged=facts.num_gpus > 0,
     )
 
 
@@ -132,6 +134,8 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     if keeps_copy(config):
         size = gib(weights_bytes(facts.model, config.model.dtype))
         kept += f" and a copy of the version published last ({size}, for weights.delta to find what changed)"
+    if facts.num_gpus and facts.adapter is None and (paged := paged_bytes(config.training.optimizer, facts.model)):
+        kept += f" (moments of {gib(paged)} are in the CPU's memory as far as there is no room for them)"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
     if uses_critic(config):
         critic = _state(config, config.model.dtype, facts)

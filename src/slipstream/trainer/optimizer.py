@@ -173,7 +173,7 @@ class Optimizer(ABC):
             updates = memory.pop("updates", None)
             rule = self._memory_of(name)
             rule.clear()
-            rule.update({key: value.to(weights.device, copy=True) for key, value in memory.items()})
+            rule.update({key: self._placed(key, value, name) for key, value in memory.items()})
             if updates is not None:
                 rule["step"] = self._as_step(int(updates), name)
         self.discard_gradients()
@@ -230,6 +230,10 @@ class Optimizer(ABC):
     @abstractmethod
     def _mark_of(self, name: str) -> str:
         """A key that the rule's memory of a parameter always has."""
+
+    def _placed(self, key: str, value: Tensor, name: str) -> Tensor:
+        """A copy of what the rule is to remember, where it wants it."""
+        return value.to(self._parameters[name].device, copy=True)
 
     def _as_step(self, updates: int, name: str) -> Any:
         """The rule's own form of a number of updates."""
