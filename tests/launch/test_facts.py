@@ -122,6 +122,11 @@ class TestModel:
         model = read_model(folder_with(tmp_path, nested))
         assert (model.hidden_size, model.dtype) == (128, "bfloat16")
 
+    @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+    def test_experts_by_each_of_their_names(self, name, tmp_path):
+        assert read_model(folder_with(tmp_path, SHAPE | {name: 8})).num_experts == 8
+        assert read_model(folder_with(tmp_path, SHAPE)).num_experts == 0
+
     def test_parameters_are_counted_in_all_files(self, tmp_path):
         numpy = pytest.importorskip("numpy")
         from safetensors.numpy import save_file

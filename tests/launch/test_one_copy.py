@@ -14,6 +14,7 @@ from slipstream.trainer.new_model import new_model
 from slipstream.weights.fingerprint import describe
 from slipstream.weights.single_copy import Exporter
 
+from ..trainer.test_towers import save_with_tower
 from .test_ranks import BATCHES, SAMPLING, make_config, one_step
 
 pytestmark = pytest.mark.skipif(
@@ -117,6 +118,26 @@ def test_ranks_train_what_the_workers_have(model, tmp_path):
     for name, tensor in weights.items():
         assert not torch.equal(tensor, stored[name])
         torch.testing.assert_close(tensor, expected[1][name], atol=2e-4, rtol=1e-3)
+
+
+def test_a_tower_that_is_not_trained_is_not_copied(tmp_path):
+    model = save_with_tower(tmp_path / "model", "qwen3-vl", vocab_size=97)
+    stored, config = load_file(model / "model.safetensors"), make_config(model, 2)
+    workers = [Worker(stored, rank) for rank in range(2)]
+    crew = RankCrew(config, SAMPLING, tmp_path, tuple(worker.shared for worker in workers))
+    try:
+        parts = build_sharded(config, SAMPLING, crew)
+        part = parts.learner._part
+        assert {name for name in stored if "visual" in name} <= part.memory._live.keys() - part.memory.dims.keys()
+        assert {name.split(".")[-2] for name in part.memory._apart} >= {"embed_tokens", "norm", "k_proj"}
+        assert not [name for name in part.memory._apart if "visual" in name]
+        one_step(parts, config, BATCHES[0])
+        weights = {name: weight.clone() for name, weight in parts.learner.named_weights()}
+    finally:
+        crew.close()
+    check(workers, weights)
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, stored[name]) == ("visual" in name), name
 
 
 def test_what_the_workers_must_have_loaded_and_must_be_able_to_share(model, tmp_path):

@@ -56,6 +56,10 @@ def test_ranks_and_workers_that_have_one_copy():
     reasons = {item.name: item.reason for item in own_words.derived}
     assert reasons["run.placement"] == "trainer and engine have one copy of the weights"
     assert reasons["inference.replicas"] == "trainer and engine are on the same 2 GPUs"
+    assert "divide the 4 experts of this model's layers in different ways: use another bridge" in refusal(
+        beside | {"weights.bridge": "single_copy"}, **FOUR | {"num_experts": 4}
+    )
+    assert plan(beside, **FOUR | {"num_experts": 4}).config.training.ranks == 2
     assert "needs as many GPUs, and there are 1" in refusal(
         beside | {"weights.bridge": "single_copy"}, **FOUR | {"num_gpus": 1}
     )

@@ -38,6 +38,16 @@ def test_grpo_over_two_ranks_and_workers(command, run_file, tmp_path):
     assert code == 0, err
     check_run(folder, steps=[0, 1, 2, 3])
     assert run.left_behind() == []
+    again = command("train", run_file, *options, "--training.steps", 500, "--resume")
+    again.until(lambda: read_metrics(folder)[-1]["step"] > 4)
+    family = {again.process.pid, *again.children()}
+    shared = [inode for pid, inodes in everybody().items() if pid in family for inode in inodes]
+    assert sorted(map(shared.count, set(shared))) == [2, 2], "each worker's memory is also one rank's"
+    again.process.kill()
+    again.wait()
+    assert again.left_behind() == []
+    assert not {inode for found in everybody().values() for inode in found} & set(shared)
+    assert all(row["probe/abs_logprob_diff"] < 0.001 for row in read_metrics(folder))
 
 
 def test_sft_whose_engine_stands_still_between_two_evaluations(command, run_file, tmp_path):

@@ -240,6 +240,7 @@ def _model_facts(
         num_kv_heads=_first(shape, ("num_key_value_heads",)) or num_heads,
         head_dim=_first(shape, ("head_dim",)) or hidden // num_heads,
         dtype=str(dtype).removeprefix("torch."),
+        num_experts=_first(shape, ("num_experts", "num_local_experts", "n_routed_experts")) or 0,
     )
     if num_parameters is not None:
         return facts

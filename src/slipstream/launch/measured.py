@@ -22,6 +22,8 @@ class ModelFacts:
     """Type of the weights in the folder."""
     tied_embeddings: bool = True
     """Whether the output head is the embedding."""
+    num_experts: int = 0
+    """In a layer; 0 for a dense model."""
     num_frozen: int = 0
     """Of the parameters, those of an image tower, which is not trained."""
 

@@ -32,7 +32,7 @@ def plan_placement(draft: Draft) -> None:
         draft.warnings.append(f"training.ranks = {ranks} processes share {draft.facts.num_cpus} cores: lower it")
     if not needed:
         return
-    check_divided(draft.facts.model, size)
+    check_divided(draft.facts.model, size, has_ranks=ranks > 1 and shares_weights(draft.original))
     apart, together = (
         num_cards(place(ranks=ranks, replicas=least, tensor_parallel_size=size, separate=s)) for s in (True, False)
     )

@@ -87,7 +87,7 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
     if deployable.adapter is not None:
         raise ConfigError(f"{options.model} is an adapter: name a whole model, and --bridges lora makes an adapter")
     facts = read_model(deployable.model, trust_remote_code=False)
-    check_divided(facts, options.tensor_parallel_size)
+    check_divided(facts, options.tensor_parallel_size, has_ranks=ranks > 1)
     length = min(options.context, facts.context_length)
     if length < 2 * PROMPT_TOKENS:
         raise ConfigError(

@@ -158,13 +158,20 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         yield Note("memory of the teacher", round(room.total / GIB, 2), "GiB", how)
 
 
-def check_divided(model: ModelFacts, tensor_parallel_size: int) -> None:
-    """Raises ConfigError for a model whose heads cannot be shared out evenly to so many workers."""
+def check_divided(model: ModelFacts, tensor_parallel_size: int, *, has_ranks: bool) -> None:
+    """Raises ConfigError for a model that so many workers cannot share out: its heads or, if each of them has a rank of
+    the trainer in its memory (`has_ranks`), its experts."""
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, tensor_parallel_size
     if heads % size or (kv_heads % size and size % kv_heads):
         raise ConfigError(
             f"inference.tensor_parallel_size = {size} does not divide the model's {heads} attention heads (and "
             f"{kv_heads} of keys and values) evenly: use a divisor of both, or inference.replicas instead"
+        )
+    if has_ranks and model.num_experts > 1:
+        raise ConfigError(
+            f'weights.bridge = "single_copy" has {size} ranks train what {size} workers have, and trainer and engine '
+            f"divide the {model.num_experts} experts of this model's layers in different ways: use another bridge, or "
+            "one rank and one worker"
         )
 
 

@@ -33,6 +33,8 @@ class WorkerMemory:
         self.dims: dict[str, int] = {}
         """Along which dimension each parameter is divided that ranks and workers divide alike."""
         self._placed: set[str] = set()
+        self._apart: set[str] = set()
+        """What is trained and divided otherwise."""
         opened = open_weights(workers[rank])
         for name, parameter in model.network.named_parameters():
             probe = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
@@ -50,6 +52,8 @@ class WorkerMemory:
             dim = _divided_alike([worker.tensors[stored] for worker in workers], tuple(parameter.shape))
             if dim is not None:
                 self.dims[name] = dim
+            elif parameter.requires_grad:
+                self._apart.add(name)
 
     def place(self, module: nn.Module, prefix: str, mesh: Any) -> None:
         """Have the parameters of `module`, which has just been spread, lie where the worker has them; in the network
@@ -83,7 +87,7 @@ class WorkerMemory:
         """After parameters were changed, of which `shards` are this rank's: have the worker know all of them. A
         collective; how many bytes were copied to the worker."""
         num_bytes = 0
-        apart = (shard for shard in shards if shard.name in self._live and shard.name not in self.dims)
+        apart = (shard for shard in shards if shard.name in self._apart)
         for name, whole in gathered_everywhere(apart, self._size):
             num_bytes += self._live[name].copy_(self._of_worker(name, whole)).nbytes
         if torch.cuda.is_initialized():

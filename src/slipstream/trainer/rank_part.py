@@ -209,7 +209,7 @@ def negate(model: PolicyModel, first: int, stride: int) -> None:
     """Change the sign of every `stride`-th column, from `first` on, of what the model would train, or of this rank's
     part of it."""
     for parameter in model.network.parameters():
-        if model.adapter is None or parameter.requires_grad:
+        if parameter.requires_grad:
             local_part(parameter)[..., first::stride].neg_()
 
 
