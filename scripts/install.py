@@ -6,8 +6,9 @@
 uv does the installing, because it can leave out packages that vLLM asks for and a CPU machine cannot have
 (constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
 it, and otherwise from PyTorch's CPU index, which uv knows by name. torchvision gets a folder of its own, for tests with
-image models only. The tests of `slipstream report` need a Chromium: where there is none it comes from Debian's or
-Ubuntu's packages, if this user may install them.
+image models only, and so does the last TRL that had PPO, which tests read and nobody imports. The tests of
+`slipstream report` need a Chromium: where there is none it comes from Debian's or Ubuntu's packages, if this user may
+install them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 BROWSER_PACKAGE = "chromium-headless-shell"
 BESIDE = VENV / "torchvision"
 """Where tests with image models find it; on no process's path otherwise, as not every torch can load its operators."""
+REFERENCE = VENV / "reference"
+"""Where the tests of PPO find TRL's."""
 
 
 def run(*command: str | Path) -> None:
@@ -98,14 +101,15 @@ def main() -> None:
         run(sys.executable, "-m", "venv", VENV)
     run(VENV / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "uv>=0.9")
     kind = "gpu" if options.gpu else "cpu"
-    install = [VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python", "--constraint"]
-    install += [f"constraints/{kind}.txt", *(torch_source() if kind == "cpu" else [])]
+    bare = [VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python"]
+    install = [*bare, "--constraint", f"constraints/{kind}.txt", *(torch_source() if kind == "cpu" else [])]
     extras = ",".join([kind, *filter(None, options.extras.split(","))])
     leave_out = ["--override", "constraints/cpu-overrides.txt"] if kind == "cpu" else []
     # Compiled once here, and not by the first import of every process that may not write there.
     run(*install, *leave_out, "--compile-bytecode", "--editable", f".[{extras}]")
     if kind == "cpu":
         run(*install, "--no-deps", "--target", BESIDE, "torchvision")
+        run(*bare, "--no-deps", "--target", REFERENCE, "trl==1.0.0")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 against TRL's own code; and the policy's loss of TRL's PPO."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,16 +132,25 @@ def test_explained_variance():
     assert explained_variance(returns, torch.ones(3)) is None
 
 
-SOURCE = (Path(__file__).parent / "trl_ppo.txt").read_text(encoding="utf-8")
+TRAINER = Path(sys.prefix) / "reference/trl/experimental/ppo/ppo_trainer.py"
+"""Of TRL 1.0, the last with PPO, which `scripts/install.py` puts there."""
+HELPERS = {"masked_mean", "masked_var", "masked_whiten"}
 
 
 def of_trl(first, last):
-    """The excerpt's functions, and of `train` the statements from the one that begins with `first` to the one that
-    begins with `last`, as code."""
-    *functions, train = ast.parse(SOURCE).body
-    statements = [ast.unparse(each) for each in train.body]
-    begin, end = (next(n for n, text in enumerate(statements) if text.startswith(each)) for each in (first, last))
-    return compile("\n".join([*map(ast.unparse, functions), *statements[begin : end + 1]]), "trl_ppo.txt", "exec")
+    """Of TRL's own file three functions, and of `train` the statements from the one that begins with `first` to the one
+    that begins with `last`, as code."""
+    module = ast.parse(TRAINER.read_text(encoding="utf-8"))
+    helpers = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in HELPERS]
+    for node in ast.walk(module):
+        body = getattr(node, "body", None)
+        texts = [ast.unparse(each) for each in body] if isinstance(body, list) else []
+        begin, end = (
+            next((n for n, text in enumerate(texts) if text.startswith(each)), None) for each in (first, last)
+        )
+        if begin is not None and end is not None:
+            return compile(ast.Module([*helpers, *body[begin : end + 1]], []), str(TRAINER), "exec")
+    raise AssertionError(f"{TRAINER} has no statements from {first} to {last}")
 
 
 class Settings:
