@@ -17,11 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.errors import EngineError, WeightsError
+from slipstream.launch.export import export
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.trainer.model import PolicyModel, SharedTensors, load_network
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
-from slipstream.weights.adapter import AdapterConfig
-from slipstream.weights.files import stored_parameters
+from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+from slipstream.weights.files import read_model_folder, stored_parameters
+from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.single_copy import SharedWeights, check_loaded, open_weights
 
 from .architectures import ARCHITECTURES, DIVIDED, GRID, Architecture, image_prompt, pixels
@@ -298,6 +300,32 @@ def test_the_engine_answers_as_one_started_on_the_version(whole: WholeCase, name
 @pytest.mark.parametrize("name", ADAPTER_BRIDGES)
 def test_the_engine_answers_as_one_started_with_the_adapter(adapted: AdapterCase, name: str):
     adapted.check(name, *adapted.attach(name))
+
+
+@pytest.mark.parametrize("name", ["disk", "broadcast"])
+@torch.no_grad()
+def test_an_adapter_that_is_published_merged_is_the_model_that_an_export_makes_of_it(
+    whole: WholeCase, name: str, tmp_path: Path
+):
+    """That the engine then answers as one that was started on these weights is what every bridge owes."""
+    policy, engine = whole.load(whole.model), whole.live.engine
+    # A bridge of its own: an engine has one group for broadcasts, the last.
+    bridge = create_bridge(name, folder=tmp_path / name, source=whole.model, engine=engine, timeout_s=60)
+    adapter = policy.add_adapter(AdapterConfig(RANK, ALPHA, whole.architecture.lora_targets, str(whole.model)))
+    generator = torch.Generator().manual_seed(5)
+    for _, tensor in adapter.named_weights():
+        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    write_adapter_folder(tmp_path / "adapter", adapter.named_weights(), adapter.config)
+    exported = export(tmp_path / "adapter", tmp_path / "merged", merged=True)
+    under_way = []
+
+    def announce(ticket: Ticket) -> None:
+        under_way.append(whole.live.thread.submit(bridge.receiver.apply(ticket, 60)))
+
+    ticket = bridge.publisher.publish(policy.named_weights(), LAST, 0, announce)
+    check_report(under_way[0].result(60), ticket)
+    assert ticket.version.digest == digest(describe(read_model_folder(exported)))
+    assert mean_difference(whole.live, policy, SAMPLING) < TOLERANCE[whole.dtype]
 
 
 def test_one_flipped_bit_is_found_and_named_and_takes_the_engine_out_of_service(whole: WholeCase):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from slipstream import records
 from slipstream.config.schema import CriticConfig
 from slipstream.errors import ConfigError
+from slipstream.launch.export import export
 from slipstream.launch.facts import read_trained_model
 from slipstream.launch.memory import optimizer_bytes
 from slipstream.trainer.batching import StepBatch, ValueTargets
@@ -186,6 +187,9 @@ def test_all_linear_leaves_the_tower_alone_here_and_in_peft(name, folders, tmp_p
         ids = torch.tensor([sequence.token_ids])
         logprobs = theirs(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         assert (logprobs[torch.tensor(sequence.mask)[1:]] - ours).abs().max() < 1e-5
+    merged = plain(export(tmp_path / "a", tmp_path / "merged", merged=True)).state_dict()
+    for key, tensor in theirs.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(merged[key], tensor, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
