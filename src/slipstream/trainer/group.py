@@ -9,7 +9,7 @@ step's; only rank 0 reads the model's files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -138,11 +138,15 @@ class RankGroup:
             torch.distributed.broadcast(value, 0)
             buffer.data = value
 
-    def shards_of(self, network: nn.Module) -> Iterator[Shard]:
-        """This rank's parts of all that `network` would save, tied parameters once, under its own names."""
-        state: dict[str, Tensor] = dict(network.state_dict())
+    def shards_of(self, network: nn.Module, only: Collection[str] | None = None) -> Iterator[Shard]:
+        """This rank's parts of all that `network` would save, tied parameters once, under its own names; or of `only`
+        these parameters."""
         for name, parameter in network.named_parameters():
-            yield Shard(name, local_part(parameter), tuple(parameter.shape), shard_dim(parameter))
+            if only is None or name in only:
+                yield Shard(name, local_part(parameter), tuple(parameter.shape), shard_dim(parameter))
+        if only is not None:
+            return
+        state: dict[str, Tensor] = network.state_dict(keep_vars=True)  # a DTensor's detach takes its time
         for name, buffer in network.named_buffers():
             if name in state:
                 yield Shard(name, buffer.detach(), tuple(buffer.shape), None)

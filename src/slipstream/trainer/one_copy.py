@@ -33,7 +33,7 @@ class WorkerMemory:
         self.dims: dict[str, int] = {}
         """Along which dimension each parameter is divided that ranks and workers divide alike."""
         self._placed: set[str] = set()
-        self._apart: set[str] = set()
+        self.apart: set[str] = set()
         """What is trained and divided otherwise."""
         opened = open_weights(workers[rank])
         for name, parameter in model.network.named_parameters():
@@ -53,7 +53,7 @@ class WorkerMemory:
             if dim is not None:
                 self.dims[name] = dim
             elif parameter.requires_grad:
-                self._apart.add(name)
+                self.apart.add(name)
 
     def place(self, module: nn.Module, prefix: str, mesh: Any) -> None:
         """Have the parameters of `module`, which has just been spread, lie where the worker has them; in the network
@@ -84,11 +84,10 @@ class WorkerMemory:
 
     @torch.no_grad()
     def write(self, shards: Iterable[Shard]) -> int:
-        """After parameters were changed, of which `shards` are this rank's: have the worker know all of them. A
-        collective; how many bytes were copied to the worker."""
+        """After parameters were changed: have the worker know all of them, also those `apart`, of which `shards` are
+        this rank's. A collective; how many bytes were copied to the worker."""
         num_bytes = 0
-        apart = (shard for shard in shards if shard.name in self._apart)
-        for name, whole in gathered_everywhere(apart, self._size):
+        for name, whole in gathered_everywhere(shards, self._size):
             num_bytes += self._live[name].copy_(self._of_worker(name, whole)).nbytes
         if torch.cuda.is_initialized():
             # The engine computes as soon as all ranks have answered.

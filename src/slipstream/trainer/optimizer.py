@@ -345,8 +345,11 @@ def fused_adamw(
 
 def local_part(tensor: Tensor) -> Tensor:
     """The tensor itself without its history, or this rank's share of one that is spread over ranks."""
-    known: Any = tensor.detach()
-    return known.to_local() if hasattr(known, "to_local") else known
+    known: Any = tensor
+    if not hasattr(known, "to_local"):
+        return tensor.detach()
+    with torch.no_grad():  # then it is the tensor within, without the way through DTensor's dispatch
+        return known.to_local()
 
 
 def _move_gradient(holder: Tensor, live: Tensor) -> None:

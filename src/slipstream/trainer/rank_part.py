@@ -353,7 +353,8 @@ class Part:
 
     def _written(self) -> int:
         """The live weights have changed: how many bytes were copied to an engine's worker for it."""
-        return 0 if self.memory is None else self.memory.write(self.group.shards_of(self.model.network))
+        memory = self.memory
+        return 0 if memory is None else memory.write(self.group.shards_of(self.model.network, memory.apart))
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters."""

@@ -7,6 +7,7 @@ more than these two are whole at a time; a fingerprint is added up from shares, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def part_of(whole: Tensor, dim: int | None, rank: int, size: int) -> Tensor:
 
 def place_of(shard: Shard, rank: int, size: int) -> tuple[int, tuple[int, ...]]:
     """Where the part of `rank` begins in the flattened whole, and by which strides its elements lie there."""
-    strides = tuple(torch.empty(shard.shape, device="meta").stride())
+    strides = tuple(math.prod(shard.shape[place + 1 :]) for place in range(len(shard.shape)))
     if shard.dim is None:
         return 0, strides
     return dealt(shard.shape[shard.dim], rank, size).start * strides[shard.dim], strides
