@@ -1,6 +1,9 @@
 """Newer attention kernels: used where a trial finds them right, and never where it does not."""
 
 import logging
+import re
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from slipstream.trainer import attention, attention_gpu
 from slipstream.trainer.layout import segment_layout
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS, PREFIXES = (300, 120, 90, 1, 513), (None, 0, 0, 0, None)
 
 
@@ -121,6 +125,13 @@ def test_windows_and_short_rows_are_torchs(route, monkeypatch):
     compute(drawn(6, 2, 16), segment_layout(LENGTHS))
     assert old == ["forward", "backward"] * 3
     assert not attention_gpu._found
+
+
+def test_the_extra_installs_what_was_measured():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    measured = re.search(r"`flash-attn-4` (\S+)\)", (ROOT / "BENCHMARKS.md").read_text())
+    assert extras["flash"] == [f"flash-attn-4=={measured[1]}"]
+    assert extras["flash"][0] in (ROOT / "constraints/gpu.txt").read_text().splitlines()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
