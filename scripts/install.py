@@ -109,6 +109,7 @@ def main() -> None:
     run(*install, *leave_out, "--compile-bytecode", "--editable", f".[{extras}]")
     if kind == "cpu":
         run(*install, "--no-deps", "--target", BESIDE, "torchvision")
+    if "dev" in options.extras.split(","):
         run(*bare, "--no-deps", "--target", REFERENCE, "trl==1.0.0")
 
 

@@ -140,6 +140,7 @@ HELPERS = {"masked_mean", "masked_var", "masked_whiten"}
 def of_trl(first, last):
     """Of TRL's own file three functions, and of `train` the statements from the one that begins with `first` to the one
     that begins with `last`, as code."""
+    assert TRAINER.exists(), f"{TRAINER} is missing: run scripts/install.py"
     module = ast.parse(TRAINER.read_text(encoding="utf-8"))
     helpers = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in HELPERS]
     for node in ast.walk(module):

@@ -225,6 +225,10 @@ def test_a_step_is_made_of_its_phases(write):
 
 
 def test_the_ranges_of_the_ratio_are_those_that_are_measured():
-    measured = [f"train/ratio_{name}" for name in ratio_shares(log_ratio_histogram(torch.zeros(1)))]
-    (panel,) = [panel for panel in PANELS if panel.title == "Histogram of the policy ratio"]
-    assert [line.metric for line in panel.lines] == measured
+    names = [*ratio_shares(log_ratio_histogram(torch.zeros(1)))]
+    for title, group in (
+        ("Histogram of the policy ratio", "train"),
+        ("Histogram of the importance weights", "mismatch"),
+    ):
+        (panel,) = [panel for panel in PANELS if panel.title == title]
+        assert [line.metric for line in panel.lines] == [f"{group}/ratio_{name}" for name in names]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import TrainingError
+from slipstream.trainer.eight_bit import MasterAdamW8bit
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optimizer import MasterAdamW
 from slipstream.trainer.paged import MasterPagedAdamW
@@ -33,6 +34,19 @@ def test_it_is_adamw():
         assert stats[0] == stats[1]
     for ours, theirs in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kinds", [(MasterPagedAdamW, MasterAdamW8bit), (MasterAdamW8bit, MasterPagedAdamW)])
+def test_moments_of_the_other_kind_are_refused(kinds):
+    networks = [nn.Linear(128, 64) for _ in kinds]
+    made, other = (kind(network.named_parameters()) for kind, network in zip(kinds, networks, strict=True))
+    networks[0](torch.ones(1, 128)).sum().backward()
+    made.prepare(1e-2)
+    made.commit()
+    saved = made.state()
+    with pytest.raises(TrainingError, match="another optimizer's"):
+        other.load_state(saved)
+    made.load_state(saved)
 
 
 def test_an_interrupted_run_is_the_same_bit_for_bit_and_its_moments_are_where_the_library_wants_them(

@@ -216,9 +216,16 @@ def test_a_critic_of_such_a_model(folders):
     assert losses[-1] < losses[0]
 
 
-def test_one_that_hears_is_refused(tmp_path):
-    config = transformers.Qwen2AudioConfig()
-    config.architectures = ["Qwen2AudioForConditionalGeneration"]
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.Qwen2AudioConfig, "Qwen2AudioForConditionalGeneration, not a causal language model"),
+        (transformers.Gemma3nConfig, "hears audio"),
+    ],
+)
+def test_one_that_hears_is_refused(tmp_path, config, reason):
+    config = config()
+    config.architectures = [type(config).__name__.removesuffix("Config") + "ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="Qwen2AudioForConditionalGeneration, not a causal language model"):
+    with pytest.raises(ConfigError, match=reason):
         PolicyModel.load(tmp_path)

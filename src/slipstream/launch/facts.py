@@ -191,7 +191,11 @@ def read_trained_model(path: str, *, trust_remote_code: bool = False) -> ModelFa
     from slipstream.trainer.towers import blank_network, frozen_parameters
 
     network = blank_network(path, trust_remote_code=trust_remote_code)
-    return dataclasses.replace(facts, num_frozen=sum(parameter.numel() for parameter in frozen_parameters(network)))
+    num_frozen = sum(parameter.numel() for parameter in frozen_parameters(network))
+    is_counted = Path(path).is_dir() and _count_parameters(Path(path)) is not None
+    # An estimate is of the decoder alone.
+    num_parameters = facts.num_parameters + (0 if is_counted else num_frozen)
+    return dataclasses.replace(facts, num_frozen=num_frozen, num_parameters=num_parameters)
 
 
 def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:

@@ -70,7 +70,7 @@ def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelF
 
 
 def paged_bytes(optimizer: OptimizerName, model: ModelFacts) -> int:
-    """Moments that may leave a GPU. The library leaves those of an adapter's small matrices where they are."""
+    """Moments that may leave a GPU."""
     return 8 * model.num_decoding if optimizer == "adamw_paged" else 0
 
 

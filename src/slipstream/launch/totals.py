@@ -134,7 +134,7 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     if keeps_copy(config):
         size = gib(weights_bytes(facts.model, config.model.dtype))
         kept += f" and a copy of the version published last ({size}, for weights.delta to find what changed)"
-    if facts.num_gpus and facts.adapter is None and (paged := paged_bytes(config.training.optimizer, facts.model)):
+    if paged := _paged(config, facts):
         kept += f" (moments of {gib(paged)} are in the CPU's memory as far as there is no room for them)"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
     if uses_critic(config):
@@ -236,6 +236,13 @@ def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     return trainer, _Side(replicas * weights_bytes(facts.model, dtype), replicas * size * cache, 0)
 
 
+def _paged(config: RunConfig, facts: Facts) -> int:
+    """Moments that the CPU's memory may have to take, the critic's too."""
+    if not facts.num_gpus or facts.adapter is not None:
+        return 0
+    return paged_bytes(config.training.optimizer, facts.model) * (2 if uses_critic(config) else 1)
+
+
 def _memory_note(name: str, side: _Side, how: str) -> Note:
     if side.reserve:
         how += f", {gib(side.reserve)} for contexts, graphs and workspaces"
@@ -259,6 +266,11 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
     if room is not None and not room.has_own_gpu:
         on_engines_card = facts.num_gpus > 0 and config.run.placement == "separate" and engine is not None
         needed = max(trainer.total, engine.total + room.total) if on_engines_card and engine else needed + room.total
+    if (paged := _paged(config, facts)) > facts.memory_bytes:
+        raise ConfigError(
+            f'training.optimizer = "{config.training.optimizer}" may move {gib(paged)} of moments to the host, and '
+            f'there are {gib(facts.memory_bytes)} of memory: use a smaller model, [lora], or "adamw_8bit"'
+        )
     available = facts.gpu_memory_bytes if facts.num_gpus else facts.memory_bytes
     if needed > available:
         parts = f"trainer {gib(trainer.total)}" + (f", engine {gib(engine.total)}" if engine else "")

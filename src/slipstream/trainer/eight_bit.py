@@ -5,6 +5,7 @@ Every 256 numbers share a scale; parameters of fewer than 4,096 keep their momen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,9 @@ from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
 
 from slipstream.trainer.optimizer import MasterOptimizer, NamedParameters, RateOf, one_rate
+
+_SMALLEST = 4096
+"""Parameters of fewer numbers have moments in fp32."""
 
 
 class MasterAdamW8bit(MasterOptimizer):
@@ -27,13 +31,16 @@ class MasterAdamW8bit(MasterOptimizer):
         rate_of: RateOf = one_rate,
     ) -> None:
         super().__init__(named_parameters, max_grad_norm, rate_of)
-        make: Any = partial(AdamW8bit, betas=betas)
+        make: Any = partial(AdamW8bit, betas=betas, min_8bit_size=_SMALLEST)
         self._add_rule(make, "state1", self._holders.keys(), weight_decay)
 
     def state(self) -> dict[str, Tensor]:
         """See the base; the library's tables, which all parameters share, are then each one's own."""
         tensors = super().state()
         return {path: tensor.clone() if path.startswith("qmap") else tensor for path, tensor in tensors.items()}
+
+    def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
+        return "absmax1" not in memory and memory["state1"].numel() >= _SMALLEST
 
     def _as_step(self, updates: int, name: str) -> int:
         return updates

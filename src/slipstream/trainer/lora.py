@@ -204,7 +204,8 @@ def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]
         matching = [name for name in linears if name == target or name.endswith(f".{target}")]
         if not matching:
             raise ConfigError(
-                f'lora.target_modules has "{target}", and no linear layer of {type(network).__name__} has that name: '
+                f'lora.target_modules has "{target}", and no linear layer of {type(network).__name__} that text goes '
+                "through has that name: "
                 f"use some of {known}"
             )
         if not set(matching) <= set(usable):

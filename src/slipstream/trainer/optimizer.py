@@ -1,5 +1,5 @@
 """The optimizer in two halves: the maths, then the write to the live weights. The standard one is AdamW on fp32
-masters; the others are in `muon.py`, `rounding.py` and `eight_bit.py`.
+masters; the others are in `muon.py`, `rounding.py`, `eight_bit.py` and `paged.py`.
 
 Guarantees: gradients of any dtype are added up in fp32 after each micro-batch; updates far below the live
 dtype's resolution are not lost; a gradient that is zero or not finite raises instead of being applied;
@@ -190,11 +190,12 @@ class Optimizer(ABC):
         for name, memory in saved.items():
             expected = self._mark_of(name)
             has_memory = not memory.keys() <= {self.weights_key, "updates"}
-            if self.weights_key not in memory or (has_memory and expected not in memory):
+            is_foreign = has_memory and (expected not in memory or self._is_foreign(memory))
+            if self.weights_key not in memory or is_foreign:
                 raise TrainingError(
                     f"the saved optimizer state is another optimizer's: of {name} it has {', '.join(sorted(memory))}, "
-                    f"and {self.weights_key} and {expected} are needed; resume with the training.optimizer that it was "
-                    "made with"
+                    f"and {self.weights_key} and {expected} are needed, as this one makes them; resume with the "
+                    "training.optimizer that it was made with"
                 )
             if "exp_avg" in memory and "updates" not in memory:
                 raise TrainingError(
@@ -206,6 +207,10 @@ class Optimizer(ABC):
                     f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
                     f"{list(live[name].shape)} here"
                 )
+
+    def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
+        """Whether what is remembered of a parameter is another optimizer's, though it has the same names."""
+        return False
 
     @abstractmethod
     def _make_holder(self, live: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ when the GPU has too little room, and back for the update. On a CPU they are ord
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,9 @@ class MasterPagedAdamW(MasterOptimizer):
         super().__init__(named_parameters, max_grad_norm, rate_of)
         make: Any = partial(PagedAdamW32bit, betas=betas)
         self._add_rule(make, "state1", self._holders.keys(), weight_decay)
+
+    def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
+        return "absmax1" in memory
 
     def _placed(self, key: str, value: Tensor, name: str) -> Tensor:
         if key not in ("state1", "state2"):

@@ -36,8 +36,9 @@ def blank_network(path: str, *, trust_remote_code: bool = False) -> nn.Module:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {path!r} holds no usable configuration: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"model.path {path!r} holds no usable configuration ({reason}): use another model") from error
 
 
 def text_config(config: Any) -> Any:

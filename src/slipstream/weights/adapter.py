@@ -110,7 +110,7 @@ def write_adapter_folder(
         }
         if config.excluded:
             # PEFT's own form: an expression that a whole name fits.
-            content["exclude_modules"] = rf"({'|'.join(map(re.escape, config.excluded))})\..*"
+            content["exclude_modules"] = rf"({'|'.join(map(re.escape, config.excluded))})(\..*)?"
         (temporary / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
         if spare is not None:
             with contextlib.suppress(FileNotFoundError):
