@@ -348,7 +348,7 @@ class TestGPU:
         assert plan(values, num_gpus=3, gpu_memory_bytes=80 * GIB, **LARGE).config.run.placement == "separate"
         assert plan(values, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE).config.run.placement == "shared"
         message = refusal(values, num_gpus=1, gpu_memory_bytes=80 * GIB, **LARGE)
-        assert "tensor_parallel_size = 2 needs as many GPUs, and there are 1" in message
+        assert "tensor_parallel_size = 2 needs 2 GPUs, and there is 1" in message
 
     def test_several_engines(self):
         four = {"num_gpus": 4, "gpu_memory_bytes": 80 * GIB, **LARGE}
@@ -366,7 +366,7 @@ class TestGPU:
         assert plan(GENERATED | {"weights.bridge": "single_copy"}, **four).config.inference.replicas == 1
         both = GENERATED | {"inference.replicas": 2, "run.placement": "separate"}
         assert "needs 3 GPUs" in refusal(both, **four | {"num_gpus": 2})
-        assert "needs as many GPUs, and there are 1" in refusal(
+        assert "needs 2 GPUs, and there is 1" in refusal(
             GENERATED | {"inference.replicas": 2}, **four | {"num_gpus": 1}
         )
         message = refusal(GENERATED | {"inference.tensor_parallel_size": 8}, **four | {"num_gpus": 9})

@@ -60,7 +60,7 @@ def test_ranks_and_workers_that_have_one_copy():
         beside | {"weights.bridge": "single_copy"}, **FOUR | {"num_experts": 4}
     )
     assert plan(beside, **FOUR | {"num_experts": 4}).config.training.ranks == 2
-    assert "needs as many GPUs, and there are 1" in refusal(
+    assert "needs 2 GPUs, and there is 1" in refusal(
         beside | {"weights.bridge": "single_copy"}, **FOUR | {"num_gpus": 1}
     )
 

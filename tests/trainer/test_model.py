@@ -98,6 +98,17 @@ def test_named_weights_are_those_of_now(save_model, tmp_path, kind):
     assert all(torch.equal(weight, before[name] + 1.0 + 1.0) for name, weight in model.named_weights())
 
 
+def test_what_is_stored_of_several_parameters_is_refused_where_each_is_taken_by_itself(save_model, tmp_path):
+    name, changes = MODELS["qwen3-moe"]
+    save_model(tmp_path, name, **changes)
+    PolicyModel.load(tmp_path).check_parts()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        fused = transformers.HrmTextForCausalLM(transformers.HrmTextConfig(num_hidden_layers=1, vocab_size=50, **sizes))
+    with pytest.raises(ConfigError, match=r"stores several parameters as one, .*gqkv_proj.*: set training.ranks = 1"):
+        PolicyModel(fused, tmp_path).check_parts()
+
+
 def test_soft_capped_attention_is_refused_when_packed_and_taken_when_not(save_model, tmp_path):
     save_model(tmp_path, "Gemma2", head_dim=8)
     with pytest.raises(ConfigError, match=r"needs softcap.*training\.packing = false"):

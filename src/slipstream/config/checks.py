@@ -367,7 +367,7 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
     ranks, optimizer, bridge = config.training.ranks, config.training.optimizer, config.weights.bridge
     if ranks == 1:
         return
-    spread = f"training.ranks = {ranks} gives each process some rows of every weight"
+    spread = f"training.ranks = {ranks} gives each process a part of every weight"
     whole = {
         "muon": "whole matrices",
         "adamw_8bit": "whole weights, in blocks of 256",

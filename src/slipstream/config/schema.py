@@ -449,7 +449,7 @@ class RunSection(Section):
     placement: Literal["auto", "shared", "separate"] = "auto"
     """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
     first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where
-    there are enough GPUs."""
+    there are enough GPUs, but for `single_copy`."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer, and of all engines together, whose processes share them out. `auto`: all cores this
     process may use."""

@@ -140,6 +140,7 @@ def build_parts(
         return model
 
     policy = with_adapter(config, load_model(config, group=group))
+    policy.check_parts()
     memory = WorkerMemory(policy, shared, group.rank) if shared else None
     group.spread(policy, memory=memory)
     if not trains:
@@ -211,17 +212,24 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWei
 
 
 def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
-    """The weights of the only worker, checked against the model's files; without workers nothing."""
+    """The weights of the only worker, checked against the model's files, which takes as long as reading them; without
+    workers nothing."""
     import torch
 
     from slipstream.trainer.model import SharedTensors, resolve_folder
+    from slipstream.weights.files import stored_parameters
     from slipstream.weights.single_copy import check_loaded, open_weights
 
     if not workers:
         return None
     (shared,) = workers
-    tensors = open_weights(shared)
-    check_loaded(tensors, resolve_folder(config.model.path))
+    folder = resolve_folder(config.model.path)
+    tensors, refused = open_weights(shared), dict(shared.refused)
+    for stored in stored_parameters(folder, config.model.dtype):
+        if stored.name in tensors and tuple(tensors[stored.name].shape) != stored.shape:
+            refused[stored.name] = "vLLM keeps only a part of it"
+            del tensors[stored.name]
+    check_loaded(tensors, folder)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # before something small that stays lies in what was compared
-    return SharedTensors(tensors, shared.refused)
+    return SharedTensors(tensors, refused)

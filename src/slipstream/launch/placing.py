@@ -52,8 +52,9 @@ def plan_placement(draft: Draft) -> None:
         )
     if not draft.on_cpu and together > num_gpus:
         raise ConfigError(
-            f"inference.replicas = {least} with inference.tensor_parallel_size = {size} needs as many GPUs, and there "
-            f"are {num_gpus}: lower one of them"
+            f"inference.replicas = {least} with inference.tensor_parallel_size = {size} needs {together} GPUs, and "
+            f"there {'is' if num_gpus == 1 else 'are'} {num_gpus}: "
+            + ("lower training.ranks and it together" if ranks > 1 else "lower one of them")
         )
     _plan_replicas(draft, separate)
     replicas = draft["inference.replicas"]

@@ -129,7 +129,7 @@ def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal
     if shares and options.replicas > 1:
         raise ConfigError("single_copy shares one engine's memory with the trainer: use --replicas 1")
     if shares and placement == "separate":
-        raise ConfigError("single_copy has trainer and engine on one card: use --placement shared")
+        raise ConfigError("single_copy has trainer and engine on the same cards: use --placement shared")
     if ranks > 1 and variant == "lora":
         raise ConfigError("single_copy+lora shares the base with one process: use --tensor-parallel-size 1")
     if placement == "auto":

@@ -84,7 +84,7 @@ class RankGroup:
         return squares.sqrt().item()
 
     def spread(self, model: PolicyModel, *, checked: bool = True, memory: WorkerMemory | None = None) -> None:
-        """Leave this rank its rows of every parameter of `model`, whose values are rank 0's, and have its layers gather
+        """Leave this rank its part of every parameter of `model`, whose values are rank 0's, and have its layers gather
         theirs whenever they compute. With `memory` it has rows or columns there, of which the values must be the same.
         If `checked`, packed sequences may then not see one another."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

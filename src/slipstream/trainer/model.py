@@ -183,11 +183,26 @@ class PolicyModel:
 
     def stored(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """The network's parameter `name` as it is saved and published, without the adapter; nothing for one of the
-        adapter's."""
+        adapter's. Right for each by itself where `check_parts` has nothing against it."""
         state = {name: tensor}
         if self.adapter is not None:
             state = self.adapter.model_state(state, merged=False)
         return list(stored_weights(self.network, state))
+
+    def check_parts(self) -> None:
+        """Raise ConfigError for a model of which something stored is made of several parameters, which one after the
+        other do not give it."""
+        seen: set[str] = set()
+        for own, parameter in self.network.named_parameters():
+            names = {
+                name for name, _ in self.stored(own, torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape))
+            }
+            if twice := seen & names:
+                raise ConfigError(
+                    f"{type(self.network).__name__} stores several parameters as one, {min(twice)}, which ranks have "
+                    "parts of: set training.ranks = 1"
+                )
+            seen |= names
 
     def _model_weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
         # A generator: what an engine waits for comes before it.
@@ -207,7 +222,7 @@ class PolicyModel:
 
 
 def is_same(stored: Tensor, own: Tensor) -> bool:
-    """Whether what is stored is element for element what the network has, in its memory."""
+    """Whether what is stored has the shape and the memory of what the network has."""
     return stored.shape == own.shape and _memory(stored) == _memory(own)
 
 

@@ -3,8 +3,8 @@
 vLLM divides most parameters as FSDP2 can: equal rows, or equal columns. Of these a rank's part is its worker's own
 tensor. What the two divide otherwise (norms, which every worker has; heads of keys that are fewer than workers; words
 that do not come out even) the rank has a part of its own of, and copies the whole's values to its worker after every
-change. Guarantees: nothing is replaced before it was compared with the model's files; after `write` returns, all that
-the worker has is this version's.
+change. Guarantees: nothing of the worker's is written before it was compared with the model's files; after `write`
+returns, all that the worker has is this version's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkerMemory:
         self._folder, self._size = model.folder, len(workers)
         self._live: dict[str, Tensor] = {}
         """By the network's own names."""
-        self._starts: dict[str, tuple[int, int]] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         """Where the worker's part begins, and along which dimension."""
         self.dims: dict[str, int] = {}
         """Along which dimension each parameter is divided that ranks and workers divide alike."""
@@ -39,16 +39,18 @@ class WorkerMemory:
         for name, parameter in model.network.named_parameters():
             probe = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
             found = model.stored(name, probe)
-            stored = found[0][0]
+            stored = found[0][0] if found else name
             reason = next((worker.refused[stored] for worker in workers if stored in worker.refused), "")
-            if len(found) > 1 or not is_same(found[0][1], probe):
+            if len(found) != 1 or not is_same(found[0][1], probe):
                 reason = "transformers changes it, and the engine has it otherwise"
             elif not reason and any(stored not in worker.tensors for worker in workers):
                 reason = "the engine has none"
+            elif not reason and opened[stored].dtype != parameter.dtype:
+                reason = f"the engine has it in {opened[stored].dtype}, the trainer in {parameter.dtype}"
             if reason:
                 raise ConfigError(f"trainer and engine cannot have one copy of {stored} ({reason}): {OTHER_BRIDGE}")
             place = workers[rank].tensors[stored]
-            self._live[name], self._starts[name] = opened[stored], (place.dim, place.start)
+            self._live[name], self._places[name] = opened[stored], (place.dim, place.start)
             dim = _divided_alike([worker.tensors[stored] for worker in workers], tuple(parameter.shape))
             if dim is not None:
                 self.dims[name] = dim
@@ -84,8 +86,8 @@ class WorkerMemory:
 
     @torch.no_grad()
     def write(self, shards: Iterable[Shard]) -> int:
-        """After parameters were changed: have the worker know all of them, also those `apart`, of which `shards` are
-        this rank's. A collective; how many bytes were copied to the worker."""
+        """After parameters were changed: have the worker know those `apart` too, of which `shards` are this rank's. A
+        collective; how many bytes were copied to the worker."""
         num_bytes = 0
         for name, whole in gathered_everywhere(shards, self._size):
             num_bytes += self._live[name].copy_(self._of_worker(name, whole)).nbytes
@@ -95,7 +97,7 @@ class WorkerMemory:
         return num_bytes
 
     def _of_worker(self, name: str, whole: Tensor) -> Tensor:
-        dim, start = self._starts[name]
+        dim, start = self._places[name]
         return whole.narrow(dim, start, self._live[name].shape[dim])
 
 

@@ -2,7 +2,8 @@
 
 Both are dealt as `torch.chunk` and FSDP2 deal them: the first processes have equally many, the last ones the rest, or
 none. Guarantees: of two tensors that are asked for in turn, the second is on its way while the first is used, and no
-more than these two are whole at a time; a fingerprint is added up from shares, so that nothing is gathered for it.
+more than these two are whole at a time, of columns the first twice; a fingerprint is added up from shares, so that
+nothing is gathered for it.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def gathered_everywhere(
     shards: Iterable[Shard], size: int, group: ProcessGroup | None = None, *, bunch_bytes: int = 64 << 20
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole of every tensor that is dealt out, one after another, in every process. A collective, to be gone
-    through to its end; small tensors share one, of which each process sends `bunch_bytes` at most."""
+    through to its end; small tensors share one, in which `bunch_bytes` come together at most."""
     distributed: Any = torch.distributed
     for bunch in _bunches(shards, size, bunch_bytes):
         sent = torch.cat([part.reshape(-1) for _, part in bunch])
@@ -147,6 +148,7 @@ def _bunches(shards: Iterable[Shard], size: int, most: int) -> Iterator[list[tup
     """What goes together: as much as `most` bytes of one dtype, and more only where one tensor has more."""
     bunch: list[tuple[Shard, Tensor]] = []
     num_bytes = 0
+    most //= size  # each process takes what all of them send
     for shard in shards:
         part = _even(shard, size)
         if bunch and (num_bytes + part.nbytes > most or part.dtype != bunch[0][1].dtype):
