@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from slipstream.inference.plugin import delivery
 from slipstream.inference.plugin.arguments import engine_arguments
@@ -110,6 +117,60 @@ def test_numbers_that_come_in_one_array_are_kept_as_those_that_come_one_by_one()
     assert delivery.sampled_logprobs(ours.logprobs, [5, 7, 5, 5]) == values[[0, 1, 2, 0], 0].tolist()
     with pytest.raises(ValueError, match="zip"):
         delivery.sampled_logprobs(ours.logprobs, [5, 7])
+
+
+class Core:
+    """What vLLM's sending thread asks of an engine core; it sends as vLLM 0.26 does."""
+
+    def __init__(self) -> None:
+        self.output_queue: queue.Queue[Any] = queue.Queue()
+
+    def _send_msg_tracking_payload(self, socket: Any, parts: Any) -> Any:
+        return socket.send_multipart(parts, copy=False, track=True)
+
+
+def ends_of(requests: int, first: int) -> EngineCoreOutputs:
+    """A message in which so many requests end."""
+    tokens = np.arange(first, first + 400, dtype=np.int32)[:, None]
+    lists = LogprobsLists(tokens, -tokens.astype(np.float32), np.zeros(400, np.int32))
+    ends = [EngineCoreOutput(f"{first}.{i}", tokens[:, 0].tolist(), lists) for i in range(requests)]
+    return EngineCoreOutputs(outputs=ends)
+
+
+def arrived(messages: list[EngineCoreOutputs], path: str) -> list[Any]:
+    """The tokens of each message on the other side, which listens once all have been packed; None for one that cannot
+    be unpacked."""
+    core = Core()
+    for message in messages:
+        core.output_queue.put((0, message))
+    core.output_queue.put(EngineCoreProc.ENGINE_CORE_DEAD)
+    thread = threading.Thread(target=EngineCoreProc.process_output_sockets, args=(core, [path], None, 0), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not core.output_queue.empty():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    decoder, found = MsgpackDecoder(EngineCoreOutputs), []
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        socket.bind(path)
+        for _ in messages:
+            parts = socket.recv_multipart(copy=False)
+            try:
+                found.append([output.new_token_ids for output in decoder.decode(parts).outputs])
+            except msgspec.DecodeError:
+                found.append(None)
+        thread.join(30)
+    return found
+
+
+def test_a_message_that_is_being_sent_is_not_written_over(monkeypatch, tmp_path):
+    messages = [ends_of(requests, 1000 * i) for i, requests in enumerate((100, 1, 120, 90, 2))]
+    made = [[output.new_token_ids for output in message.outputs] for message in messages]
+    monkeypatch.setattr(MsgpackEncoder, "encode_into", MsgpackEncoder.encode_into)  # to be put back
+    assert arrived(messages, f"ipc://{tmp_path}/as-shipped") != made, "vLLM 0.26 does it"
+    delivery._send_copies(MsgpackEncoder)
+    assert arrived(messages, f"ipc://{tmp_path}/copied") == made
 
 
 def test_graphs_are_captured_for_all_that_runs_at_once_unless_the_user_says_otherwise():

@@ -32,11 +32,15 @@ def apply() -> list[str]:
     force."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.serial_utils import MsgpackEncoder
 
     scheduler, core, processor = (_patchable(c) for c in (Scheduler, EngineCore, LogprobsProcessor))
     names: list[str] = []
+    if not hasattr(EngineCoreProc, "_send_msg_tracking_payload"):
+        _send_copies(_patchable(MsgpackEncoder))
+        names.append("sent_copies")
     if "flat_logprobs" in SamplingParams.__struct_fields__ and hasattr(processor, "_update_sample_logprobs"):
         _take_arrays(processor)
         names.append("array_logprobs")
@@ -223,6 +227,23 @@ def _flush_core(self: Any) -> list[Any] | None:
     for answer in answers.items():
         self.output_queue.put_nowait(answer)
     return None
+
+
+def _send_copies(encoder: Any) -> None:
+    """Let no message be written over while it is being sent.
+
+    For vLLM 0.26 (its pull request 50053 mends it): the core packs the next message into the same buffer once the last
+    part of this one has left. The last part is a small array, which zmq copies at once; the first, from 64 KiB on, it
+    still reads. The other side then unpacks a mixture of two messages. What many requests' ends, or a `flush`, make is
+    such a message; copying it is nothing beside packing it.
+    """
+    pack = encoder.encode_into
+
+    def encode_into(self: Any, message: Any, buffer: bytearray) -> Sequence[Any]:
+        parts = pack(self, message, buffer)
+        return parts if len(parts) == 1 else [bytes(parts[0]), *parts[1:]]
+
+    encoder.encode_into = encode_into
 
 
 def _take_arrays(processor: Any) -> None:
