@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError, WeightsError
 from slipstream.inference.plugin.tensor_map import Piece, TensorMap
+from slipstream.launch.models import open_shared
 from slipstream.records import ParameterSpec
 from slipstream.trainer.model import PolicyModel, SharedTensors
 from slipstream.trainer.new_model import new_model
@@ -49,6 +51,17 @@ def test_another_process_reads_and_writes_what_was_moved():
     assert result.stdout.strip() == str([fused[1:3].sum().item(), 15.0, fused[:2].sum().item()])
     assert other.float().sum() == 30
     assert msgspec.json.decode(text, type=SharedWeights).refused == {"d": "it is odd"}
+
+
+def test_a_part_of_a_parameter_is_refused_with_the_reason(model):
+    whole = load_file(model / "model.safetensors")
+    name = next(each for each in whole if each.endswith("down_proj.weight"))
+    kept = {each: nn.Parameter(tensor[:, :3] if each == name else tensor) for each, tensor in whole.items()}
+    shared = Exporter(kept.values()).describe({each: parameter.data for each, parameter in kept.items()}, {})
+    config = SimpleNamespace(model=SimpleNamespace(path=str(model), dtype="float32"))
+    opened = open_shared(config, [shared])
+    with pytest.raises(ConfigError, match=r"down_proj\.weight \(vLLM keeps only a part of it\)"):
+        PolicyModel.load(model, shared=opened)
 
 
 def test_memory_that_is_gone_is_an_error_of_one_sentence():
