@@ -7,32 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
 
-from slipstream.trainer.optimizer import MasterOptimizer, NamedParameters, RateOf, one_rate
+from slipstream.trainer.library_adamw import LibraryAdamW
 
 _SMALLEST = 4096
 """Parameters of fewer numbers have moments in fp32."""
 
 
-class MasterAdamW8bit(MasterOptimizer):
+class MasterAdamW8bit(LibraryAdamW):
     """AdamW over fp32 copies, with its moments in blocks of 8-bit numbers. Vectors are not decayed."""
 
-    def __init__(
-        self,
-        named_parameters: NamedParameters,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        rate_of: RateOf = one_rate,
-    ) -> None:
-        super().__init__(named_parameters, max_grad_norm, rate_of)
-        make: Any = partial(AdamW8bit, betas=betas, min_8bit_size=_SMALLEST)
-        self._add_rule(make, "state1", self._holders.keys(), weight_decay)
+    rule = staticmethod(partial(AdamW8bit, min_8bit_size=_SMALLEST))
 
     def state(self) -> dict[str, Tensor]:
         """See the base; the library's tables, which all parameters share, are then each one's own."""
@@ -41,6 +29,3 @@ class MasterAdamW8bit(MasterOptimizer):
 
     def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
         return "absmax1" not in memory and memory["state1"].numel() >= _SMALLEST
-
-    def _as_step(self, updates: int, name: str) -> int:
-        return updates

@@ -1,5 +1,5 @@
 """The optimizer in two halves: the maths, then the write to the live weights. The standard one is AdamW on fp32
-masters; the others are in `muon.py`, `rounding.py`, `eight_bit.py` and `paged.py`.
+masters; the others are in `muon.py`, `rounding.py`, `eight_bit.py` and `paged.py` (the last two by `library_adamw.py`).
 
 Guarantees: gradients of any dtype are added up in fp32 after each micro-batch; updates far below the live
 dtype's resolution are not lost; a gradient that is zero or not finite raises instead of being applied;
