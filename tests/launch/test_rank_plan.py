@@ -32,12 +32,27 @@ def test_the_engine_has_the_cards_after_the_ranks():
 
 
 def test_a_rank_keeps_a_part_of_the_state():
-    one, three = (memory_of(plan(values, **FOUR), "trainer").how for values in (GENERATED, THREE))
+    by_layer = THREE | {"training.reshard": "layer"}
+    one, three = (memory_of(plan(values, **FOUR), "trainer").how for values in (GENERATED, by_layer))
     assert "of each of 3 ranks" in three
     assert "ranks" not in one
     kept = [float(how.partition("gradients ")[2].partition(" ")[0]) for how in (one, three)]
     # Embedding, head and two layers are gathered beside it.
     assert kept[0] / 3 < kept[1] < kept[0] / 2
+
+
+def test_weights_stay_whole_through_a_step_where_there_is_room():
+    made, layer = (plan(THREE | more, **FOUR) for more in ({}, {"training.reshard": "layer"}))
+    assert (made.config.training.reshard, layer.config.training.reshard) == ("step", "layer")
+    # bfloat16 weights and float32 gradients of all parameters, but no more than that.
+    more = (made.trainer_bytes - layer.trainer_bytes) / GIB
+    rows = made.config.training.micro_batch_tokens == layer.config.training.micro_batch_tokens
+    assert not rows or more == pytest.approx(6 * FOUR["num_parameters"] / GIB, rel=0.1)
+    reason = next(item.reason for item in made.derived if item.name == "training.reshard")
+    assert "with whole weights and gradients" in reason
+    assert plan(THREE, **FOUR | {"gpu_memory_bytes": 24 * GIB}).config.training.reshard == "layer"
+    assert plan({"training.ranks": 2}).config.training.reshard == "layer", "a CPU's memory is that of all ranks"
+    assert "training.reshard" not in {item.name for item in plan(GENERATED, **FOUR).derived}
 
 
 def test_ranks_and_workers_that_have_one_copy():

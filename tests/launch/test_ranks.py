@@ -123,10 +123,18 @@ CASES = {
     "lora": {"lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}, "gradient_checkpointing": True},
     "alone": {"packing": False, "gradient_checkpointing": True},
     "gspo": {"algorithm": GSPO},
+    "whole": {"reshard": "step"},
+    "whole lora": {"reshard": "step", "lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}},
 }
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("grpo", 2), ("grpo", 4), ("gspo", 4), ("lora", 2), ("alone", 2)])
+CASES_OF_RANKS = [
+    *(("grpo", 2), ("grpo", 4), ("gspo", 4), ("lora", 2), ("alone", 2)),
+    *(("whole", 2), ("whole lora", 2)),
+]
+
+
+@pytest.mark.parametrize(("case", "ranks"), CASES_OF_RANKS)
 def test_losses_gradients_and_weights_are_those_of_one_process(case, ranks, model, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "several").mkdir()
@@ -220,14 +228,15 @@ def test_a_critic_over_ranks(model, tmp_path):
 
 
 def test_bfloat16_without_masters(model, tmp_path):
-    losses = {}
-    for ranks in (1, 2):
-        config = make_config(model, ranks, dtype="bfloat16", optimizer="adamw_bf16")
+    losses = []
+    for ranks, reshard in ((1, "layer"), (2, "layer"), (2, "step")):
+        config = make_config(model, ranks, dtype="bfloat16", optimizer="adamw_bf16", reshard=reshard)
         with trained(config, tmp_path) as (parts, _):
-            losses[ranks] = [one_step(parts, config, batch)["loss"] for batch in BATCHES]
+            losses.append([one_step(parts, config, batch)["loss"] for batch in BATCHES])
             assert {tensor.dtype for _, tensor in parts.learner.named_weights()} == {torch.bfloat16}
     # Packed otherwise, bfloat16 rounds otherwise; weights are rounded by chance, and otherwise for each rank.
-    assert losses[2] == pytest.approx(losses[1], abs=0.03)
+    for several in losses[1:]:
+        assert several == pytest.approx(losses[0], abs=0.03)
 
 
 def test_what_goes_wrong_on_all_ranks_alike_and_one_that_is_killed(model, tmp_path):

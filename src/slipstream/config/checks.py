@@ -47,7 +47,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     algorithm, environment = config.algorithm, config.environment
     if config.training.ranks == 1:
-        found["training.rank_timeout_s"] = "has no effect while training.ranks is 1"
+        for name in ("reshard", "rank_timeout_s"):
+            found[f"training.{name}"] = "has no effect while training.ranks is 1"
     if config.training.optimizer != "muon":
         found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
     if not uses_critic(config):

@@ -74,12 +74,14 @@ def paged_bytes(optimizer: OptimizerName, model: ModelFacts) -> int:
     return 8 * model.num_decoding if optimizer == "adamw_paged" else 0
 
 
-def gathered_bytes(model: ModelFacts, dtype: str) -> int:
+def gathered_bytes(model: ModelFacts, dtype: str, *, num_kept: int | None = None) -> int:
     """What a rank of several has whole at once, as FSDP2 gathers it: embedding, head and two layers, with their
-    gradients, which are added up over the ranks in fp32."""
+    gradients, which are added up over the ranks in fp32. If weights stay whole through a step, all of them, and the
+    fp32 gradients of the `num_kept` numbers that are trained."""
     vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
     layer = max(0, model.num_decoding - vocabulary) // model.num_layers
-    return (vocabulary + 2 * layer) * (2 * BYTES_OF[dtype] + 4)
+    passing = (vocabulary + 2 * layer) * (2 * BYTES_OF[dtype] + 4)
+    return passing if num_kept is None else passing + weights_bytes(model, dtype) + 4 * num_kept
 
 
 def activation_bytes_per_token(

@@ -145,15 +145,16 @@ def build_parts(
     group.spread(policy, memory=memory)
     if not trains:
         return {POLICY: Part(group, policy, memory=memory)}
-    optimizer = build_optimizer(config, policy.network, rank=group.rank)
-    parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling), memory)}
+    optimizer, keeps_whole = build_optimizer(config, policy.network, rank=group.rank), config.training.reshard == "step"
+    parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling), memory, keeps_whole)}
     if needs_reference(config):
         frozen = spread(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
         parts[REFERENCE] = Part(group, frozen)
     if uses_critic(config):
         model = spread(ValueModel(with_adapter(config, load_model(config, group=group))), checked=False)
         optimizer = build_optimizer(config, model.network, rank=group.rank)
-        parts[CRITIC] = Part(group, model, optimizer, ValueObjective(config.critic.value_clip))
+        objective = ValueObjective(config.critic.value_clip)
+        parts[CRITIC] = Part(group, model, optimizer, objective, keeps_whole=keeps_whole)
     return parts
 
 

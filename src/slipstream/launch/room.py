@@ -217,12 +217,13 @@ def plan_micro_batch(draft: Draft) -> None:
             f"{model.context_length}: shorten it or use a model with a longer context"
         )
     longest = _longest(draft)
+    _plan_reshard(draft, longest)
     if draft.on_cpu:
         ranks = draft.original.training.ranks
         room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART / ranks, "an eighth of the memory"
         source += f" for each of {ranks} ranks" if ranks > 1 else ""
     else:
-        room = ACTIVATION_MARGIN * _activation_room(draft)
+        room = ACTIVATION_MARGIN * _activation_room(draft, draft["training.reshard"])
         source = f"{ACTIVATION_MARGIN:g} of what the GPU has left for activations"
     each = _activations(draft, longest, room, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if draft.on_cpu else MAX_MICRO_BATCH_TOKENS
@@ -240,12 +241,36 @@ def plan_micro_batch(draft: Draft) -> None:
     draft.derive_auto("training.micro_batch_tokens", value, reason)
 
 
-def _activation_room(draft: Draft) -> float:
+def _plan_reshard(draft: Draft, longest: int) -> None:
+    training, row = draft.original.training, draft["training.micro_batch_tokens"]
+    if training.ranks == 1:
+        return
+    if draft.on_cpu:
+        draft.derive_auto("training.reshard", "layer", "the ranks share one memory")
+        return
+    given = training.gradient_checkpointing
+    checkpointing = True if training.offload_activations else (given if given != "auto" else False)
+    each = activation_bytes_of(
+        draft.original,
+        draft["model.dtype"],
+        draft.facts,
+        checkpointing=checkpointing,
+        compiled=draft["training.compile"],
+    )
+    tokens = max(longest, MIN_ROW_TOKENS if row == "auto" else row)
+    room = ACTIVATION_MARGIN * _activation_room(draft, "step")
+    fits = tokens * each <= room
+    reason = f"with whole weights and gradients {gib(max(0.0, room))} are left for activations, and a row of {tokens} "
+    reason += f"tokens takes {gib(tokens * each)}"
+    draft.derive_auto("training.reshard", "step" if fits else "layer", reason)
+
+
+def _activation_room(draft: Draft, reshard: str) -> float:
     """Bytes for activations on the trainer's GPU."""
     usable = draft.facts.gpu_memory_bytes * USABLE
     if uses_engine(draft.original):
         usable -= teacher_beside(draft, trainer=True)
-    state = training_state(draft.original, draft["model.dtype"], draft.facts) + TRAINER_RESERVE
+    state = training_state(draft.original, draft["model.dtype"], draft.facts, reshard=reshard) + TRAINER_RESERVE
     if not uses_engine(draft.original) or draft["run.placement"] == "separate":
         return usable - state
     if draft["inference.sleep"]:

@@ -59,9 +59,10 @@ def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         yield Note("evaluations", times, "", f"of {config.evaluation.num_tasks} held-out tasks")
 
 
-def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
+def training_state(config: RunConfig, dtype: str, facts: Facts, *, reshard: str = "auto") -> int:
     """Bytes of what the trainer keeps between steps, beside what it shares with the engine: of several ranks, on GPUs
-    what each keeps, and on a CPU all together, in both cases with what is gathered for a layer to compute."""
+    what each keeps, and on a CPU all together, in both cases with what is gathered for a layer, or by `reshard` for a
+    step, to compute; `auto` is what `config` says."""
     algorithm = config.algorithm
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
     with_reference = isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0
@@ -70,8 +71,11 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     state -= _shared_bytes(config, dtype, facts.model)
     if (ranks := config.training.ranks) == 1:
         return copy + state
+    num_kept = None
+    if "step" in (reshard, config.training.reshard):
+        num_kept = facts.adapter.num_parameters if facts.adapter else facts.model.num_decoding
     # For a delta all of it comes together in rank 0.
-    copy, together = 2 * copy, gathered_bytes(facts.model, dtype)
+    copy, together = 2 * copy, gathered_bytes(facts.model, dtype, num_kept=num_kept)
     return copy + (-(-state // ranks) + together if facts.num_gpus else state + ranks * together)
 
 

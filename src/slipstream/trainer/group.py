@@ -9,9 +9,9 @@ step's; only rank 0 reads the model's files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ _VARIABLES = {
 }
 
 
+T = TypeVar("T")
 _kept: list[Any] = []
 """Process groups live as long as the process. DTensor keeps their meshes in a cache of the thread, which a child that
 another thread forks clears: the last to let go there would wait for threads that a forked child does not have."""
@@ -137,6 +138,23 @@ class RankGroup:
             value = buffer.detach().to(self.device).contiguous()
             torch.distributed.broadcast(value, 0)
             buffer.data = value
+
+    def through_step(self, network: nn.Module, rows: Iterable[T], count: int) -> Generator[T]:
+        """The `rows` of a step, of which there are `count`, for a forward and a backward pass each. Meanwhile this rank
+        keeps the whole weights of `network` and their gradients, in float32; the last backward pass adds these up over
+        the ranks."""
+        from torch.distributed.fsdp import FSDPModule
+
+        spread = [module for module in network.modules() if isinstance(module, FSDPModule)]
+        for module in spread:
+            module.set_reshard_after_forward(False, recurse=False)
+        for number, row in enumerate(rows, 1):
+            for module in spread:
+                module.set_requires_gradient_sync(number == count, recurse=False)
+                module.set_reshard_after_backward(number == count, recurse=False)
+            yield row
+        for module in spread:
+            module.set_reshard_after_forward(True, recurse=False)
 
     def shards_of(self, network: nn.Module, only: Collection[str] | None = None) -> Iterator[Shard]:
         """This rank's parts of all that `network` would save, tied parameters once, under its own names; or of `only`

@@ -7,7 +7,7 @@ float64. How commands travel is `launch.ranks`' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
-from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
+from slipstream.trainer.batching import MicroBatch, Row, StepBatch, ValueTargets, micro_batches_of
 from slipstream.trainer.group import RankGroup, shard_dim
 from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
 from slipstream.trainer.model import PolicyModel
@@ -223,6 +223,8 @@ class Part:
     objective: Objective | None = None
     memory: WorkerMemory | None = None
     """The engine's, where the model is in it."""
+    keeps_whole: bool = False
+    """Whether weights and gradients stay whole from a step's first row to its last."""
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
@@ -271,7 +273,9 @@ class Part:
 
     def _backward(self, share: Share, divisors: dict[str, float]) -> Answer:
         assert self.objective is not None
-        rows = micro_batches_of(share.batch(), share.rows, self.model.device)
+        rows: Iterable[MicroBatch | None] = micro_batches_of(share.batch(), share.rows, self.model.device)
+        if self.keeps_whole:
+            rows = self.group.through_step(self.model.network, rows, len(share.rows))
         sums = add_gradients(self.model, rows, self.objective, divisors)
         tensors = {name: Packed.of(value) for name, value in sums.values.items()}
         return Answer(tensors, [sums.num_micro_batches, sums.num_row_tokens])
