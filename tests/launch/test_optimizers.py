@@ -22,7 +22,7 @@ from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.memory import GIB, optimizer_bytes, training_state_bytes
 from slipstream.launch.models import build_optimizer
 from slipstream.launch.prepare import prepare
-from slipstream.launch.totals import training_state
+from slipstream.launch.trainer_room import training_state
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 from slipstream.weights.adapter import AdapterConfig

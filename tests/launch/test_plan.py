@@ -41,7 +41,7 @@ from slipstream.launch.memory import (
     training_state_bytes,
     weights_bytes,
 )
-from slipstream.launch.totals import training_state
+from slipstream.launch.trainer_room import training_state
 
 TINY = ModelFacts(
     num_parameters=800_000,
