@@ -34,7 +34,7 @@ ACTIVATION_MARGIN = 0.6
 MOST_LESS = 0.2
 """Part of the counted activations that a run can take away from them; the rest of a trainer is counted exactly."""
 MOST_MORE = 0.25
-"""Part of all that is counted which a run can add: beyond it are blocks that an allocator keeps as nobody wants them."""
+"""Part of all that is counted which a run can add: beyond it an allocator keeps blocks because nobody wants them."""
 MOST_STRETCH = 2.0
 """What was more is at most doubled for longer rows: short ones say little of them."""
 WAYS = (False, "selective", True)
@@ -81,7 +81,7 @@ def model_state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: 
         with_reference=with_reference,
         num_adapter_parameters=num_adapter_parameters,
         optimizer=config.training.optimizer,
-        paged=facts.num_gpus > 0,
+        on_gpu=facts.num_gpus > 0,
     )
 
 
