@@ -188,7 +188,8 @@ def planned_bytes(network: Any, options: argparse.Namespace, **how: Any) -> int:
         tied_embeddings=config.tie_word_embeddings,
     )
     optimizer = "adamw_bf16" if options.shape == "7b" else "adamw"
-    state = training_state_bytes(model, "bfloat16", with_reference=False, optimizer=optimizer)
+    on_gpu = options.device == "cuda"
+    state = training_state_bytes(model, "bfloat16", with_reference=False, optimizer=optimizer, on_gpu=on_gpu)
     return state + options.tokens * activation_bytes_per_token(model, "bfloat16", **how)
 
 

@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
     on_gpu = torch.cuda.is_available()
     try:
         begun = time.monotonic()
-        learner = (build(config, None, 0) if crew is None else build_sharded(config, sampling, crew)).learner
+        learner = (build(config, None, 0) if crew is None else build_sharded(config, sampling, crew, 0)).learner
         loaded_s = time.monotonic() - begun
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()

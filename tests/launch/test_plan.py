@@ -41,7 +41,7 @@ from slipstream.launch.memory import (
     training_state_bytes,
     weights_bytes,
 )
-from slipstream.launch.totals import training_state
+from slipstream.launch.trainer_room import training_state
 
 TINY = ModelFacts(
     num_parameters=800_000,
@@ -517,8 +517,10 @@ class TestSFT:
 
 def test_memory_of_everything_together():
     assert weights_bytes(TINY, "bfloat16") == 1_600_000
-    passing = 800_000 // 4  # the gradients of one of four layers
-    assert training_state_bytes(TINY, "bfloat16", with_reference=False) == 800_000 * (2 + 16) + 2 * passing
+    passing = (800_000 - 100 * 128) // 4  # the gradients of one of four layers
+    assert training_state_bytes(TINY, "bfloat16", with_reference=False, on_gpu=True) == 800_000 * (2 + 16) + 2 * passing
+    copied = 4 * 100 * 128  # the head's gradient on its way into a sum in float32
+    assert training_state_bytes(TINY, "bfloat16", with_reference=False) == 800_000 * (2 + 16) + 2 * passing + copied
     assert training_state_bytes(TINY, "float32", with_reference=True) == 800_000 * (4 + 16 + 4) + 4 * passing
     message = refusal(num_parameters=2_000_000_000)
     assert message.startswith("the run needs about ")
@@ -612,9 +614,9 @@ def test_a_critic_is_counted_and_gets_the_policys_rate():
 
 
 def test_lora_needs_no_reference_and_no_state_for_the_base():
-    whole = training_state_bytes(TINY, "bfloat16", with_reference=True)
+    whole = training_state_bytes(TINY, "bfloat16", with_reference=True, on_gpu=True)
     adapter = training_state_bytes(TINY, "bfloat16", with_reference=True, num_adapter_parameters=1000)
-    assert whole == 800_000 * (2 * 2 + 16) + 2 * 800_000 // 4
+    assert whole == 800_000 * (2 * 2 + 16) + 2 * (800_000 - 100 * 128) // 4
     assert adapter == 800_000 * 2 + 1000 * (2 * 2 + 16)
 
 

@@ -65,7 +65,7 @@ def trained(config, logs):
         return
     crew = RankCrew(config, SAMPLING, logs)
     try:
-        yield build_sharded(config, SAMPLING, crew), crew
+        yield build_sharded(config, SAMPLING, crew, 0), crew
     finally:
         crew.close()
 

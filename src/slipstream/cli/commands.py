@@ -158,7 +158,6 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
     loaded = load_config(run_file, overrides)
     from rich.console import Console
 
-    from slipstream.launch.peaks import earlier_peak
     from slipstream.launch.prepare import prepare
     from slipstream.launch.render import plan_as_json, render_plan
 
@@ -167,8 +166,6 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
         print(plan_as_json(prepared.plan))
     else:
         Console().print(render_plan(prepared.plan))
-        if (peak := earlier_peak(prepared.config.run.folder, run_file.stem)) is not None:
-            print(peak)
         for reason, count in prepared.dropped.items():
             print(f"left out: {count} ({reason})")
     return 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 from slipstream.launch.measured import AdapterFacts, DataFacts, Facts, ModelFacts
+from slipstream.launch.peaks import find_peaks
 from slipstream.records import Message, Task
 from slipstream.records import Sequence as TokenSequence
 
@@ -62,6 +63,8 @@ def gather_facts(
     ConfigError when the model cannot be read.
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
+    card, torch_version = name_card() if num_gpus else ("", "")
+    peaks, told = find_peaks(config.run.folder) if num_gpus else ((), ())
     return Facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
@@ -73,8 +76,12 @@ def gather_facts(
         ),
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
+        card=card,
+        torch=torch_version,
         adapter=measure_adapter(config),
         teacher=read_teacher(config),
+        peaks=peaks,
+        peaks_told=told,
     )
 
 
@@ -141,6 +148,13 @@ def measure_gpus() -> tuple[int, int]:
         return 0, 0
     count = torch.cuda.device_count()
     return count, min(int(torch.cuda.get_device_properties(index).total_memory) for index in range(count))
+
+
+def name_card() -> tuple[str, str]:
+    """Name of the first GPU, and version of torch."""
+    import torch
+
+    return torch.cuda.get_device_name(0), torch.__version__
 
 
 def measure_data(

@@ -20,7 +20,7 @@ from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, up
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.models import Trained, build, build_objective, build_sharded, open_shared, share_weights
-from slipstream.launch.peaks import note_peak
+from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks import RankCrew, rank_threads
 from slipstream.launch.resume import changed_settings, refuse_to_resume
@@ -118,9 +118,12 @@ def train(
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         changed = changed_settings(before, read_settings(folder)) if before else []
         warnings = list(prepared.plan.warnings)
-        log.event("start", resume=resume, dropped=prepared.dropped, warnings=warnings, changed=changed)
+        peaks = as_fields(prepared.plan.peaks)
+        log.event("start", resume=resume, dropped=prepared.dropped, warnings=warnings, changed=changed, peaks=peaks)
         for text in warnings:
             progress.message(text, "warning")
+        for text in prepared.plan.told:
+            progress.message(text)
         for reason, count in prepared.dropped.items():
             progress.message(f"left out: {count} ({reason})")
         if changed:
@@ -128,7 +131,7 @@ def train(
         run = _Run(prepared, folder, progress, log, stop, make_engine)
         with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
             log.listen(sinks.put)
-            log.listen(note_peak(log))
+            log.listen(note_peak(log, prepared.plan.memory_settings))
             try:
                 return run.carry_out(resume)
             finally:
@@ -268,11 +271,12 @@ class _Run:
     def _trained(self, sampling: SamplingParams) -> Trained:
         """The models, in this process or over ranks."""
         config, workers = self.config, self._share_weights()
+        planned_bytes = self.prepared.plan.trainer_bytes
         if config.training.ranks == 1:
-            return build(config, open_shared(config, workers), self.prepared.plan.trainer_bytes)
+            return build(config, open_shared(config, workers), planned_bytes)
         self._crew = RankCrew(config, sampling, self.folder / "logs", workers)
         self._exits.callback(self._crew.close)
-        return build_sharded(config, sampling, self._crew)
+        return build_sharded(config, sampling, self._crew, planned_bytes)
 
     def _event_loop(self) -> EventLoopThread:
         """The orchestrator's thread. What ends it ends the engine and the reward workers first."""

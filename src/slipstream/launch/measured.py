@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,21 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """What the trainer of an earlier run took of its GPU at most, in bytes."""
+
+    run: str
+    """Its folder."""
+    allocated: int
+    held: int
+    """With what its allocator kept for later, which nobody else could have."""
+    row_tokens: int
+    """Of the longest row that it had trained on by then."""
+    settings: Mapping[str, Any]
+    """What else decided it; see `launch.rows.memory_settings`."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was measured; without a GPU the run is planned for the CPU."""
 
@@ -70,7 +87,15 @@ class Facts:
     num_gpus: int = 0
     gpu_memory_bytes: int = 0
     """Of one GPU."""
+    card: str = ""
+    """Its name."""
+    torch: str = ""
+    """The version of torch, whose allocator decides what is held."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
     teacher: ModelFacts | None = None
     """Of the teacher that the run starts, if it does."""
+    peaks: tuple[Peak, ...] = ()
+    """Of earlier runs, the oldest first."""
+    peaks_told: tuple[str, ...] = ()
+    """What there is to say of how they were found."""

@@ -17,8 +17,6 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
 GPU_BLOCK_TOKENS = 16
-_ROUNDING_BYTES = 10
-"""Of each number of the parameter that `adamw_bf16` rounds: its new value, the noise, and the rounded one."""
 EIGHT_BIT_BLOCK = 256
 """Numbers that share a scale in bitsandbytes' 8-bit moments."""
 
@@ -35,24 +33,24 @@ def training_state_bytes(
     with_reference: bool,
     num_adapter_parameters: int | None = None,
     optimizer: OptimizerName = "adamw",
-    paged: bool = False,
+    on_gpu: bool = False,
 ) -> int:
-    """Live weights, what the optimizer keeps, and what is there for a moment: the gradients of the layer that is in its
-    backward pass, or under `adamw_bf16` one parameter's new values and their noise (each gradient goes when its new
-    weights, which are smaller, come). And, where there is a KL term, the frozen reference. Under LoRA the frozen
-    weights, which are the reference too, and the rest for the adapter alone. If `paged`, without the moments of
-    whole matrices that the CPU's memory takes where there is no room."""
+    """Live weights, what the optimizer keeps, and, while a row's activations are there, gradients in the model's dtype:
+    the head's, or all of a layer. They then become part of the fp32 ones, on a CPU by way of an fp32 copy. (A tied head
+    has three for a moment when its row, which was larger, has gone; nor does an update take as much.) And, where there
+    is a KL term, the frozen reference. Under LoRA the frozen weights, which are the reference too, and the rest for the
+    adapter alone. If `on_gpu`, without the moments of whole matrices that the CPU's memory takes where there is no
+    room."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
         return weights + num_adapter_parameters * 2 * BYTES_OF[dtype] + kept
     kept = optimizer_bytes(optimizer, model.num_decoding, model)
-    kept -= paged_bytes(optimizer, model) if paged else 0
-    # A gradient in the model's dtype becomes part of the fp32 one as soon as it is whole; a tied head has two.
-    passing = max(2 * model.vocab_size * model.hidden_size, model.num_decoding // model.num_layers) * BYTES_OF[dtype]
-    if optimizer == "adamw_bf16":
-        passing = max(passing, _ROUNDING_BYTES * model.vocab_size * model.hidden_size)
-    passing = min(passing, weights)
+    kept -= paged_bytes(optimizer, model) if on_gpu else 0
+    head = model.vocab_size * model.hidden_size
+    passing = max(head, _layer_parameters(model)) * BYTES_OF[dtype]
+    if not on_gpu and dtype != "float32":
+        passing += 4 * head
     return weights + passing + kept + (weights if with_reference else 0)
 
 
@@ -62,7 +60,7 @@ def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelF
     for an adapter's parameters."""
     masters = 0 if optimizer == "adamw_bf16" else 4
     if optimizer == "muon":
-        vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2) if model else 0
+        vocabulary = _vocabulary_parameters(model) if model else 0
         return (4 + masters + 4) * num_parameters + 4 * vocabulary
     if optimizer == "adamw_8bit":
         return (4 + masters + 2) * num_parameters + 2 * 4 * num_parameters // EIGHT_BIT_BLOCK
@@ -78,10 +76,16 @@ def gathered_bytes(model: ModelFacts, dtype: str, *, num_kept: int | None = None
     """What a rank of several has whole at once, as FSDP2 gathers it: embedding, head and two layers, with their
     gradients, which are added up over the ranks in fp32. If weights stay whole through a step, all of them, and the
     fp32 gradients of the `num_kept` numbers that are trained."""
-    vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    layer = max(0, model.num_decoding - vocabulary) // model.num_layers
-    passing = (vocabulary + 2 * layer) * (2 * BYTES_OF[dtype] + 4)
+    passing = (_vocabulary_parameters(model) + 2 * _layer_parameters(model)) * (2 * BYTES_OF[dtype] + 4)
     return passing if num_kept is None else passing + weights_bytes(model, dtype) + 4 * num_kept
+
+
+def _vocabulary_parameters(model: ModelFacts) -> int:
+    return model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+
+
+def _layer_parameters(model: ModelFacts) -> int:
+    return max(0, model.num_decoding - _vocabulary_parameters(model)) // model.num_layers
 
 
 def activation_bytes_per_token(

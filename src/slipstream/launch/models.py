@@ -103,8 +103,9 @@ def build(config: RunConfig, shared: SharedTensors | None, planned_bytes: int) -
     return Trained(policy, None if reference is None else Reference(reference, tokens), critic)
 
 
-def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew) -> Trained:
-    """The same where every rank has a share of it; this one's, and how the others are reached."""
+def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew, planned_bytes: int) -> Trained:
+    """The same where every rank has a share of it; this one's, and how the others are reached. `planned_bytes` is what
+    each was planned to take."""
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.sharded import ShardedLearner, ShardedScorer
 
@@ -114,6 +115,7 @@ def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew) -
     with crew.loading():
         parts = build_parts(config, sampling, group, crew.shared)
     learner = ShardedLearner(POLICY, parts[POLICY], crew, micro_batch_tokens=tokens)
+    learner.planned_bytes = planned_bytes
     reference = ShardedScorer(REFERENCE, parts[REFERENCE], crew, tokens) if REFERENCE in parts else None
     critic = None
     if CRITIC in parts:

@@ -9,7 +9,8 @@ are). What cannot work on this machine, model or data is a ConfigError here, bef
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from slipstream.config import Derived, RLConfig, RunConfig
 from slipstream.config.checks import divisor_problem, inapplicable
@@ -17,11 +18,13 @@ from slipstream.config.recipes import choices, resolved
 from slipstream.config.traits import uses_critic, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.draft import Draft
-from slipstream.launch.measured import Facts
+from slipstream.launch.measured import Facts, Peak
 from slipstream.launch.memory import (
+    gib,
     round_up,
 )
 from slipstream.launch.placing import plan_placement
+from slipstream.launch.resume import changed_settings
 from slipstream.launch.room import plan_card, plan_compile, plan_cpu_cache, plan_micro_batch
 from slipstream.launch.teacher_room import TeacherRoom, planned_teacher
 from slipstream.launch.totals import (
@@ -34,8 +37,10 @@ from slipstream.launch.totals import (
     rl_warnings,
     trainer_bytes,
 )
+from slipstream.launch.trainer_room import WAYS, memory_settings, rows_of
 
 SMALL_MODEL_PARAMETERS = 20_000_000
+_WAY = "training.gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,60 @@ class Plan:
     """What the trainer will hold at most, without contexts and workspaces; a run tells its peak beside it."""
     teacher: TeacherRoom | None = None
     """How its engine is started, where there is a teacher of ours."""
+    memory_settings: dict[str, Any] = field(default_factory=dict)
+    """What decides how much the trainer takes, beside the length of its rows."""
+    peaks: tuple[Peak, ...] = ()
+    """What earlier runs took, as far as the plan rests on it."""
+    told: tuple[str, ...] = ()
+    """What there is to say of what earlier runs took."""
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
-    """Derive every `auto` of `config` from `facts`; raises ConfigError for what cannot work."""
+    """Derive every `auto` of `config` from `facts`; raises ConfigError for what cannot work by what is counted. What
+    earlier runs took refuses nothing, as they ran: it changes values, each with its reason, or warns."""
+    counted = made = _derive(config, replace(facts, peaks=()))
+    if not facts.peaks:
+        return replace(counted, told=facts.peaks_told)
+    problem = ""
+    try:
+        made = _derive(config, facts)
+    except ConfigError as error:
+        problem = f"the run may end for want of memory, as an earlier one took more than is counted: {error}"
+    ways = [each.config.training.gradient_checkpointing for each in (made, counted)]
+    values = {item.name: item.value for item in counted.derived}
+    derived = [
+        item
+        if values.get(item.name) == item.value
+        # Layers are computed again because of what those took that were not.
+        else replace(item, reason=f"{item.reason}; {_correction(made, facts, ways[:: -1 if item.name == _WAY else 1])}")
+        for item in made.derived
+    ]
+    settings = [made.memory_settings | {_WAY: way} for way in WAYS]
+    return replace(
+        made,
+        derived=tuple(derived),
+        warnings=(*made.warnings, *([problem] if problem else [])),
+        peaks=tuple(peak for peak in facts.peaks if peak.settings in settings),
+        told=(*facts.peaks_told, _correction(made, facts, ways) or _difference(made, facts)),
+    )
+
+
+def _correction(made: Plan, facts: Facts, ways: list[Any]) -> str:
+    """The earlier run that says most of rows as `made` has them, in the first of the `ways` in which one computed."""
+    tokens = int(made.config.training.micro_batch_tokens)
+    each = (rows_of(made.config, facts, checkpointing=way).told(tokens) for way in (*ways, *WAYS))
+    return next(filter(None, each), "")
+
+
+def _difference(made: Plan, facts: Facts) -> str:
+    """Why nothing is corrected though there are earlier runs."""
+    last = facts.peaks[-1]
+    changes = changed_settings(dict(last.settings), made.memory_settings)
+    more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return f"{last.run} took {gib(last.held)} and corrects nothing: {'; '.join(changes[:3])}{more}"
+
+
+def _derive(config: RunConfig, facts: Facts) -> Plan:
     draft = Draft(config, facts)
     _plan_dtype(draft)
     _plan_batch(draft)
@@ -99,6 +154,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         tuple(draft.warnings),
         trainer_bytes(planned, facts),
         planned_teacher(planned, facts),
+        memory_settings(planned, facts),
     )
 
 

@@ -26,15 +26,17 @@ def render_plan(plan: Plan) -> Group:
     for note in plan.notes:
         totals.add_row(note.name, _amount(note), escape(note.how))
     warnings = [f"[yellow]warning:[/] {escape(warning)}" for warning in plan.warnings]
-    return Group(settings, "", totals, *(["", *warnings] if warnings else []))
+    told = [escape(sentence) for sentence in plan.told]
+    return Group(settings, "", totals, *(["", *told] if told else []), *(["", *warnings] if warnings else []))
 
 
 def plan_as_json(plan: Plan) -> str:
-    """An object with `config`, `derived`, `notes` and `warnings`, in JSON."""
+    """An object with `config`, `derived`, `notes`, `earlier_runs` and `warnings`, in JSON."""
     content: dict[str, Any] = {
         "config": plan.config.model_dump(mode="json"),
         "derived": [dataclasses.asdict(item) for item in plan.derived],
         "notes": [dataclasses.asdict(note) for note in plan.notes],
+        "earlier_runs": list(plan.told),
         "warnings": list(plan.warnings),
     }
     return json.dumps(content, indent=2)

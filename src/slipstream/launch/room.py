@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slipstream.config import RLConfig
+from slipstream.config import RLConfig, RunConfig, with_values
 from slipstream.config.traits import shares_weights, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import (
@@ -33,10 +33,7 @@ from slipstream.launch.memory import (
 )
 from slipstream.launch.placing import teacher_beside
 from slipstream.launch.speed import compiling_pays
-from slipstream.launch.totals import (
-    activation_bytes_of,
-    training_state,
-)
+from slipstream.launch.trainer_room import ACTIVATION_MARGIN, Rows, rows_of, training_state
 
 MAX_SEQUENCES = 256
 MAX_MICRO_BATCH_TOKENS = 16_384
@@ -46,8 +43,6 @@ MAX_CPU_MICRO_BATCH_TOKENS = 8_192
 MIN_KV_CACHE_GIB = 0.25
 MIN_ROW_TOKENS = 4096
 """A GPU wants at least so many tokens at once; the engine rather sleeps than that it gets fewer."""
-ACTIVATION_MARGIN = 0.6
-"""Part of a GPU's room for activations that is planned with: the estimate knows no workspaces and no fragments."""
 MAX_KV_PART, MAX_ACTIVATION_PART = 1 / 4, 1 / 8
 """Parts of a CPU machine's memory."""
 
@@ -173,16 +168,15 @@ def _gpu_cache_each(draft: Draft) -> int:
 def _split_of(draft: Draft) -> Split:
     """How trainer and engine divide the card, or the two cards."""
     training, facts, dtype = draft.original.training, draft.facts, draft["model.dtype"]
-    checkpointing = True if training.offload_activations else training.gradient_checkpointing
-    each = activation_bytes_of(
-        draft.original, dtype, facts, checkpointing=checkpointing, compiled=draft["training.compile"]
-    )
-    row = draft["training.micro_batch_tokens"]
+    checkpointing = training.gradient_checkpointing
+    if checkpointing == "auto":
+        checkpointing = training.offload_activations
+    rows, row = rows_of(draft.config(), facts, checkpointing=checkpointing), draft["training.micro_batch_tokens"]
     tokens = max(_longest(draft), MIN_ROW_TOKENS if row == "auto" else row)
     num_sequences = draft["inference.max_num_seqs"]
     needs = Needs(
-        state=training_state(draft.original, dtype, facts),
-        activations=int(tokens * each / ACTIVATION_MARGIN),
+        state=rows.state,
+        activations=int(rows.needed(tokens)),
         probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model, dtype),
         weights=_card_weights(draft),
         cache=_gpu_cache_each(draft) * (_sequences(draft)[0] if num_sequences == "auto" else num_sequences),
@@ -223,54 +217,47 @@ def plan_micro_batch(draft: Draft) -> None:
         room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART / ranks, "an eighth of the memory"
         source += f" for each of {ranks} ranks" if ranks > 1 else ""
     else:
-        room = ACTIVATION_MARGIN * _activation_room(draft, draft["training.reshard"])
+        room = _activation_room(draft, draft.config())
         source = f"{ACTIVATION_MARGIN:g} of what the GPU has left for activations"
-    each = _activations(draft, longest, room, source)
+    rows = _plan_checkpointing(draft, longest, room, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if draft.on_cpu else MAX_MICRO_BATCH_TOKENS
-    fitting = min(most, int(room // each))
+    fitting = rows.fitting(room, most)
     if fitting >= longest:
         value = max(longest, fitting // 256 * 256, 1)
-        reason = f"{each / 1024:.3g} KiB a token in {source}, at most {most}"
+        reason = f"{rows.each / 1024:.3g} KiB a token in {source}, at most {most}"
+    elif rows.peaks and rows.needed(longest) <= room:
+        value, reason = longest, f"the longest sequence; in {source} is place for {fitting} tokens"
     else:
-        value, reason = (
-            longest,
-            f"the longest sequence, although {source} holds only {max(0, fitting)} tokens",
-        )
-    if draft["training.micro_batch_tokens"] == "auto" and fitting < longest:
-        draft.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
+        value, reason = longest, f"the longest sequence, although {source} holds only {fitting} tokens"
+        if draft["training.micro_batch_tokens"] == "auto":
+            draft.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
     draft.derive_auto("training.micro_batch_tokens", value, reason)
 
 
 def _plan_reshard(draft: Draft, longest: int) -> None:
+    """`training.reshard`."""
     training, row = draft.original.training, draft["training.micro_batch_tokens"]
     if training.ranks == 1:
         return
     if draft.on_cpu:
         draft.derive_auto("training.reshard", "layer", "the ranks share one memory")
         return
-    given = training.gradient_checkpointing
-    checkpointing = True if training.offload_activations else (given if given != "auto" else False)
-    each = activation_bytes_of(
-        draft.original,
-        draft["model.dtype"],
-        draft.facts,
-        checkpointing=checkpointing,
-        compiled=draft["training.compile"],
-    )
+    config, given = with_values(draft.config(), {"training.reshard": "step"}), training.gradient_checkpointing
+    checkpointing = training.offload_activations if given == "auto" else given
+    rows, room = rows_of(config, draft.facts, checkpointing=checkpointing), _activation_room(draft, config)
     tokens = max(longest, MIN_ROW_TOKENS if row == "auto" else row)
-    room = ACTIVATION_MARGIN * _activation_room(draft, "step")
-    fits = tokens * each <= room
-    reason = f"with whole weights and gradients {gib(max(0.0, room))} are left for activations, and a row of {tokens} "
-    reason += f"tokens takes {gib(tokens * each)}"
+    fits = rows.needed(tokens) <= room
+    reason = f"with whole weights and gradients {gib(max(0.0, rows.margin * room))} are left for activations, and a "
+    reason += f"row of {tokens} tokens takes {gib(rows.num_bytes(tokens))}"
     draft.derive_auto("training.reshard", "step" if fits else "layer", reason)
 
 
-def _activation_room(draft: Draft, reshard: str) -> float:
-    """Bytes for activations on the trainer's GPU."""
+def _activation_room(draft: Draft, config: RunConfig) -> float:
+    """Bytes for activations on the trainer's GPU, under a config that says how the model is spread."""
     usable = draft.facts.gpu_memory_bytes * USABLE
     if uses_engine(draft.original):
         usable -= teacher_beside(draft, trainer=True)
-    state = training_state(draft.original, draft["model.dtype"], draft.facts, reshard=reshard) + TRAINER_RESERVE
+    state = training_state(config, draft["model.dtype"], draft.facts) + TRAINER_RESERVE
     if not uses_engine(draft.original) or draft["run.placement"] == "separate":
         return usable - state
     if draft["inference.sleep"]:
@@ -279,28 +266,27 @@ def _activation_room(draft: Draft, reshard: str) -> float:
     return usable - state - _card_weights(draft) - ENGINE_RESERVE - cache
 
 
-def _activations(draft: Draft, longest: int, room: float, source: str) -> int:
-    """Bytes that a trained token keeps, once `training.gradient_checkpointing` is decided."""
+def _plan_checkpointing(draft: Draft, longest: int, room: float, source: str) -> Rows:
+    """`training.gradient_checkpointing`, and what rows take with it."""
     training, row = draft.original.training, draft["training.micro_batch_tokens"]
     tokens = longest if row == "auto" else max(longest, row)
+    config = draft.config()
 
-    def bytes_of(checkpointing: Any) -> int:
-        compiled = draft["training.compile"]
-        return activation_bytes_of(
-            draft.original, draft["model.dtype"], draft.facts, checkpointing=checkpointing, compiled=compiled
-        )
+    def rows(checkpointing: Any) -> Rows:
+        return rows_of(config, draft.facts, checkpointing=checkpointing)
 
-    each = bytes_of(False)
-    fits = tokens * each <= room
-    reason = f"{tokens} tokens at {each / 1024:.3g} KiB {'fit' if fits else 'do not fit'} into {source} ({gib(room)})"
+    whole, selective = rows(False), rows("selective")
+    fits = whole.needed(tokens) <= room
+    reason = f"{tokens} tokens at {whole.each / 1024:.3g} KiB {'fit' if fits else 'do not fit'} into {source} "
+    reason += f"({gib(whole.margin * room)})"
     choice: Any = not fits
     if training.offload_activations:
         choice, reason = True, "training.offload_activations moves the inputs of layers that are computed again"
-    elif not fits and not draft["training.compile"] and tokens * bytes_of("selective") <= room:
+    elif not fits and not draft["training.compile"] and selective.needed(tokens) <= room:
         choice = "selective"
-        reason += f", at {bytes_of('selective') / 1024:.3g} they do"
+        reason += f", at {selective.each / 1024:.3g} they do"
     draft.derive_auto("training.gradient_checkpointing", choice, reason)
-    return bytes_of(draft["training.gradient_checkpointing"])
+    return rows(draft["training.gradient_checkpointing"])
 
 
 def plan_compile(draft: Draft) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from slipstream.config import RLConfig, RunConfig
 from slipstream.config.recipes import resolved
@@ -14,17 +13,12 @@ from slipstream.launch.cards import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESE
 from slipstream.launch.measured import Facts, ModelFacts
 from slipstream.launch.memory import (
     GIB,
-    activation_bytes_per_token,
-    gathered_bytes,
     gib,
     paged_bytes,
-    training_state_bytes,
     weights_bytes,
 )
 from slipstream.launch.teacher_room import planned_teacher
-
-_WORD_BLOCK = 64
-"""vLLM fills the vocabulary up to a multiple of it before it divides it."""
+from slipstream.launch.trainer_room import Rows, model_state, rows_of
 
 
 @dataclass(frozen=True)
@@ -59,58 +53,9 @@ def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         yield Note("evaluations", times, "", f"of {config.evaluation.num_tasks} held-out tasks")
 
 
-def training_state(config: RunConfig, dtype: str, facts: Facts, *, reshard: str = "auto") -> int:
-    """Bytes of what the trainer keeps between steps, beside what it shares with the engine: of several ranks, on GPUs
-    what each keeps, and on a CPU all together, in both cases with what is gathered for a layer, or by `reshard` for a
-    step, to compute; `auto` is what `config` says."""
-    algorithm = config.algorithm
-    copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
-    with_reference = isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0
-    state = _state(config, dtype, facts, with_reference=with_reference)
-    state += _state(config, dtype, facts) if uses_critic(config) else 0
-    state -= _shared_bytes(config, dtype, facts.model)
-    if (ranks := config.training.ranks) == 1:
-        return copy + state
-    num_kept = None
-    if "step" in (reshard, config.training.reshard):
-        num_kept = facts.adapter.num_parameters if facts.adapter else facts.model.num_decoding
-    # For a delta all of it comes together in rank 0.
-    copy, together = 2 * copy, gathered_bytes(facts.model, dtype, num_kept=num_kept)
-    return copy + (-(-state // ranks) + together if facts.num_gpus else state + ranks * together)
-
-
-def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:
-    """What trainer and engine have together. Workers have words in blocks; ranks that would divide them otherwise have
-    their own."""
-    if not shares_weights(config):
-        return 0
-    num = model.num_parameters
-    if config.training.ranks > 1 and model.vocab_size % _WORD_BLOCK:
-        num -= model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    return weights_bytes(replace(model, num_parameters=num), dtype)
-
-
-def _state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool = False) -> int:
-    num_adapter_parameters = facts.adapter.num_parameters if facts.adapter else None
-    return training_state_bytes(
-        facts.model,
-        dtype,
-        with_reference=with_reference,
-        num_adapter_parameters=num_adapter_parameters,
-        optimizer=config.training.optimizer,
-        paged=facts.num_gpus > 0,
-    )
-
-
-def activation_bytes_of(config: RunConfig, dtype: str, facts: Facts, **changes: Any) -> int:
-    """Bytes that a trained token keeps as the layers are computed under `config`, or under it with `changes`."""
-    training = config.training
-    options: dict[str, Any] = {
-        "checkpointing": training.gradient_checkpointing,
-        "compiled": training.compile is True,
-        "offload": training.offload_activations,
-    }
-    return activation_bytes_per_token(facts.model, dtype, **options | changes)
+def planned_rows(config: RunConfig, facts: Facts) -> Rows:
+    """Rows as a config without any `auto` has them computed."""
+    return rows_of(config, facts, checkpointing=config.training.gradient_checkpointing)
 
 
 def trainer_bytes(config: RunConfig, facts: Facts) -> int:
@@ -142,10 +87,12 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         kept += f" (moments of {gib(paged)} are in the CPU's memory as far as there is no room for them)"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
     if uses_critic(config):
-        critic = _state(config, config.model.dtype, facts)
+        critic = model_state(config, config.model.dtype, facts)
         how = f"{kept} {gib(trainer.kept - critic)}, the critic's own {gib(critic)}, activations {gib(trainer.working)}"
     if (ranks := config.training.ranks) > 1:
         how += f"; of each of {ranks} ranks" if facts.num_gpus else f"; of all {ranks} ranks"
+    if told := planned_rows(config, facts).told(int(config.training.micro_batch_tokens)):
+        how += f" ({told})"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:
         how = f"weights {gib(engine.kept)}, KV cache {gib(engine.working)}"
@@ -226,11 +173,9 @@ class _Side:
 
 
 def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
-    dtype, tokens = config.model.dtype, int(config.training.micro_batch_tokens)
-    on_gpu = facts.num_gpus > 0
-    rows = 1 if on_gpu else config.training.ranks
-    activations = rows * tokens * activation_bytes_of(config, dtype, facts)
-    trainer = _Side(training_state(config, dtype, facts), activations, TRAINER_RESERVE * on_gpu)
+    dtype, on_gpu, rows = config.model.dtype, facts.num_gpus > 0, planned_rows(config, facts)
+    activations = rows.num_bytes(int(config.training.micro_batch_tokens)) * (1 if on_gpu else config.training.ranks)
+    trainer = _Side(rows.state, activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):
         return trainer, None
     cache, size = int(float(config.inference.kv_cache_gib) * GIB), config.inference.tensor_parallel_size

@@ -12,6 +12,7 @@ import socket
 import time
 import tomllib
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,9 @@ def write_whole(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
-def read_lines(path: Path, damage: list[str] | None = None) -> list[dict[str, Any]]:
-    """The whole lines of a file; what follows the last newline is still being written, or was torn.
+def read_lines(path: Path, damage: list[str] | None = None, words: Sequence[bytes] = ()) -> list[dict[str, Any]]:
+    """The whole lines of a file, or those that have one of `words` in them; what follows the last newline is still
+    being written, or was torn.
 
     Raises `DataError` for any other line that is not a JSON object; with `damage` these are left out and told there.
     """
@@ -118,6 +120,8 @@ def read_lines(path: Path, damage: list[str] | None = None) -> list[dict[str, An
         return []
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
+        if words and not any(word in line for word in words):
+            continue
         try:
             rows.append(msgspec.json.decode(line, type=dict[str, Any]))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

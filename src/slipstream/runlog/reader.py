@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,9 +110,13 @@ def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> lis
     return _surviving(trained, resumed) + _surviving(held_out, _after(resumed))
 
 
-def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """All events of all lineages, in the order in which they were written."""
-    return read_lines(Path(folder) / "events.jsonl")
+def read_events(
+    folder: str | Path, damage: list[str] | None = None, kinds: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """All events of all lineages, or those of `kinds`, in the order in which they were written; with `damage` see
+    `read_lines`."""
+    events = read_lines(Path(folder) / "events.jsonl", damage, tuple(f'"{kind}"'.encode() for kind in kinds))
+    return [event for event in events if not kinds or event.get("kind") in kinds]
 
 
 def read_exit(folder: str | Path) -> ExitReport | None:

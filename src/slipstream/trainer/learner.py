@@ -112,6 +112,7 @@ class Sums:
     values: dict[str, Tensor]
     num_micro_batches: int = 0
     num_row_tokens: int = 0
+    longest_row: int = 0
 
 
 def add_gradients(
@@ -136,6 +137,7 @@ def add_gradients(
             totals.values[key] = totals.values[key] + value.double() if key in totals.values else value.double()
         totals.num_micro_batches += 1
         totals.num_row_tokens += len(micro.token_ids_T)
+        totals.longest_row = max(totals.longest_row, len(micro.token_ids_T))
     return totals
 
 
@@ -159,15 +161,16 @@ class Reference:
         return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
 
 
-def memory_metrics(device: torch.device, planned_bytes: int | None) -> dict[str, float]:
-    """The most that this process had on its GPU so far, what its allocator held for it, and what was planned; nothing
-    on a CPU, where the interpreter and its libraries are most of a process."""
+def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row: int) -> dict[str, float]:
+    """The most that this process had on its GPU so far, what its allocator held for it, what was planned, and how many
+    tokens its longest row had; nothing on a CPU, where the interpreter and its libraries are most of a process."""
     if device.type != "cuda":
         return {}
     peaks = {"peak": torch.cuda.max_memory_allocated(device), "held": torch.cuda.max_memory_reserved(device)}
     if planned_bytes is not None:
         peaks["planned"] = planned_bytes
-    return {f"memory/trainer_{name}_gib": value / GIB for name, value in peaks.items()}
+    told = {f"memory/trainer_{name}_gib": value / GIB for name, value in peaks.items()}
+    return told | {"memory/trainer_row_tokens": float(longest_row)}
 
 
 class Learner:
@@ -186,6 +189,7 @@ class Learner:
         self.optimizer = optimizer
         self.micro_batch_tokens = micro_batch_tokens
         self.planned_bytes = planned_bytes
+        self._longest_row = 0
 
     @property
     def step(self) -> int:
@@ -230,7 +234,9 @@ class Learner:
         sums = self._add_gradients(batch, objective, divisors)
         metrics = objective.summarize({key: value.cpu() for key, value in sums.values.items()}, divisors)
         counts = {"num_micro_batches": float(sums.num_micro_batches), "num_row_tokens": float(sums.num_row_tokens)}
-        return {**metrics, **counts, **memory_metrics(self.model.device, self.planned_bytes)}
+        self._longest_row = max(self._longest_row, sums.longest_row)
+        memory = memory_metrics(self.model.device, self.planned_bytes, self._longest_row)
+        return {**metrics, **counts, **memory}
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)

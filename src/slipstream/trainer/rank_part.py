@@ -278,7 +278,7 @@ class Part:
             rows = self.group.through_step(self.model.network, rows, len(share.rows))
         sums = add_gradients(self.model, rows, self.objective, divisors)
         tensors = {name: Packed.of(value) for name, value in sums.values.items()}
-        return Answer(tensors, [sums.num_micro_batches, sums.num_row_tokens])
+        return Answer(tensors, [sums.num_micro_batches, sums.num_row_tokens, sums.longest_row])
 
     def prepare(self, learning_rate: float) -> OptimStats:
         """See `Optimizer.prepare`; a gradient of zero is forgotten."""

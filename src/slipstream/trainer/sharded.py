@@ -182,6 +182,7 @@ class ShardedLearner(Learner):
                 sums.values[name] = sums.values[name] + value if name in sums.values else value
             sums.num_micro_batches += int(answer.numbers[0])
             sums.num_row_tokens += int(answer.numbers[1])
+            sums.longest_row = max(sums.longest_row, int(answer.numbers[2]))
         return sums
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
