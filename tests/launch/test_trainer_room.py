@@ -140,6 +140,11 @@ def test_layers_are_computed_again_because_of_what_others_took():
     assert made.config.training.gradient_checkpointing is True
     assert "corrected by runs/before" in reason(made, "training.gradient_checkpointing")
     assert [way in made.told[0] for way in ("corrected by", "9000 tokens")] == [True, True]
+    # Then it has shorter ones of its own kind to rest on, and each setting names what it rests on.
+    both = plan(peak_of(first, 12, row_tokens=9000), peak_of(made, 1, run="runs/again"), values=long)
+    assert both.config.training.gradient_checkpointing is True
+    assert "corrected by runs/before" in reason(both, "training.gradient_checkpointing")
+    assert "corrected by runs/again" in both.told[0]
     # One that had is known to fit.
     made = plan(peak_of(first, 2, row_tokens=10_200), values=long)
     assert made.config.training.gradient_checkpointing is False
@@ -186,6 +191,15 @@ def test_a_plan_says_what_it_rests_on():
     made = plan(rests, other)
     assert made.peaks == (rests,)
     assert plan(*made.peaks).config == made.config
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"), [(3000, {500: 3000, 1000: 3000, 1500: 4500, 9000: 6000}), (-3000, {500: -1500, 9000: -3000})]
+)
+def test_the_dearer_attribution_is_taken(more, expected):
+    """A row of 1,000 tokens, at 100 bytes each, took so much more."""
+    rows = Rows(100, 10_000, (Peak("runs/a", 1, 110_000 + more, 1000, {}),))
+    assert {tokens: rows.num_bytes(tokens) - 100 * tokens for tokens in expected} == expected
 
 
 held = st.floats(min_value=0.0, max_value=80.0)
