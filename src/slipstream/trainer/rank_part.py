@@ -255,6 +255,8 @@ class Part:
                 self._load(Path(command.folder))
             case Negate():
                 negate(self.model, command.first, command.stride)
+                if self.group.device.type == "cuda":
+                    torch.cuda.synchronize()
                 return Answer(numbers=[self._written()])
             case Allocated():
                 return Answer(numbers=[torch.cuda.memory_allocated() if self.group.device.type == "cuda" else 0])
