@@ -1,8 +1,8 @@
 """The learner of rank 0 where several trainer processes share the work: the loop does not notice.
 
 Each primitive is told to the other ranks as a command (`rank_part`) and done by all. Guarantees: a step split over
-ranks has the gradients and losses of one process but for rounding; weights come together one tensor at a time, and for
-a fingerprint none does. Who the other ranks are, and what happens when one dies, is left to the `Crew`.
+ranks has the gradients and losses of one process but for rounding; weights come together a bunch at a time, and for a
+fingerprint none do. Who the other ranks are, and what happens when one dies, is left to the `Crew`.
 """
 
 from __future__ import annotations
