@@ -64,9 +64,7 @@ def bench_sync(
     tensor_parallel_size: Annotated[
         int, Parameter(help="Workers of each engine, on GPUs of their own; over single_copy as many ranks train them.")
     ] = 1,
-    ranks: Annotated[
-        int | None, Parameter(help="Processes that the trainer is spread over, on the first GPUs; one if not given.")
-    ] = None,
+    ranks: Annotated[int | None, Parameter(help="Trainer processes, on the first GPUs; one if not given.")] = None,
     in_flight: InFlight = "recompute",
     context: Annotated[int, Parameter(help="Tokens that a generation grows to.")] = 2048,
     together: Annotated[
@@ -85,8 +83,8 @@ def bench_sync(
     again. Shown are the bytes that move, the transfer (from the engine's first byte to loaded weights), the proof, the
     stall of generation (from the last token before an update to the first one after it, proof included), the whole
     update, and the memory of both sides. For broadcast the collective alone sends the same bytes in the same run, and
-    what part of its bandwidth was reached is shown. With --ranks also how long it takes to bring the weights together,
-    and how much longer a transfer is that does so meanwhile. Nothing is trained, and nothing is left behind.
+    what part of its bandwidth was reached is shown; with --ranks, how long it takes to bring the weights together, and
+    the transfer of what was brought together before. Nothing is trained, and nothing is left behind.
     """
     counts = {"--updates": updates, "--streams": streams, "--replicas": replicas, "--rank": rank}
     counts |= {"--tensor-parallel-size": tensor_parallel_size, "--ranks": 1 if ranks is None else ranks}
