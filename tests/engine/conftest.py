@@ -12,10 +12,12 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import torch
 
 from slipstream.inference.engine import SupervisedEngine
+from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, SamplingParams
@@ -32,7 +34,7 @@ PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(
 class LiveEngine:
     """An engine and the thread whose event loop it belongs to."""
 
-    engine: SupervisedEngine
+    engine: SupervisedEngine | EngineReplicas
     thread: EventLoopThread
     model: Path
     events: list[tuple[str, dict[str, Any]]]
@@ -133,6 +135,39 @@ def create(
         )
 
     return LiveEngine(thread.call(create(), 10, "the engine object"), thread, model, events)
+
+
+def create_replicas(
+    model: Path,
+    folder: Path,
+    dtype: str = "float32",
+    *,
+    max_restarts: int,
+    gpus: Sequence[tuple[str, ...]] = ((), ()),
+    kind: type[LiveEngine] = LiveEngine,
+) -> Any:
+    """An engine for each of `gpus`, as one that does not run yet, of this kind."""
+    thread = EventLoopThread(lambda: False)
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    def note(kind: str, **fields: Any) -> None:
+        events.append((kind, fields))
+
+    async def create() -> EngineReplicas:
+        settings = msgspec.structs.replace(settings_for(model, dtype), threads=1)
+        engines = [
+            SupervisedEngine(
+                msgspec.structs.replace(settings, first_rank=1 + number, gpus=own),
+                folder / f"engine-{number}.log",
+                start_timeout_s=300,
+                max_restarts=max_restarts,
+                on_event=note,
+            )
+            for number, own in enumerate(gpus)
+        ]
+        return EngineReplicas(engines, num_places=settings.max_num_seqs, on_event=note)
+
+    return kind(thread.call(create(), 10, "the engine objects"), thread, model, events)
 
 
 def start(model: Path, folder: Path, dtype: str = "float32", *, max_restarts: int = 1, **changes: Any) -> LiveEngine:

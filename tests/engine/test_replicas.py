@@ -9,22 +9,19 @@ import signal
 import subprocess
 import time
 
-import msgspec
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import SlipstreamError
-from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
-from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import GenerateRequest, SamplingParams, Sequence
 from slipstream.trainer.learner import score
 from slipstream.trainer.model import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
-from .conftest import PROMPTS, LiveEngine, perturbed, settings_for
+from .conftest import PROMPTS, LiveEngine, create_replicas, perturbed, stop
 
 pytestmark = pytest.mark.engine
 GROUP_TIMEOUT_S = 20.0
@@ -118,34 +115,13 @@ class Several(LiveEngine):
 
 @pytest.fixture(scope="module")
 def several(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("replicas")
-    events = []
-
-    def note(kind, **fields):
-        events.append((kind, fields))
-
-    async def create():
-        settings = settings_for(tiny_model)
-        engines = [
-            SupervisedEngine(
-                msgspec.structs.replace(settings, threads=1, first_rank=1 + number),
-                folder / f"engine-{number}.log",
-                start_timeout_s=300,
-                max_restarts=10,
-                on_event=note,
-            )
-            for number in range(2)
-        ]
-        return EngineReplicas(engines, num_places=settings.max_num_seqs, on_event=note)
-
-    thread = EventLoopThread(lambda: False)
-    several = Several(thread.call(create(), 10, "the engine objects"), thread, tiny_model, events)
+    several = create_replicas(tiny_model, tmp_path_factory.mktemp("replicas"), max_restarts=10, kind=Several)
     several.engine.launch()
     several.call(several.engine.wait_ready(), 320)
     yield several
     for bridge in several.bridges.values():
         bridge.publisher.close()
-    thread.stop(several.engine.stop())
+    stop(several)
 
 
 def until_dead(pid):

@@ -59,6 +59,8 @@ def make_config(model, ranks, algorithm=GRPO, dtype="float32", lora=None, **trai
 @contextlib.contextmanager
 def trained(config, logs):
     """What a run trains, and the other ranks while it does."""
+    if 0 < torch.cuda.device_count() < config.training.ranks:
+        pytest.skip(f"{config.training.ranks} ranks need a GPU each, and there are {torch.cuda.device_count()}")
     torch.manual_seed(0)
     if config.training.ranks == 1:
         yield build(config, None, 0), None

@@ -115,6 +115,31 @@ def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, t
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_one_command_places_two_ranks_and_two_engines_and_trains(command, run_file, tmp_path):
+    """On four GPUs each has a card of its own."""
+    folder = tmp_path / "run"
+    options = ("--inference.replicas", "2", "--weights.bridge", "broadcast", "--run.folder", folder)
+    run = command("train", run_file, *COIN, *ranks(2), *options)
+    code, _, err = run.wait(400)
+    assert code == 0, err
+    assert run.left_behind() == []
+    check_run(folder, steps=3)
+    published, applied = (
+        [event["digest"] for event in read_events(folder) if event["kind"] == kind] for kind in ("publish", "apply")
+    )
+    assert len(set(published)) == 4
+    assert applied == published
+    asked = [sum(row.get(f"replica_{n}/requests", 0) for row in read_metrics(folder)) for n in (0, 1)]
+    assert min(asked) > 0
+    assert sorted(path.name for path in (folder / "logs").glob("*-*.log")) == [
+        "engine-0.log",
+        "engine-1.log",
+        "rank-1.log",
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
     folder = tmp_path / "run"
     delta = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--model.dtype", "bfloat16")

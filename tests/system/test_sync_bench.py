@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.cli import proof
 from slipstream.errors import ConfigError
+from slipstream.launch import sync_bench
 from slipstream.launch.sync_bench import BRIDGES, BridgeName, measure_sync
 from slipstream.launch.sync_figures import SyncOptions
 from slipstream.trainer.new_model import new_model
@@ -23,8 +24,9 @@ def test_the_command_knows_every_bridge():
     assert get_args(proof.Bridge) == BRIDGES == get_args(BridgeName)
 
 
-def test_the_collective_alone_is_timed():
-    assert 0 < raw_broadcast_s(1 << 20, "gloo", repeats=3, timeout_s=60) < 10
+@pytest.mark.parametrize("num_receivers", [1, 2])
+def test_the_collective_alone_is_timed(num_receivers):
+    assert 0 < raw_broadcast_s(1 << 20, "gloo", [()] * num_receivers, repeats=3, timeout_s=60) < 10
 
 
 @pytest.mark.slow
@@ -127,8 +129,54 @@ def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
     assert code == 0, err
     rows = json.loads(out)["bridges"]
     assert [row["bridge"] for row in rows] == ["disk", "broadcast", "broadcast+delta"]
-    assert {(row["tensor_parallel_size"], row["ranks"], row["raw_s"]) for row in rows} == {(2, 1, None)}
+    assert {(row["tensor_parallel_size"], row["ranks"], row["gather_s"]) for row in rows} == {(2, 1, None)}
+    assert [row["raw_s"] is not None for row in rows] == [False, True, False]
     assert command.left_behind() == []
+
+
+@pytest.mark.slow
+def test_ranks_publish_to_two_engines(tmp_path):
+    model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
+    command = Command(
+        *("bench", "sync", "--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
+        *("--ranks", 2, "--replicas", 2, "--updates", 2, "--streams", 2, "--context", 128, "--timeout", 300, "--json"),
+    )
+    code, out, err = command.wait()
+    assert code == 0, err
+    rows = json.loads(out)["bridges"]
+    assert [row["bridge"] for row in rows] == ["disk", "broadcast", "broadcast+delta"]
+    assert [(row["ranks"], row["num_updates"], row["tensor_parallel_size"]) for row in rows] == [(2, 2, 1)] * 3
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    for row in rows:
+        assert row["gather_s"] > 0
+        assert size < row["trainer"]["pss"], "all its processes"
+        assert row["num_parameters"] * 4 == pytest.approx(size, rel=0.05)
+    assert [row["from_one_s"] is not None for row in rows] == [False, True, False]
+    assert rows[2]["num_bytes"] < 0.2 * rows[1]["num_bytes"] == 0.2 * rows[0]["num_bytes"]
+    assert command.left_behind() == []
+
+
+@pytest.mark.parametrize(
+    ("bridge", "num_gpus", "options", "found"),
+    [
+        ("broadcast", 0, {"ranks": 2, "replicas": 2}, ("shared", 2)),
+        ("broadcast", 4, {"ranks": 2, "replicas": 2}, ("separate", 2)),
+        ("disk", 4, {"ranks": 2, "tensor_parallel_size": 2}, ("separate", 2)),
+        ("disk", 2, {}, ("separate", 1)),
+        ("single_copy", 2, {"tensor_parallel_size": 2}, ("shared", 2)),
+        ("disk", 3, {"ranks": 2, "replicas": 2}, "--replicas 2 beside --ranks 2 needs 4 GPUs, and there are 3"),
+        ("disk", 4, {"ranks": 2, "placement": "shared"}, "--ranks 2 have GPUs of their own: leave out"),
+        ("single_copy", 4, {"ranks": 2}, "one trainer process for each worker, and --ranks 2 is not .* 1: leave out"),
+        ("lora", 4, {"ranks": 2}, "lora is measured with one trainer process: leave out --ranks"),
+    ],
+)
+def test_who_is_on_which_gpu(bridge, num_gpus, options, found, monkeypatch):
+    monkeypatch.setattr(sync_bench, "measure_gpus", lambda: (num_gpus, 1 << 37))
+    if isinstance(found, tuple):
+        assert sync_bench._placement(bridge, "", SyncOptions("nowhere", **options)) == found
+        return
+    with pytest.raises(ConfigError, match=found):
+        sync_bench._placement(bridge, "", SyncOptions("nowhere", **options))
 
 
 def test_what_cannot_be_divided_is_said_before_anything_starts(tmp_path):

@@ -1,7 +1,9 @@
 """Parts of a tensor, by rows or by columns: where they lie in the whole, and that their fingerprints add up."""
 
 import concurrent.futures
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.weights.fingerprint import fingerprint
-from slipstream.weights.shards import Shard, gathered_everywhere, part_of, place_of
+from slipstream.weights.shards import Shard, gathered, gathered_everywhere, part_of, place_of
 
 
 @given(
@@ -44,34 +46,91 @@ def test_what_every_process_has_is_the_whole():
     assert fingerprint(shard.part, *place_of(shard, 1, 2), (3, 4)) == fingerprint(whole)
 
 
-@pytest.mark.parametrize("bunch_bytes", [1, 100, 1 << 20])
-@pytest.mark.parametrize("size", [1, 3])
-def test_many_tensors_come_together_everywhere(size, bunch_bytes, monkeypatch):
+def make_wholes():
+    """Of several kinds, and along which dimension each is dealt out; one is everybody's."""
     generator = torch.Generator().manual_seed(0)
-    wholes = {
+    return {
+        "everybody's": (torch.randn(3, generator=generator), None),
         "rows": (torch.randn(7, 5, generator=generator), 0),
         "columns": (torch.randn(2, 5, 3, generator=generator), 1),
+        "also everybody's": (torch.arange(4), None),
         "other": (torch.randn(9, generator=generator).bfloat16(), 0),
         "one": (torch.randn(1, 4, generator=generator), 0),
     }
 
-    sent, barrier = {}, threading.Barrier(size)
 
-    def all_gather(came, own, group):
-        sent[group] = own
-        barrier.wait(20)
+def shards_of(wholes, rank, size):
+    return [Shard(name, part_of(w, dim, rank, size), tuple(w.shape), dim) for name, (w, dim) in wholes.items()]
+
+
+class Together:
+    """Collectives of several threads, each of which calls itself by its rank."""
+
+    def __init__(self, size, monkeypatch):
+        self.size, self.sent, self.barrier, self.num_messages = size, {}, threading.Barrier(size), 0
+        monkeypatch.setattr(torch.distributed, "all_gather", self.all_gather)
+        monkeypatch.setattr(torch.distributed, "gather", self.gather)
+
+    def all_gather(self, came, own, group):
+        self.sent[group] = own
+        self.barrier.wait(20)
         for rank, place in enumerate(came):
-            place.copy_(sent[rank])
-        barrier.wait(20)
+            place.copy_(self.sent[rank])
+        self.barrier.wait(20)
 
-    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    def gather(self, own, came, dst, group, async_op):
+        """Only once somebody waits for it is it there."""
+        assert (dst, async_op, came is None) == (0, True, group != 0)
+        self.num_messages += group == 0
+        return SimpleNamespace(wait=lambda: self.all_gather(came or [], own, group))
+
+    def all_do(self, work):
+        with concurrent.futures.ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(work, range(self.size)))
+
+
+@pytest.mark.parametrize("bunch_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("size", [1, 3])
+def test_many_tensors_come_together_everywhere(size, bunch_bytes, monkeypatch):
+    wholes = {name: (whole, dim) for name, (whole, dim) in make_wholes().items() if dim is not None}
+    together = Together(size, monkeypatch)
 
     def gather(rank):
-        shards = (Shard(n, part_of(w, dim, rank, size), tuple(w.shape), dim) for n, (w, dim) in wholes.items())
-        found = gathered_everywhere(shards, size, rank, bunch_bytes=bunch_bytes)
+        found = gathered_everywhere(shards_of(wholes, rank, size), size, rank, bunch_bytes=bunch_bytes)
         return {name: whole.clone() for name, whole in found}
 
-    with concurrent.futures.ThreadPoolExecutor(size) as pool:
-        for found in pool.map(gather, range(size)):
-            assert found.keys() == wholes.keys()
-            assert all(torch.equal(found[name], whole) for name, (whole, _) in wholes.items())
+    for found in together.all_do(gather):
+        assert found.keys() == wholes.keys()
+        assert all(torch.equal(found[name], whole) for name, (whole, _) in wholes.items())
+
+
+@pytest.mark.parametrize(("bunch_bytes", "num_messages"), [(1, 4), (400, 3), (1 << 20, 3)])
+@pytest.mark.parametrize("size", [1, 3])
+def test_tensors_come_to_rank_0_in_their_order(size, bunch_bytes, num_messages, monkeypatch):
+    wholes, together = make_wholes(), Together(size, monkeypatch)
+
+    def gather(rank):
+        return list(gathered(shards_of(wholes, rank, size), rank, size, rank, bunch_bytes=bunch_bytes))
+
+    first, *others = together.all_do(gather)
+    assert [name for name, _ in first] == list(wholes)
+    assert all(torch.equal(tensor, wholes[name][0]) and tensor.is_contiguous() for name, tensor in first)
+    assert together.num_messages == num_messages, "types are apart, and what is too large for one"
+    assert not any(others)
+
+
+@pytest.mark.parametrize("wanted", range(7))
+def test_whoever_has_enough_of_the_tensors_leaves_nobody_waiting(wanted, monkeypatch):
+    wholes, together = make_wholes(), Together(2, monkeypatch)
+
+    def gather(rank):
+        coming = gathered(shards_of(wholes, rank, 2), rank, 2, rank, bunch_bytes=1)
+        found = list(itertools.islice(coming, wanted if rank == 0 else None))
+        if wanted:  # one that was not begun has nobody waiting for it
+            coming.close()
+        else:
+            list(coming)
+        return [name for name, _ in found]
+
+    assert together.all_do(gather) == [list(wholes)[:wanted], []]
+    assert together.num_messages == 4

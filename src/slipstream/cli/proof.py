@@ -29,8 +29,8 @@ InFlight = Annotated[
     Parameter(help="What becomes of the generations: their context is computed anew, kept, or they are awaited."),
 ]
 _PASSED_ON = (
-    *("model", "updates", "streams", "placement", "replicas", "changed", "rank", "tensor_parallel_size", "in_flight"),
-    "context",
+    *("model", "updates", "streams", "placement", "replicas", "changed", "rank", "tensor_parallel_size", "ranks"),
+    *("in_flight", "context"),
 )
 """What each bridge's own process is told."""
 _MIB = 1 << 20
@@ -53,7 +53,7 @@ def bench_sync(
     placement: Annotated[
         Literal["auto", "shared", "separate"],
         Parameter(
-            help="One GPU for both, or the first for the trainer and the second for the engine; no matter on CPUs."
+            help="One GPU for both, or the first for the trainer and the next for the engine; no matter on CPUs."
         ),
     ] = "auto",
     replicas: Annotated[int, Parameter(help="Engines that are updated together; not with single_copy.")] = 1,
@@ -64,6 +64,7 @@ def bench_sync(
     tensor_parallel_size: Annotated[
         int, Parameter(help="Workers of each engine, on GPUs of their own; over single_copy as many ranks train them.")
     ] = 1,
+    ranks: Annotated[int | None, Parameter(help="Trainer processes, on the first GPUs; one if not given.")] = None,
     in_flight: InFlight = "recompute",
     context: Annotated[int, Parameter(help="Tokens that a generation grows to.")] = 2048,
     together: Annotated[
@@ -82,10 +83,11 @@ def bench_sync(
     again. Shown are the bytes that move, the transfer (from the engine's first byte to loaded weights), the proof, the
     stall of generation (from the last token before an update to the first one after it, proof included), the whole
     update, and the memory of both sides. For broadcast the collective alone sends the same bytes in the same run, and
-    what part of its bandwidth was reached is shown. Nothing is trained, and nothing is left behind.
+    what part of its bandwidth was reached is shown; with --ranks, how long it takes to bring the weights together, and
+    the transfer of what was brought together before. Nothing is trained, and nothing is left behind.
     """
     counts = {"--updates": updates, "--streams": streams, "--replicas": replicas, "--rank": rank}
-    counts["--tensor-parallel-size"] = tensor_parallel_size
+    counts |= {"--tensor-parallel-size": tensor_parallel_size, "--ranks": 1 if ranks is None else ranks}
     _check_sync(counts, changed, timeout, scratch)
     from slipstream.launch.sync_bench import BRIDGES, TOGETHER, measure_sync
     from slipstream.launch.sync_figures import SyncOptions
@@ -98,6 +100,7 @@ def bench_sync(
         options = SyncOptions(
             *(folder, updates, streams, placement, replicas, changed, in_flight, context, rank),
             tensor_parallel_size=tensor_parallel_size,
+            ranks=ranks,
             scratch=scratch,
             timeout_s=timeout,
         )
@@ -163,7 +166,8 @@ def _each_apart(bridges: Sequence[Bridge], options: Any, *, as_json: bool) -> tu
         print(f"measuring {name}", file=sys.stderr)
         command = [sys.executable, "-m", "slipstream.cli", "bench", "sync", "--json", "--bridges", name]
         for key in _PASSED_ON:
-            command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+            if (value := getattr(options, key)) is not None:
+                command += [f"--{key.replace('_', '-')}", str(value)]
         command += ["--timeout", str(options.timeout_s)]
         if options.scratch is not None:
             command += ["--scratch", str(options.scratch)]
@@ -183,6 +187,8 @@ def _show_sync(figures: list[dict[str, Any]]) -> None:
     where = "on the CPU" if on_cpu else f"placement {first['placement']}"
     if (size := first["tensor_parallel_size"]) > 1:
         where += f", {size} workers"
+    if (ranks := first["ranks"]) > 1:
+        where += f", {ranks} ranks"
     print(f"{first['model']}: {first['num_parameters'] / 1e6:,.1f} M parameters, {first['dtype']}, {where}")
     kinds = ("RSS", "PSS") if on_cpu else ("torch's", "nvidia-smi's")
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -195,11 +201,14 @@ def _show_sync(figures: list[dict[str, Any]]) -> None:
         "write in place, ms": lambda row: _ms(row["commit"]),
         "stall, ms": lambda row: _ms(row["stall"]),
         "whole update, ms": lambda row: _ms(row["update"]),
-        "collective alone, ms": lambda row: "-" if row["raw_s"] is None else f"{1000 * row['raw_s']:.1f}",
+        "collective alone, ms": lambda row: _one_ms(row["raw_s"]),
         "part of it reached": lambda row: "-" if row["raw_s"] is None else f"{100 * row['raw_share']:.0f} %",
         f"trainer, MiB: {', '.join(kinds)}": lambda row: _memory(row["trainer"]),
         f"engine, MiB: {', '.join(kinds)}": lambda row: _memory(row["engine"]),
     }
+    if any(row["gather_s"] is not None for row in figures):
+        rows["gathering alone, ms"] = lambda row: _one_ms(row["gather_s"])
+        rows["transfer without it, ms"] = lambda row: _one_ms(row["from_one_s"])
     if not on_cpu:
         rows["in use on each GPU, MiB"] = lambda row: ", ".join(f"{used // _MIB:,}" for used in row["gpus"]) or "?"
     table = [{"": name, **{row["bridge"]: cell(row) for row in figures}} for name, cell in rows.items()]
@@ -212,6 +221,10 @@ def _ms(spread: dict[str, float] | None) -> str:
         return "-"
     values = (1000 * spread[name] for name in ("median", "p95"))
     return ", ".join(f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" for value in values)
+
+
+def _one_ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f}"
 
 
 def _memory(memory: dict[str, int | None]) -> str:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -37,7 +38,7 @@ from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, sessio
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
-from slipstream.weights.base import Fence
+from slipstream.weights.base import Fence, NamedWeights
 from slipstream.weights.single_copy import SharedWeights
 
 BridgeName = Literal[
@@ -50,6 +51,8 @@ DELTA_CHANGED = 0.02
 """Part of the elements that change, at most, where only these travel: about what a step in bfloat16 does."""
 WARM_UP = 2
 """Updates that are not counted: the first makes maps and groups."""
+APART = 5
+"""Times that what several ranks do is measured apart: that they gather, and a transfer without it."""
 MAX_RESTARTS = 3
 """Under `restart`, which has nothing to warm up and takes as long as an engine's start, so many are enough."""
 _GRACE_S = 60.0
@@ -87,7 +90,7 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
     if deployable.adapter is not None:
         raise ConfigError(f"{options.model} is an adapter: name a whole model, and --bridges lora makes an adapter")
     facts = read_model(deployable.model, trust_remote_code=False)
-    check_divided(facts, options.tensor_parallel_size, has_ranks=ranks > 1)
+    check_divided(facts, options.tensor_parallel_size, has_ranks=ranks > 1 and bridge == "single_copy")
     length = min(options.context, facts.context_length)
     if length < 2 * PROMPT_TOKENS:
         raise ConfigError(
@@ -125,20 +128,31 @@ def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal
     """Who is on which GPU, and how many trainer processes there are: over `single_copy` one for each worker."""
     num_gpus, _ = measure_gpus()
     placement, size, shares = options.placement, options.tensor_parallel_size, bridge == "single_copy"
-    ranks = size if shares else 1
+    ranks = options.ranks or (size if shares else 1)
+    if shares and ranks != size:
+        raise ConfigError(
+            f"single_copy has one trainer process for each worker, and --ranks {ranks} is not --tensor-parallel-size "
+            f"{size}: leave out --ranks"
+        )
     if shares and options.replicas > 1:
         raise ConfigError("single_copy shares one engine's memory with the trainer: use --replicas 1")
     if shares and placement == "separate":
         raise ConfigError("single_copy has trainer and engine on the same cards: use --placement shared")
     if ranks > 1 and variant == "lora":
         raise ConfigError("single_copy+lora shares the base with one process: use --tensor-parallel-size 1")
+    if ranks > 1 and bridge == "lora":
+        raise ConfigError("lora is measured with one trainer process: leave out --ranks, or use another of --bridges")
+    alone = ranks > 1 and not shares and num_gpus > 0
+    if alone and placement == "shared":
+        raise ConfigError(f"--ranks {ranks} have GPUs of their own: leave out --placement shared")
     if placement == "auto":
-        placement = "separate" if num_gpus > size and not shares else "shared"
+        placement = "separate" if alone or (num_gpus > size and not shares) else "shared"
     if placement == "separate" and num_gpus < 2:
         raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
     cards = place(ranks=ranks, replicas=options.replicas, tensor_parallel_size=size, separate=placement == "separate")
     if 0 < num_gpus < (needed := num_cards(cards)):
         asked = f"--replicas {options.replicas}" + (f" of --tensor-parallel-size {size}" if size > 1 else "")
+        asked += f" beside --ranks {ranks}" if alone else ""
         raise ConfigError(f"{asked} needs {needed} GPUs, and there are {num_gpus}: use fewer")
     return placement, ranks
 
@@ -313,16 +327,32 @@ class _Bench:
             updates.append(self._update(step))
         counted = updates[skipped:]
         memory = self._memory(counted[-1].report)
+        gathered = self._gathered(1 + skipped + num_counted)
         self._load.stop()
-        return self._figures(first, counted, *memory)
+        return self._figures(first, counted, memory, gathered)
 
-    def _update(self, step: int) -> _Update:
-        """As the training loop does it: write the live weights, publish, apply, verify."""
+    def _gathered(self, step: int) -> tuple[float | None, float | None]:
+        """Seconds to gather the weights of several ranks, and of a transfer without it; see `SyncFigures`."""
+        if self._config.training.ranks == 1 or self._bridge.fence is not None:
+            return None, None
+        alone = [self._trainer.gather_s() for _ in range(1 + APART)][1:]
+        if self._name != "broadcast":
+            return statistics.median(alone), None
+        transfers: list[float] = []
+        for number in range(APART):
+            time.sleep(self._options.pause_s)
+            update = self._update(step + number, [(name, tensor.clone()) for name, tensor in self._trainer.published()])
+            transfers.append(update.report.transfer_s)
+        return statistics.median(alone), statistics.median(transfers)
+
+    def _update(self, step: int, weights: NamedWeights | None = None) -> _Update:
+        """As the training loop does it: write the live weights, publish, apply, verify. With `weights` these are
+        published, and nothing is written."""
         timeout_s = self._options.timeout_s
         if not self._keeps_requests:
             self._load.stop()
         copied_bytes = 0
-        if self._bridge.fence is None:
+        if self._bridge.fence is None and weights is None:
             self._change(step)
         began = time.perf_counter()
         commit_s = 0.0
@@ -339,7 +369,8 @@ class _Bench:
             return under_way[0].done
 
         try:
-            ticket = self._bridge.publisher.publish(self._trainer.published(), step, self._lineage, announce)
+            weights = self._trainer.published() if weights is None else weights
+            ticket = self._bridge.publisher.publish(weights, step, self._lineage, announce)
         except WeightsError as error:
             if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
                 raise cause from error
@@ -371,18 +402,32 @@ class _Bench:
         )
         return ours, others
 
-    def _figures(self, first: _Update, updates: list[_Update], trainer: Memory, engine: Memory) -> SyncFigures:
+    def _raw_s(self, num_bytes: int) -> float | None:
+        """Seconds that the collective of `broadcast` takes by itself, to as many receivers."""
+        if self._name != "broadcast":
+            return None
+        from slipstream.weights.raw import raw_broadcast_s
+
+        receivers: list[tuple[str, ...]] = [()] * engine_workers(self._config)
+        backend: Literal["gloo", "nccl"] = "gloo"
+        if _between_gpus(self._config, self._trainer):
+            backend, visible = "nccl", os.environ.get("CUDA_VISIBLE_DEVICES")
+            cards = (engine_gpus(self._config, visible, number) for number in range(self._options.replicas))
+            receivers = [(card,) for engine in cards for card in engine]
+        return raw_broadcast_s(num_bytes, backend, receivers, timeout_s=self._options.timeout_s)
+
+    def _figures(
+        self,
+        first: _Update,
+        updates: list[_Update],
+        memory: tuple[Memory, Memory],
+        gathered: tuple[float | None, float | None],
+    ) -> SyncFigures:
         reports = [update.report for update in updates]
         stalls = [update.stall_s for update in updates if update.stall_s > 0]
         transfer = spread([report.transfer_s for report in reports])
-        num_bytes, raw_s = reports[-1].num_bytes + updates[-1].copied_bytes, None
-        on_gpu = self._trainer.on_gpu
-        if self._name == "broadcast" and engine_workers(self._config) == 1:
-            from slipstream.weights.raw import raw_broadcast_s
-
-            backend = "nccl" if _between_gpus(self._config, self._trainer) else "gloo"
-            gpus = engine_gpus(self._config, os.environ.get("CUDA_VISIBLE_DEVICES")) if on_gpu else ()
-            raw_s = raw_broadcast_s(num_bytes, backend, gpus, timeout_s=self._options.timeout_s)
+        num_bytes = reports[-1].num_bytes + updates[-1].copied_bytes
+        on_gpu, raw_s = self._trainer.on_gpu, self._raw_s(num_bytes)
         return SyncFigures(
             bridge=self._name,
             model=self._options.model,
@@ -404,8 +449,10 @@ class _Bench:
             update=spread([update.total_s for update in updates]),
             raw_s=raw_s,
             raw_share=raw_s / transfer.median if raw_s is not None else None,
-            trainer=trainer,
-            engine=engine,
+            gather_s=gathered[0],
+            from_one_s=gathered[1],
+            trainer=memory[0],
+            engine=memory[1],
             gpus=gpus_in_use() if on_gpu else [],
         )
 

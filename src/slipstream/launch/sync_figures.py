@@ -33,7 +33,9 @@ class SyncOptions:
     rank: int = 16
     """Of the adapter, under `lora`."""
     tensor_parallel_size: int = 1
-    """Workers that each engine divides the weights among; over `single_copy` as many ranks train them."""
+    """Workers that each engine divides the weights among."""
+    ranks: int | None = None
+    """Processes of the trainer; None: one, or over `single_copy` one for each worker."""
     pause_s: float = 0.2
     """Between two updates."""
     scratch: Path | None = None
@@ -95,9 +97,14 @@ class SyncFigures:
     """From the last token before to the first one after; None where nothing was being generated."""
     update: Spread
     raw_s: float | None
-    """The same bytes by the collective alone; None of other bridges, and of several engines or workers."""
+    """The same bytes by the collective alone to as many receivers; None of other bridges."""
     raw_share: float | None
     """Part of the raw bandwidth that the transfer reached."""
+    gather_s: float | None
+    """What several ranks have brought together in the first, and nothing sent; None of one, and of `single_copy`."""
+    from_one_s: float | None
+    """The transfer of what was brought together before, by `broadcast`: what it is shorter is gathering that the
+    sending does not hide."""
     trainer: Memory
     engine: Memory
     gpus: list[int]

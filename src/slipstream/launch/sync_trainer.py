@@ -1,11 +1,12 @@
-"""The trainer's side of `slipstream bench sync`: a model in this process or, over the memory of several of an engine's
-workers, in as many ranks. Nothing is trained: a new version is made by changing signs.
+"""The trainer's side of `slipstream bench sync`: a model in this process, or spread over ranks as in a run, be it in
+the memory of an engine's workers. Nothing is trained: a new version is made by changing signs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -56,6 +57,21 @@ class SyncTrainer(ABC):
     def published(self) -> NamedWeights:
         """What a version is: an adapter where there is one, or the model."""
 
+    def gather_s(self) -> float:
+        """Seconds until all that is published has been in this process, and was let go of."""
+        began = time.perf_counter()
+        for _ in self.published():
+            pass
+        self.settle()
+        return time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Returns when this process's GPU has done what it was told."""
+        import torch
+
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
     @abstractmethod
     def allocated_bytes(self) -> int:
         """By torch on GPUs, of all its processes."""
@@ -69,13 +85,10 @@ class _Alone(SyncTrainer):
         return [os.getpid()]
 
     def change(self, first: int, stride: int) -> int:
-        import torch
-
         from slipstream.trainer.rank_part import negate
 
         negate(self.model, first, stride)
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        self.settle()
         return 0
 
     def published(self) -> NamedWeights:
@@ -89,7 +102,7 @@ class _Alone(SyncTrainer):
 
 
 class _Ranks(SyncTrainer):
-    """One process for each of the engine's workers, in its memory."""
+    """Several processes, each with a share."""
 
     def __init__(self, spread: SpreadModel, crew: RankCrew) -> None:
         super().__init__(spread.part.model)

@@ -9,7 +9,7 @@ step's; only rank 0 reads the model's files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -139,13 +139,11 @@ class RankGroup:
             torch.distributed.broadcast(value, 0)
             buffer.data = value
 
-    def through_step(self, network: nn.Module, rows: Iterable[T], count: int) -> Generator[T]:
+    def through_step(self, modules: Iterable[nn.Module], rows: Iterable[T], count: int) -> Generator[T]:
         """The `rows` of a step, of which there are `count`, for a forward and a backward pass each. Meanwhile this rank
-        keeps the whole weights of `network` and their gradients, in float32; the last backward pass adds these up over
-        the ranks."""
-        from torch.distributed.fsdp import FSDPModule
-
-        spread = [module for module in network.modules() if isinstance(module, FSDPModule)]
+        keeps the whole weights of these `modules`, without those below them, and their gradients, in float32; the last
+        backward pass adds these up over the ranks, and leaves this one its part."""
+        spread: list[Any] = list(modules)
         for module in spread:
             module.set_reshard_after_forward(False, recurse=False)
         for number, row in enumerate(rows, 1):
@@ -156,19 +154,6 @@ class RankGroup:
         for module in spread:
             module.set_reshard_after_forward(True, recurse=False)
 
-    def shards_of(self, network: nn.Module, only: Collection[str] | None = None) -> Iterator[Shard]:
-        """This rank's parts of all that `network` would save, tied parameters once, under its own names; or of `only`
-        these parameters."""
-        for name, parameter in network.named_parameters():
-            if only is None or name in only:
-                yield Shard(name, local_part(parameter), tuple(parameter.shape), shard_dim(parameter))
-        if only is not None:
-            return
-        state: dict[str, Tensor] = network.state_dict(keep_vars=True)  # a DTensor's detach takes its time
-        for name, buffer in network.named_buffers():
-            if name in state:
-                yield Shard(name, buffer.detach(), tuple(buffer.shape), None)
-
     def as_shard(self, part: Tensor, shape: torch.Size, dim: int) -> Tensor:
         """This part as one of a tensor (a DTensor) of that shape, dealt out along `dim`, to save and load."""
         from torch.distributed.tensor import DTensor
@@ -177,6 +162,19 @@ class RankGroup:
         stride = torch.empty(shape, device="meta").stride()
         made: Any = DTensor.from_local
         return made(part, self.mesh, [Dealt(dim)], run_check=False, shape=shape, stride=stride)
+
+
+def saved_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that `network` would save, under its own names: parameters, tied ones once, and buffers."""
+    yield from network.named_parameters()
+    state: dict[str, Tensor] = network.state_dict(keep_vars=True)  # a DTensor's detach takes its time
+    yield from ((name, buffer) for name, buffer in network.named_buffers() if name in state)
+
+
+def shard_of(name: str, tensor: Tensor) -> Shard:
+    """This rank's part of a parameter that is spread, or of a buffer, which every rank has, as it is now."""
+    dim = shard_dim(tensor) if hasattr(tensor, "placements") else None
+    return Shard(name, local_part(tensor), tuple(tensor.shape), dim)
 
 
 def shard_dim(parameter: Tensor) -> int:

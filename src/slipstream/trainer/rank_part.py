@@ -7,8 +7,8 @@ float64. How commands travel is `launch.ranks`' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
-from slipstream.trainer.batching import MicroBatch, Row, StepBatch, ValueTargets, micro_batches_of
-from slipstream.trainer.group import RankGroup, shard_dim
+from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
+from slipstream.trainer.group import RankGroup, saved_of, shard_dim, shard_of
+from slipstream.trainer.layers import decoder_layers
 from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective
@@ -225,6 +226,8 @@ class Part:
     """The engine's, where the model is in it."""
     keeps_whole: bool = False
     """Whether weights and gradients stay whole from a step's first row to its last."""
+    _saved: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict[str, list[tuple[str, Tensor]]], init=False)
+    """What `shards` are parts of."""
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
@@ -255,6 +258,8 @@ class Part:
                 self._load(Path(command.folder))
             case Negate():
                 negate(self.model, command.first, command.stride)
+                if self.group.device.type == "cuda":
+                    torch.cuda.synchronize()
                 return Answer(numbers=[self._written()])
             case Allocated():
                 return Answer(numbers=[torch.cuda.memory_allocated() if self.group.device.type == "cuda" else 0])
@@ -273,9 +278,10 @@ class Part:
 
     def _backward(self, share: Share, divisors: dict[str, float]) -> Answer:
         assert self.objective is not None
-        rows: Iterable[MicroBatch | None] = micro_batches_of(share.batch(), share.rows, self.model.device)
-        if self.keeps_whole:
-            rows = self.group.through_step(self.model.network, rows, len(share.rows))
+        rows = micro_batches_of(share.batch(), share.rows, self.model.device)
+        # The words, which are in no layer, are large, and every pass begins and ends with them.
+        whole = [*self.model.roots, *(decoder_layers(self.model.network) if self.keeps_whole else ())]
+        rows = self.group.through_step(whole, rows, len(share.rows))
         sums = add_gradients(self.model, rows, self.objective, divisors)
         tensors = {name: Packed.of(value) for name, value in sums.values.items()}
         return Answer(tensors, [sums.num_micro_batches, sums.num_row_tokens, sums.longest_row])
@@ -291,15 +297,20 @@ class Part:
     def shards(self, what: str) -> list[Shard]:
         """This rank's parts of the `model`, its `base` or its `adapter`, under the network's own names; of an adapter
         under PEFT's."""
-        own = list(self.group.shards_of(self.model.network))
+        if what not in self._saved:  # an update waits for this: the network is asked once
+            self._saved[what] = self._find_saved(what)
+        return [shard_of(name, tensor) for name, tensor in self._saved[what]]
+
+    def _find_saved(self, what: str) -> list[tuple[str, Tensor]]:
+        own = list(saved_of(self.model.network))
         adapter = self.model.adapter
         if adapter is None:
             return own
         names = {f"{layer}.lora_A": adapter_parameter(layer, "A") for layer in adapter.layers}
         names |= {f"{layer}.lora_B": adapter_parameter(layer, "B") for layer in adapter.layers}
         if what != "adapter":
-            return [shard for shard in own if shard.name not in names]
-        return [replace(shard, name=names[shard.name]) for shard in own if shard.name in names]
+            return [(name, tensor) for name, tensor in own if name not in names]
+        return [(names[name], tensor) for name, tensor in own if name in names]
 
     def stored(self, what: str, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """The tensor called `name` in `shards`, as it is saved and published."""
@@ -358,7 +369,10 @@ class Part:
     def _written(self) -> int:
         """The live weights have changed: how many bytes were copied to an engine's worker for it."""
         memory = self.memory
-        return 0 if memory is None else memory.write(self.group.shards_of(self.model.network, memory.apart))
+        if memory is None:
+            return 0
+        named = self.model.network.named_parameters()
+        return memory.write(shard_of(name, parameter) for name, parameter in named if name in memory.apart)
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters."""

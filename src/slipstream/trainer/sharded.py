@@ -1,8 +1,8 @@
 """The learner of rank 0 where several trainer processes share the work: the loop does not notice.
 
 Each primitive is told to the other ranks as a command (`rank_part`) and done by all. Guarantees: a step split over
-ranks has the gradients and losses of one process but for rounding; weights come together one tensor at a time, and for
-a fingerprint none does. Who the other ranks are, and what happens when one dies, is left to the `Crew`.
+ranks has the gradients and losses of one process but for rounding; weights come together a bunch at a time, and for a
+fingerprint none do. Who the other ranks are, and what happens when one dies, is left to the `Crew`.
 """
 
 from __future__ import annotations
@@ -114,14 +114,17 @@ class SpreadModel:
         return ShardedWeights(lambda: self._gathered(what), lambda: self._described(what))
 
     def _gathered(self, what: str) -> Generator[tuple[str, Tensor]]:
+        specs = self._stored(what)
         with self.crew.meanwhile(Gather(self.name, what)):
-            for name, tensor in self.part.gather(what):
-                yield from self.part.stored(what, name, tensor)
+            if specs is None:
+                for name, tensor in self.part.gather(what):
+                    yield from self.part.stored(what, name, tensor)
+                return
+            for spec, (_, tensor) in zip(specs, self.part.gather(what), strict=True):
+                yield spec.name, tensor
 
     def _described(self, what: str) -> tuple[records.ParameterSpec, ...]:
-        if what not in self._specs:
-            self._specs[what] = self._unmarked(what)
-        specs = self._specs[what]
+        specs = self._stored(what)
         if specs is None:
             # Transformers keeps several stored tensors as one, or otherwise: they are only known when made.
             return tuple(spec for each in self._gathered(what) for spec in describe([each]))
@@ -131,6 +134,12 @@ class SpreadModel:
             records.ParameterSpec(spec.name, spec.shape, spec.dtype, as_hex(total))
             for spec, total in zip(specs, sums, strict=True)
         )
+
+    def _stored(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
+        """`_unmarked`, for which transformers is asked once: of each tensor it takes milliseconds."""
+        if what not in self._specs:
+            self._specs[what] = self._unmarked(what)
+        return self._specs[what]
 
     def _unmarked(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
         """Name, shape and type of every tensor as it is saved, without fingerprints; None when one of them is not

@@ -13,6 +13,7 @@ bytes are.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import os
 import shutil
@@ -275,31 +276,37 @@ class BroadcastPublisher:
         version = Version(lineage, step, digest(parameters))
         location = msgspec.json.encode(self._rendezvous).decode()
         ticket = Ticket(version, "broadcast", location, parameters)
-        # One after another: where they are gathered for it, the next one comes while this one is sent.
-        tensors: Iterable[Tensor] = (tensor for _, tensor in weights)
+        # One after another: where they are gathered for it, the next ones come while these are sent.
+        tensors = (tensor for _, tensor in weights)
         if changes is not None:
             ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction)
             if changes.pays:
-                ticket, tensors = msgspec.structs.replace(ticket, delta=changes.delta), changes.payloads.values()
+                ticket = msgspec.structs.replace(ticket, delta=changes.delta)
+                tensors = (payload for payload in changes.payloads.values())
         specs = travelling(ticket)
         ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
         if self._rendezvous.backend == "gloo":
-            tensors = [tensor.detach().cpu() for tensor in tensors]
-        is_over = announce(ticket)
+            in_memory = [tensor.detach().cpu() for tensor in tensors]
+            tensors = (tensor for tensor in in_memory)
+        with contextlib.closing(tensors):  # or the other ranks would still gather when it is published again
+            # What is gathered begins to come before the engine stands still.
+            first = list(itertools.islice(tensors, 1))
+            self._send(ticket, specs, itertools.chain(first, tensors), announce(ticket) or (lambda: False))
+        return ticket
+
+    def _send(
+        self, ticket: Ticket, specs: Sequence[ParameterSpec], tensors: Iterable[Tensor], is_over: Callable[[], bool]
+    ) -> None:
         try:
             if self._group is None:
                 self._group = Group(self._rendezvous, rank=0)
             self._group.send(specs, tensors)
-            self._group.finish(is_over or (lambda: False))
+            self._group.finish(is_over)
         except (RuntimeError, ValueError) as error:
             raise WeightsError(
-                f"version {version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) within "
-                f"{self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {_first_line(error)}"
+                f"version {ticket.version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) "
+                f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {_first_line(error)}"
             ) from error
-        finally:
-            if isinstance(tensors, Generator):  # or the other ranks would still gather when it is published again
-                tensors.close()
-        return ticket
 
     def _meet_anew(self) -> None:
         """Give up the group when workers have come that are not in it; everybody makes the one that the next ticket
@@ -316,7 +323,9 @@ class BroadcastPublisher:
 
     def close(self) -> None:
         """Leave the group and remove its folder."""
-        self._group = None
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
         with contextlib.suppress(OSError):
             shutil.rmtree(self._folder)
 

@@ -1,5 +1,5 @@
 """The collective of the bridge `broadcast` by itself: how fast the same number of bytes travels when nothing is packed,
-loaded or verified. The other side is a process of its own, as the engine is.
+loaded or verified. Each receiver is a process of its own, as an engine is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -27,35 +28,45 @@ MESSAGE_BYTES = 1 << 30
 
 
 def raw_broadcast_s(
-    num_bytes: int, backend: Literal["gloo", "nccl"], gpus: tuple[str, ...] = (), *, repeats: int = 9, timeout_s: float
+    num_bytes: int,
+    backend: Literal["gloo", "nccl"],
+    receivers: Sequence[tuple[str, ...]] = ((),),
+    *,
+    repeats: int = 9,
+    timeout_s: float,
 ) -> float:
-    """Median seconds to send `num_bytes` to one process, which sees `gpus` (CUDA_VISIBLE_DEVICES; empty: those of this
-    one). Raises `WeightsError` when that process does not come or ends early."""
+    """Median seconds to send `num_bytes` to some processes, each of which sees these GPUs (CUDA_VISIBLE_DEVICES; empty:
+    those of this one). Raises `WeightsError` when one of them does not come or ends early."""
     folder = Path(tempfile.mkdtemp(prefix="slipstream-raw-"))
-    rendezvous = Rendezvous(str(folder / "store"), 1, timeout_s, backend)
+    rendezvous = Rendezvous(str(folder / "store"), len(receivers), timeout_s, backend)
     arguments = [msgspec.json.encode(rendezvous).decode(), str(num_bytes), str(repeats)]
-    environment = dict(os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "slipstream.weights.raw", *arguments], stdout=subprocess.PIPE, env=environment
-    )
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "slipstream.weights.raw", *arguments, str(rank)],
+            stdout=subprocess.PIPE,
+            env=dict(os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})),
+        )
+        for rank, gpus in enumerate(receivers, start=1)
+    ]
     try:
-        group = Group(rendezvous, rank=0)  # until the other side has all of it: a group that is dropped is aborted
+        group = Group(rendezvous, rank=0)
         ours = passes(group, num_bytes, repeats)
-        answer, _ = child.communicate(timeout=timeout_s)
-        del group
-        theirs: list[float] = json.loads(answer)
+        answers = [child.communicate(timeout=timeout_s)[0] for child in children]
+        group.leave()  # now that the others have all of it
+        theirs: list[list[float]] = [json.loads(answer) for answer in answers]
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         reason = str(error).strip().split("\n")[0]
         raise WeightsError(
-            f"{num_bytes} bytes could not be sent over {backend} to another process within {timeout_s:g} s ({reason}): "
-            "see what it printed"
+            f"{num_bytes} bytes could not be sent over {backend} to {len(receivers)} other process(es) within "
+            f"{timeout_s:g} s ({reason}): see what they printed"
         ) from error
     finally:
-        child.kill()
-        child.wait(30)
+        for child in children:
+            child.kill()
+            child.wait(30)
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
-    return statistics.median(map(max, ours, theirs))
+    return statistics.median(map(max, zip(ours, *theirs, strict=True)))
 
 
 def passes(group: Group, num_bytes: int, repeats: int) -> list[float]:
@@ -74,10 +85,11 @@ def passes(group: Group, num_bytes: int, repeats: int) -> list[float]:
 
 
 def main() -> None:
-    """The receiving process: prints its seconds as JSON."""
-    rendezvous, num_bytes, repeats = sys.argv[1:]
-    group = Group(msgspec.json.decode(rendezvous, type=Rendezvous), rank=1)
+    """A receiving process: prints its seconds as JSON."""
+    rendezvous, num_bytes, repeats, rank = sys.argv[1:]
+    group = Group(msgspec.json.decode(rendezvous, type=Rendezvous), rank=int(rank))
     print(json.dumps(passes(group, int(num_bytes), int(repeats))))
+    group.leave()
 
 
 if __name__ == "__main__":

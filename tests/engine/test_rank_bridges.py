@@ -1,0 +1,110 @@
+"""What two ranks publish from their shares, to two engines or to two workers of one: the engine then answers bit for
+bit as one that was started on that version. On four GPUs the ranks have the first two and the engines the others;
+without GPUs it is the same over gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.launch.cards import place
+from slipstream.launch.models import build_sharded
+from slipstream.launch.ranks import RankCrew
+from slipstream.records import Ticket
+from slipstream.weights import create_bridge
+
+from ..launch import test_ranks
+from .architectures import ARCHITECTURES
+from .conftest import LiveEngine, create, create_replicas, stop
+from .test_divided_memory import answers, publish
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(580),
+    pytest.mark.skipif(
+        0 < torch.cuda.device_count() < 4, reason="on GPUs two ranks and two engines, or workers, need four of them"
+    ),
+]
+ON_GPU = torch.cuda.is_available()
+START_S = 310
+
+
+def named(cards: tuple[int, ...]) -> tuple[str, ...]:
+    """As CUDA_VISIBLE_DEVICES has them; nothing where there are none."""
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3").split(",")
+    return tuple(names[card] for card in cards) if ON_GPU else ()
+
+
+def each(live: LiveEngine) -> list[LiveEngine]:
+    """Every engine by itself."""
+    return [dataclasses.replace(live, engine=engine) for engine in getattr(live.engine, "each", [live.engine])]
+
+
+@pytest.mark.parametrize(("replicas", "workers"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_engines_answer_as_ones_started_on_what_ranks_publish(replicas: int, workers: int, tmp_path: Path):
+    architecture = ARCHITECTURES["tied"]
+    dtype, model = architecture.dtype, architecture.build(tmp_path / "model", architecture.dtype)
+    cards = place(ranks=2, replicas=replicas, tensor_parallel_size=workers, separate=True).engines
+    if replicas > 1:
+        live = create_replicas(model, tmp_path / "live", dtype, max_restarts=0, gpus=[named(own) for own in cards])
+    else:
+        live = create(
+            model, tmp_path / "live", dtype, max_restarts=0, gpus=named(cards[0]), tensor_parallel_size=workers
+        )
+    live.engine.launch()
+    crew, bridges = None, {}
+    try:
+        config = test_ranks.make_config(model, 2, {"kind": "grpo"}, dtype)
+        crew = RankCrew(config, test_ranks.SAMPLING, tmp_path / "logs")
+        parts = build_sharded(config, test_ranks.SAMPLING, crew)
+        live.call(live.engine.wait_ready(), START_S)
+        for name in ("disk", "broadcast"):
+            options = {"num_workers": 2, "between_gpus": ON_GPU, "timeout_s": 60}
+            bridges[name] = create_bridge(name, folder=tmp_path / "made", source=model, engine=live.engine, **options)
+        made: dict[str, tuple[Ticket, list]] = {}
+        # Over the group that stays, too; what was sent last is then written, for others to start on.
+        for step, (name, trains) in enumerate([("disk", 1), ("broadcast", 1), ("broadcast", 1), ("disk", 0)]):
+            if trains:
+                test_ranks.one_step(parts, config, test_ranks.BATCHES[step])
+            ticket = publish(live, bridges[name], parts.learner, 1 + step)
+            if step != 1:
+                made[f"{step} {name}"] = ticket, [answers(one) for one in each(live)]
+    finally:
+        for bridge in bridges.values():
+            bridge.publisher.close()
+        if crew is not None:
+            crew.close()
+        stop(live)
+    (first, found), (sent, by_broadcast), (last, again) = made.values()
+    assert (sent.version.digest, by_broadcast) == (last.version.digest, again)
+    assert found != again
+    expected = started_on([first, last], workers, tmp_path, dtype)
+    assert [found, again] == [[own] * replicas for own in expected]
+
+
+def started_on(tickets: list[Ticket], workers: int, folder: Path, dtype: str) -> list[list]:
+    """What engines answer that are started, side by side, on what was written."""
+    oracles: list[LiveEngine] = []
+    try:
+        for number, ticket in enumerate(tickets):
+            cards = tuple(range(number * workers, (number + 1) * workers))
+            oracle = create(
+                *(Path(ticket.location), folder / f"oracle-{number}", dtype),
+                max_restarts=0,
+                gpus=named(cards),
+                tensor_parallel_size=workers,
+                version=ticket.version,
+                parameters=ticket.parameters,
+            )
+            oracles.append(oracle)
+            oracle.engine.launch()
+        for oracle in oracles:
+            oracle.call(oracle.engine.wait_ready(), START_S)
+        return [answers(oracle) for oracle in oracles]
+    finally:
+        for oracle in oracles:
+            stop(oracle)
