@@ -39,9 +39,10 @@ def training_state_bytes(
 ) -> int:
     """Live weights, what the optimizer keeps, and what is there for a moment: the gradients of the layer that is in its
     backward pass, or under `adamw_bf16` one parameter's new values and their noise (each gradient goes when its new
-    weights, which are smaller, come). And, where there is a KL term, the frozen reference. Under LoRA the frozen
-    weights, which are the reference too, and the rest for the adapter alone. If `paged`, without the moments of
-    whole matrices that the CPU's memory takes where there is no room."""
+    weights, which are smaller, come). Where products add up gradients themselves a layer has none, but whether they do
+    is settled when the run has begun, and an embedding's is mostly the largest. And, where there is a KL term, the
+    frozen reference. Under LoRA the frozen weights, which are the reference too, and the rest for the adapter alone. If
+    `paged`, without the moments of whole matrices that the CPU's memory takes where there is no room."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
