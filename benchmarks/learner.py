@@ -2,7 +2,7 @@
 
     python benchmarks/learner.py [--shapes 1.5b 7b] [--systems plain compiled again titan ...] [--data packed|grpo]
                                  [--tokens 8192] [--rows 8] [--steps 5] [--profile] [--json FILE] [--device cuda|cpu]
-                                 [--attention any|torch]
+                                 [--attention any|torch] [--weight-gradients any|in-place|apart]
 
 A Qwen2 of the named shape with random weights in bfloat16, full fine-tuning. Data `packed`: in every row of `--tokens`
 tokens segments of a quarter to a thirty-second of it, every token trained on. `grpo`: 32 prompts of 128 tokens with 8
@@ -11,7 +11,9 @@ runs in a process of its own:
 
 - `plain`, `selective`, `again`: this project's learner; layers keep everything, what is dear, or their input.
 - `compiled`, `compiled-again`: the same with `training.compile`. `moved`: `again` with inputs in the CPU's memory.
-  `--attention torch`: torch's FlashAttention 2 also where a newer one is installed.
+  `--attention torch`: torch's FlashAttention 2 also where a newer one is installed. `--weight-gradients apart`: also in
+  compiled layers the products of linear layers do not add up the gradients of their weights; `in-place`: they do, also
+  where a run would not have them do it. `weight_gradients_in_place` is the number of matrices for which they do.
 - `titan`: a baseline in torchtitan's manner on transformers' own network: each layer compiled for one row length,
   selective checkpointing by operation (every second matrix multiplication is computed again), compiled cross-entropy on
   float32 logits, torch's variable-length attention, gradients, weights and fused AdamW all in bfloat16. `titan-all` is
@@ -95,7 +97,7 @@ def make_network(shape: str, device: str, implementation: str) -> Any:
 
 def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float]], dict[str, Any]]:
     """A step of this project's learner, and what there is to say of it."""
-    from slipstream.trainer import attention, attention_gpu
+    from slipstream.trainer import attention, attention_gpu, weight_gradients
     from slipstream.trainer.compiled import compile_layers
     from slipstream.trainer.layers import LayerOptions, dress_layers
     from slipstream.trainer.learner import Learner
@@ -112,8 +114,13 @@ def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float
     dress_layers(network, model.layers)
     check_isolation(model)
     begun = time.monotonic()
-    problem = compile_layers(model) if compiled else ""
-    facts: dict[str, Any] = {"compile_s": time.monotonic() - begun if compiled else 0.0, "problem": problem}
+    in_products = {"any": None, "in-place": True, "apart": False}[options.weight_gradients]
+    problem = compile_layers(model, in_products=in_products) if compiled else ""
+    facts: dict[str, Any] = {
+        "compile_s": time.monotonic() - begun if compiled else 0.0,
+        "problem": problem,
+        "weight_gradients_in_place": len(weight_gradients.accumulating_layers(network)),
+    }
     optimizer = (
         RoundedAdamW(network.named_parameters(), seed=0)
         if options.shape == "7b"
@@ -420,6 +427,12 @@ def main() -> int:
     parser.add_argument(
         "--attention", choices=["any", "torch"], default="any", help="kernels of this project's learner"
     )
+    parser.add_argument(
+        "--weight-gradients",
+        choices=["any", "in-place", "apart"],
+        default="any",
+        help="of compiled layers; any: what a run would take",
+    )
     parser.add_argument("--profile", action="store_true", help="one more step, told by kind of kernel")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for a system")
     parser.add_argument("--json", type=Path)
@@ -449,6 +462,7 @@ def measure(shape: str, system: str, options: argparse.Namespace) -> dict[str, A
     command = [sys.executable, __file__, "--child", system, "--shape", shape, "--data", options.data]
     for name in ("tokens", "rows", "prompts", "prompt", "completion", "steps", "device", "backend", "attention"):
         command += [f"--{name}", str(getattr(options, name))]
+    command += ["--weight-gradients", options.weight_gradients]
     command += ["--profile"] * options.profile
     failed = {"shape": shape, "system": system}
     try:

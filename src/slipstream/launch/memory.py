@@ -36,11 +36,11 @@ def training_state_bytes(
     on_gpu: bool = False,
 ) -> int:
     """Live weights, what the optimizer keeps, and, while a row's activations are there, gradients in the model's dtype:
-    the head's, or all of a layer. They then become part of the fp32 ones, on a CPU by way of an fp32 copy. (A tied head
-    has three for a moment when its row, which was larger, has gone; nor does an update take as much.) And, where there
-    is a KL term, the frozen reference. Under LoRA the frozen weights, which are the reference too, and the rest for the
-    adapter alone. If `on_gpu`, without the moments of whole matrices that the CPU's memory takes where there is no
-    room."""
+    the head's, or all of a layer, which products that add up gradients themselves do without. They then become part of
+    the fp32 ones, on a CPU by way of an fp32 copy. (A tied head has three for a moment when its row, which was larger,
+    has gone; nor does an update take as much.) And, where there is a KL term, the frozen reference. Under LoRA the
+    frozen weights, which are the reference too, and the rest for the adapter alone. If `on_gpu`, without the moments of
+    whole matrices that the CPU's memory takes where there is no room."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import TrainingError, ZeroGradientError
+from slipstream.trainer import weight_gradients
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 RateOf = Callable[[str], float]
@@ -67,7 +68,7 @@ class Optimizer(ABC):
     """What all have in common: gradients in fp32, their norm and clipping, and the two halves of a step.
 
     A tied parameter counts once, under its first name. Each parameter's gradient moves to its holder as soon as
-    backward has made it.
+    backward has made it, or is made there (`weight_gradients.py`).
     """
 
     weights_key: ClassVar[str]
@@ -91,6 +92,7 @@ class Optimizer(ABC):
         self._holders = {name: self._make_holder(live) for name, live in self._live.items()}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))
+            weight_gradients.hold(parameter, self._holders[name])
 
     @property
     def _live(self) -> dict[str, Tensor]:
