@@ -1,20 +1,24 @@
 """Compiling a model's layers, with a trial that tells whether the compiler can.
 
-Guarantees: after a trial that failed the layers compute as they did before; nothing is left in the gradients.
+Guarantees: after a trial that failed, here or on another rank, the layers compute as they did before; nothing is left
+in the gradients. Over ranks no collective waits for one whose compiler failed: the trial's forward passes, which gather
+the layers, are those of the layers as they come, and what is compiled is tried beside them, each layer by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slipstream import records
-from slipstream.algo.sampling import HeadLogits
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.layers import dress_layers
+from slipstream.trainer.layers import decoder_layers, dress_layers
 from slipstream.trainer.learner import one_order_of_sums
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.towers import text_config
@@ -27,32 +31,76 @@ is off, each for policy and critic. Beyond its own limit of 8 torch would comput
 and that needs more memory than was planned."""
 
 
-def compile_layers(model: PolicyModel) -> str:
-    """Compile the layers of `model` and have them compute two small rows, with and without gradients. Returns why not,
-    in one line, where the compiler fails; otherwise nothing.
+def compile_layers(model: PolicyModel, agree: Callable[[str], str] | None = None) -> str:
+    """Compile the layers of `model` and have each compute parts of two small rows, with and without gradients. Returns
+    why not, in one line, where the compiler fails; otherwise nothing. Over ranks, which all must call it, `agree` makes
+    of what went wrong on each what all of them return.
 
-    Call it once the network is complete, adapter included, and before an optimizer waits for gradients.
+    Call it once the network is complete, adapter included, and spread over ranks, and before an optimizer waits for
+    gradients.
     """
     before = model.layers
     compiler: Any = torch._dynamo.config
     compiler.recompile_limit = max(compiler.recompile_limit, _MOST_KINDS)
+    problems: list[str] = []
     try:
         model.layers = replace(before, compiled=True)
+        layers = decoder_layers(model.network)
+        plain = [layer.forward for layer in layers]
         dress_layers(model.network, model.layers)
+        compiled = [layer.forward for layer in layers]
+    except Exception as error:  # noqa: BLE001 - whatever a compiler may raise
+        problems.append(_told(error))
+        layers, plain, compiled = [], [], []
+        dress_layers(model.network, before)
+    for layer, own, tried in zip(layers, plain, compiled, strict=True):
+        layer.forward = _beside(layer, own, tried, problems)
+    try:
         for prompt, completion in _LENGTHS:
-            _try(model, prompt, completion)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise
+            _compute(model, prompt, completion)
+    finally:
+        for layer, tried in zip(layers, compiled, strict=True):
+            layer.forward = tried
+    problem = "".join(problems[:1])
+    if agree is not None:
+        problem = agree(problem)
+    if problem:
         model.layers = before
         dress_layers(model.network, before)
-        text = " ".join(str(error).split())
-        return f"{type(error).__name__}: {text[:200]}"
-    finally:
-        for parameter in model.network.parameters():
-            parameter.grad = None
-    return ""
+    return problem
 
 
-def _try(model: PolicyModel, prompt: int, completion: int) -> None:
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _beside(
+    layer: nn.Module, own: Callable[..., Any], tried: Callable[..., Any], problems: list[str]
+) -> Callable[..., Any]:
+    """The layer's `own` forward, beside which `tried` computes the same, and its backward pass where there is to be
+    one, until the first of `problems`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not problems:
+            try:
+                outputs = _with_gradient(tried(*args, **kwargs))
+                if torch.is_grad_enabled():
+                    inputs = _with_gradient([args, kwargs, list(layer.parameters())])
+                    # Up to the layer's inputs, where ranks would begin to add up what they have.
+                    torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
+            except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise
+                problems.append(_told(error))
+        return own(*args, **kwargs)
+
+    return call
+
+
+def _with_gradient(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _compute(model: PolicyModel, prompt: int, completion: int) -> None:
     mask = [place >= prompt for place in range(prompt + completion)]
     vocabulary = int(text_config(model.config).vocab_size)
     sequences = [
@@ -62,6 +110,4 @@ def _try(model: PolicyModel, prompt: int, completion: int) -> None:
         with torch.no_grad():
             model.logits(row)
         with one_order_of_sums(model.device):
-            logits = model.logits(row)
-            outputs = logits.hidden_ND if isinstance(logits, HeadLogits) else logits
-            outputs.float().square().mean().backward()
+            model.logits(row)

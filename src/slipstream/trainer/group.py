@@ -83,6 +83,12 @@ class RankGroup:
         torch.distributed.all_reduce(squares)
         return squares.sqrt().item()
 
+    def first_problem(self, own: str) -> str:
+        """What went wrong on the first rank that says something, and which one that is: the same on all of them."""
+        said: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(said, own)
+        return next((f"trainer process {rank}: {text}" for rank, text in enumerate(said) if text), "")
+
     def spread(self, model: PolicyModel, *, checked: bool = True, memory: WorkerMemory | None = None) -> None:
         """Leave this rank its part of every parameter of `model`, whose values are rank 0's, and have its layers gather
         theirs whenever they compute. With `memory` it has rows or columns there, of which the values must be the same.
