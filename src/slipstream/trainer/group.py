@@ -9,7 +9,7 @@ step's; only rank 0 reads the model's files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -120,6 +120,26 @@ class RankGroup:
             check_isolation(model)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # whole layers and words, which an engine may have on this card
+
+    @contextlib.contextmanager
+    def roots_stay(self, model: PolicyModel) -> Generator[Callable[[], None]]:
+        """Inside, what is not in a layer, the words above all, is gathered once for several passes, and its gradients
+        are added up on each rank, in float32. Before the last of these passes call what is yielded: after it they are
+        added up over the ranks, and each rank has its part only, as always."""
+        roots: list[Any] = model.roots
+
+        def last() -> None:
+            for root in roots:
+                root.set_reshard_after_backward(True, recurse=False)
+                root.set_requires_gradient_sync(True, recurse=False)
+
+        for root in roots:
+            root.set_reshard_after_forward(False, recurse=False)
+            root.set_reshard_after_backward(False, recurse=False)
+            root.set_requires_gradient_sync(False, recurse=False)
+        yield last
+        for root in roots:
+            root.set_reshard_after_forward(True, recurse=False)
 
     def _make_room(self, module: nn.Module) -> None:
         """Give the parameters of a module that has no values yet memory; its rows alone stay when it is sharded."""

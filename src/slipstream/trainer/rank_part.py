@@ -7,7 +7,7 @@ float64. How commands travel is `launch.ranks`' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
-from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
+from slipstream.trainer.batching import MicroBatch, Row, StepBatch, ValueTargets, micro_batches_of
 from slipstream.trainer.group import RankGroup, shard_dim
 from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
 from slipstream.trainer.model import PolicyModel
@@ -271,10 +271,17 @@ class Part:
 
     def _backward(self, share: Share, divisors: dict[str, float]) -> Answer:
         assert self.objective is not None
-        rows = micro_batches_of(share.batch(), share.rows, self.model.device)
-        sums = add_gradients(self.model, rows, self.objective, divisors)
+        with self.group.roots_stay(self.model) as last:
+            sums = add_gradients(self.model, self._rows(share, last), self.objective, divisors)
         tensors = {name: Packed.of(value) for name, value in sums.values.items()}
         return Answer(tensors, [sums.num_micro_batches, sums.num_row_tokens])
+
+    def _rows(self, share: Share, last: Callable[[], None]) -> Iterator[MicroBatch | None]:
+        """What to compute; `last` is called before the last of it."""
+        for number, micro in enumerate(micro_batches_of(share.batch(), share.rows, self.model.device), 1):
+            if number == len(share.rows):
+                last()
+            yield micro
 
     def prepare(self, learning_rate: float) -> OptimStats:
         """See `Optimizer.prepare`; a gradient of zero is forgotten."""
