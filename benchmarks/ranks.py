@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
 def table(results: list[dict[str, Any]]) -> str:
     """The results in Markdown."""
     lines = [
-        "| ranks | s a step | tokens/s | of ranks x the first | of the peak | peak GiB of rank 0 | s to load, compile |",
+        "| ranks | s a step | tokens/s | of ranks x the first | of the peak | peak GiB, rank 0 | s to load, compile |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:

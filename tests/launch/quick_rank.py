@@ -1,5 +1,5 @@
-"""A rank with another compiler than the one that takes minutes: for the tests of compiled layers over ranks. `TEST_COMPILERS`
-in the environment names each rank's."""
+"""A rank with another compiler than the one that takes minutes: for the tests of compiled layers over ranks.
+`TEST_COMPILERS` in the environment names each rank's."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Compiled layers over ranks: the same losses, gradients and weights as uncompiled ones of one process, no graph more for
-more layers or longer rows, and one sentence where a rank's compiler fails."""
+"""Compiled layers over ranks: the same losses, gradients and weights as uncompiled ones of one process, no graph more
+for more layers or longer rows, and one sentence where a rank's compiler fails."""
 
 import json
 
