@@ -61,6 +61,7 @@ KINDS = (
     ("matrix multiplications", r"gemm|nvjet|cutlass|cublas|sm90_xmma|ampere_|\bmm\b|addmm"),
     ("log-probabilities", r"_forward_kernel|_backward_kernel|softmax|logsumexp"),
     ("optimizer", r"adam|multi_tensor|foreach"),
+    ("between ranks", r"nccl"),
     ("copies between devices", r"memcpy|memset"),
     ("compiled, fused", r"triton_|^cpp_fused"),
 )
@@ -368,7 +369,8 @@ def profile_of(step: Callable[[], Any], on_gpu: bool) -> tuple[dict[str, float],
     longest: list[tuple[str, float, int]] = []
     for event in profiler.key_averages():
         is_kernel = str(event.device_type).endswith("CUDA")
-        if on_gpu != is_kernel or re.match(r"\w+\.\w+#", event.key):  # an optimizer's step: its kernels are told too
+        # What an optimizer, FSDP2 or a collective calls its step: the kernels of it are told too.
+        if on_gpu != is_kernel or re.match(r"\w+\.\w+#|FSDP::|nccl:", event.key):
             continue
         spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
         kind = next((name for name, text in KINDS if re.search(text, event.key.lower())), "other")
@@ -398,15 +400,17 @@ def table(results: list[dict[str, Any]]) -> str:
         )
     for r in results:
         if "profile" in r:
-            whole = sum(r["profile"].values())
-            lines += ["", f"{r['shape']} {r['system']}, one step of {whole:,.0f} ms:", "", "| kind | ms | % |"]
-            lines.append("|---|---|---|")
-            for kind, spent in sorted(r["profile"].items(), key=lambda row: -row[1]):
-                lines.append(f"| {kind} | {spent:,.1f} | {100 * spent / whole:.1f} |")
-            lines += [""] + [
-                f"    {spent:10.2f} ms {count:6d} x {name[:110]}" for name, spent, count in r["operations"]
-            ]
+            lines += profile_table(f"{r['shape']} {r['system']}", r["profile"], r["operations"])
     return "\n".join(lines)
+
+
+def profile_table(name: str, kinds: dict[str, float], operations: list[tuple[str, float, int]]) -> list[str]:
+    """What `profile_of` found, in Markdown."""
+    whole = sum(kinds.values())
+    lines = ["", f"{name}, one step of {whole:,.0f} ms:", "", "| kind | ms | % |", "|---|---|---|"]
+    for kind, spent in sorted(kinds.items(), key=lambda row: -row[1]):
+        lines.append(f"| {kind} | {spent:,.1f} | {100 * spent / whole:.1f} |")
+    return [*lines, "", *(f"    {spent:10.2f} ms {count:6d} x {what[:110]}" for what, spent, count in operations)]
 
 
 def main() -> int:

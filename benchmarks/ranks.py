@@ -1,14 +1,19 @@
-"""The learner on one, two and four ranks: tokens a second and memory, on GPUs (NCCL) or on a CPU (gloo).
+"""The learner on one, two and four ranks: tokens a second, part of the cards' peak, and memory; on GPUs (NCCL) or on a
+CPU (gloo).
 
-    python benchmarks/ranks.py [--shape 1.5b] [--ranks 1 2 4] [--sequences 32] [--tokens 2048] [--row 16384] [--steps 8]
-                               [--optimizer adamw|adamw_bf16] [--lora RANK] [--set KEY=VALUE ...]
+    python benchmarks/ranks.py [--shape 1.5b] [--ranks 1 2 4] [--compile] [--rows 8] [--row 8192] [--steps 4]
+                               [--optimizer adamw|adamw_bf16] [--lora RANK] [--set KEY=VALUE ...] [--model FOLDER]
+                               [--profile]
 
 Each case is a process of its own that trains by SFT on random tokens, with the random weights of a Qwen2 of the named
-shape: `--sequences` of `--tokens` for every rank, so that the work grows with the ranks (weak scaling), in rows of
-`--row` tokens. A step is a forward and backward pass over all of it, the update and its commit; the first two are not
-counted. Prints a Markdown table: median and range of the seconds a step, tokens a second, what part that is of so many
-times the first case, and the most memory that rank 0 had. On a GPU the exit code is 1 when four ranks are below 92 % of
-four times one.
+shape: `--rows` rows of `--row` tokens for every rank, so that the work grows with the ranks (weak scaling), in each the
+segments of `benchmarks/learner.py`. One rank is the ordinary learner of one process under the same settings. A step is
+a forward and backward pass over all of it, the update and its commit; the first two are not counted. Prints a Markdown
+table: median and range of the seconds a step, tokens a second, what part that is of so many times the first case, the
+part of the cards' peak (as in `benchmarks/learner.py`), and the most memory that rank 0 had. `--model`: a model folder
+that is made if it is not there, and left. `--profile`: one more step of rank 0 by kind of kernel; kernels run side by
+side there, so that their times may add up to more than the step. On a GPU the exit code is 1 when four ranks are below
+92 % of four times one.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from learner import PEAK_FLOPS, flops, num_parameters, profile_of, profile_table, segment_lengths
+
 WARM_UP = 2
 TARGET = 0.92
 
@@ -38,6 +45,7 @@ def make_config(options: argparse.Namespace, model: Path, ranks: int) -> Any:
         "micro_batch_tokens": options.row,
         "optimizer": options.optimizer,
         "gradient_checkpointing": options.checkpointing,
+        "compile": options.compile,
     }
     for setting in options.set:
         key, _, value = setting.partition("=")
@@ -68,10 +76,10 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
     config, sampling = make_config(options, model, ranks), SamplingParams(max_tokens=1)
     torch.manual_seed(0)
     draw = random.Random(0)
-    length = options.tokens
+    segments = segment_lengths(options.row) * options.rows * ranks
     sequences = [
-        Sequence([draw.randrange(100, 100_000) for _ in range(length)], [False] + [True] * (length - 1))
-        for _ in range(options.sequences * ranks)
+        Sequence([draw.randrange(100, 100_000) for _ in range(length + 1)], [False] + [True] * length)
+        for length in segments
     ]
     batch, objective = StepBatch(sequences), build_objective(config, sampling)
     crew = RankCrew(config, sampling, model.parent / f"logs-{ranks}") if ranks > 1 else None
@@ -82,43 +90,57 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
         loaded_s = time.monotonic() - begun
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        seconds: list[float] = []
         metrics: dict[str, float] = {}
-        for _ in range(WARM_UP + options.steps):
-            begun = time.monotonic()
-            metrics = learner.forward_backward(batch, objective)
+
+        def step() -> None:
+            metrics.update(learner.forward_backward(batch, objective))
             learner.optim_prepare(1e-6)
             learner.optim_commit()
+
+        seconds: list[float] = []
+        for _ in range(WARM_UP + options.steps):
+            begun = time.monotonic()
+            step()
             if on_gpu:
                 torch.cuda.synchronize()
             seconds.append(time.monotonic() - begun)
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+        profile = profile_of(step, on_gpu) if options.profile else None
     finally:
         if crew is not None:
             crew.close()
-    counted = seconds[WARM_UP:]
+    counted, config = seconds[WARM_UP:], learner.model.config
+    middle = statistics.median(counted)
     return {
         "ranks": ranks,
-        "seconds": [statistics.median(counted), min(counted), max(counted)],
-        "tokens_per_s": len(sequences) * length / statistics.median(counted),
+        "seconds": [middle, min(counted), max(counted)],
+        "tokens_per_s": sum(segments) / middle,
+        "peak_part": flops(config, num_parameters(config), segments) / middle / ranks / PEAK_FLOPS,
         "peak_gib": peak / 2**30,
         "loaded_s": loaded_s,
+        "first_steps_s": seconds[:WARM_UP],
         "loss": metrics["loss"],
+        "row_tokens": metrics["num_row_tokens"],
+        "profile": profile,
     }
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results in Markdown."""
     lines = [
-        "| ranks | s a step | tokens/s | of ranks x the first | peak GiB of rank 0 | s to load |",
-        "|---|---|---|---|---|---|",
+        "| ranks | s a step | tokens/s | of ranks x the first | of the peak | peak GiB, rank 0 | s to load, compile |",
+        "|---|---|---|---|---|---|---|",
     ]
     for result in results:
         median, low, high = result["seconds"]
         lines.append(
             f"| {result['ranks']} | {median:.3f} ({low:.3f} to {high:.3f}) | {result['tokens_per_s']:,.0f} | "
-            f"{100 * part_of_first(results, result):.1f} % | {result['peak_gib']:.1f} | {result['loaded_s']:.1f} |"
+            f"{100 * part_of_first(results, result):.1f} % | {100 * result['peak_part']:.1f} % | "
+            f"{result['peak_gib']:.1f} | {result['loaded_s'] + sum(result['first_steps_s']):.0f} |"
         )
+    for result in results:
+        if result["profile"] is not None:
+            lines += profile_table(f"{result['ranks']} ranks", *result["profile"])
     return "\n".join(lines)
 
 
@@ -133,18 +155,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1.5b", help="tiny, 0.5b, 1.5b or 7b")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--row", type=int, default=16_384)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--rows", type=int, default=8, help="of every rank in a step")
+    parser.add_argument("--row", type=int, default=8192, help="tokens of a row; a multiple of 32")
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--lora", type=int)
     parser.add_argument("--threads", type=int, default=8, help="of all ranks together")
     parser.add_argument("--set", action="append", default=[], help="further settings of [training]: KEY=JSON")
-    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for a case")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help="a folder that a former call has left")
+    parser.add_argument("--model", type=Path, help="a folder, made if it is not there")
     options = parser.parse_args()
     if options.case is not None:
         print(json.dumps(measure(options, options.model, options.case)))

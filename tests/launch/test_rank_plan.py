@@ -105,3 +105,15 @@ def test_on_a_cpu_they_share_cores_and_memory():
 def test_data_is_planned_as_for_one(ranks):
     made = plan({"training.ranks": ranks}, SFT, max_sequence_tokens=SFT_DATA.max_sequence_tokens)
     assert made.config.training.micro_batch_tokens >= SFT_DATA.max_sequence_tokens
+
+
+def test_layers_are_compiled_where_it_pays_for_so_many_cards():
+    config = SFT.model_copy(update={"evaluation": None})
+
+    def compiled(ranks, steps):
+        made = plan({"training.ranks": ranks, "training.steps": steps}, config, max_sequence_tokens=2000, **FOUR)
+        return made.config.training.compile, next(i.reason for i in made.derived if i.name == "training.compile")
+
+    # As many seconds of training: so many steps for each card.
+    assert compiled(1, 1000) == compiled(4, 4000)
+    assert [compiled(4, steps)[0] for steps in (1, 10_000)] == [False, True]

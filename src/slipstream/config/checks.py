@@ -384,8 +384,6 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "model.fp32_head", f"{spread}, and the float32 head needs the whole one: turn model.fp32_head off"
     if config.lora is not None and config.lora.dora:
         yield "lora.dora", f"{spread}, and DoRA's norms are those of whole weights: use LoRA, or one rank"
-    if config.training.compile is True:
-        yield "training.compile", f"{spread}, and layers are compiled in one process only: turn training.compile off"
     if config.lora is not None and shares_weights(config):
         yield (
             "weights.bridge",

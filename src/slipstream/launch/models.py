@@ -77,7 +77,6 @@ def needs_reference(config: RunConfig) -> bool:
 def build(config: RunConfig, shared: SharedTensors | None, planned_bytes: int) -> Trained:
     """Everything in this process; `planned_bytes` is what the trainer was planned to take. Raises ConfigError where
     layers are to be compiled and cannot be: without it they need more memory than was planned."""
-    from slipstream.trainer.compiled import compile_layers
     from slipstream.trainer.critic import Critic, ValueModel
     from slipstream.trainer.learner import Learner, Reference
 
@@ -85,11 +84,7 @@ def build(config: RunConfig, shared: SharedTensors | None, planned_bytes: int) -
     assert isinstance(tokens, int)
 
     def learner(model: PolicyModel) -> Learner:
-        if config.training.compile is True and (problem := compile_layers(model)):
-            raise ConfigError(
-                f"training.compile is on and the model's layers could not be compiled ({problem}): set "
-                "training.compile = false, with which less fits on the GPU"
-            )
+        compile_if_asked(config, model)
         return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
 
     policy = learner(with_adapter(config, load_model(config, shared)))
@@ -101,6 +96,20 @@ def build(config: RunConfig, shared: SharedTensors | None, planned_bytes: int) -
     if uses_critic(config):
         critic = Critic(learner(ValueModel(with_adapter(config, load_model(config)))), config.critic)
     return Trained(policy, None if reference is None else Reference(reference, tokens), critic)
+
+
+def compile_if_asked(config: RunConfig, model: PolicyModel, group: RankGroup | None = None) -> None:
+    """Compile the layers of `model` under `training.compile`; with a `group` a collective, which fails on all ranks
+    alike. Raises ConfigError, see `build`."""
+    from slipstream.trainer.compiled import compile_layers
+
+    if config.training.compile is not True:
+        return
+    if problem := compile_layers(model, None if group is None else group.first_problem):
+        raise ConfigError(
+            f"training.compile is on and the model's layers could not be compiled ({problem}): set "
+            "training.compile = false, with which less fits on the GPU"
+        )
 
 
 def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew, planned_bytes: int) -> Trained:
@@ -147,6 +156,7 @@ def build_parts(
     group.spread(policy, memory=memory)
     if not trains:
         return {POLICY: Part(group, policy, memory=memory)}
+    compile_if_asked(config, policy, group)
     optimizer, keeps_whole = build_optimizer(config, policy.network, rank=group.rank), config.training.reshard == "step"
     parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling), memory, keeps_whole)}
     if needs_reference(config):
@@ -154,6 +164,7 @@ def build_parts(
         parts[REFERENCE] = Part(group, frozen)
     if uses_critic(config):
         model = spread(ValueModel(with_adapter(config, load_model(config, group=group))), checked=False)
+        compile_if_asked(config, model, group)
         optimizer = build_optimizer(config, model.network, rank=group.rank)
         objective = ValueObjective(config.critic.value_clip)
         parts[CRITIC] = Part(group, model, optimizer, objective, keeps_whole=keeps_whole)

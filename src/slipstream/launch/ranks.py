@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from slipstream.trainer.group import RankGroup
     from slipstream.trainer.rank_part import Answer, AnyCommand
 
+PROGRAM = "slipstream.launch.rank"
+"""The module that a rank runs."""
 _START_S = 300.0
 """How long a rank may take to start and import what it needs, at least."""
 _GRACE_S = 5.0
@@ -113,7 +115,7 @@ class RankCrew:
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
         with theirs, log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.launch.rank", str(path), str(theirs.fileno())],
+                [sys.executable, "-m", PROGRAM, str(path), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

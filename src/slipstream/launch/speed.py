@@ -14,8 +14,8 @@ COMPILING_SAVES = 0.2
 
 
 def training_seconds(config: RunConfig, facts: Facts) -> float:
-    """Of a whole run on one GPU, by 6 N D: with completions of the length that the run file allows, or of half the
-    model's context where it says none."""
+    """Of a whole run, by 6 N D, on as many GPUs as it has ranks: with completions of the length that the run file
+    allows, or of half the model's context where it says none."""
     training, algorithm, data = config.training, config.algorithm, facts.data
     if isinstance(algorithm, RLConfig):
         allowed = config.sampling.max_tokens
@@ -24,7 +24,7 @@ def training_seconds(config: RunConfig, facts: Facts) -> float:
     else:
         tokens = training.prompts_per_batch * (data.max_sequence_tokens or 0)
     passes = training.steps * training.epochs_per_batch
-    return 6.0 * facts.model.num_decoding * tokens * passes / GPU_FLOPS
+    return 6.0 * facts.model.num_decoding * tokens * passes / (GPU_FLOPS * training.ranks)
 
 
 def compiling_pays(config: RunConfig, facts: Facts) -> tuple[bool, str]:
@@ -33,8 +33,6 @@ def compiling_pays(config: RunConfig, facts: Facts) -> tuple[bool, str]:
         return False, "on a CPU compiling takes longer than it saves"
     if not config.training.packing:
         return False, "rows of one sequence are short: there is little to fuse"
-    if config.training.ranks > 1:
-        return False, "layers that are spread over ranks are not compiled"
     if config.model.dtype == "float32":
         return False, "in float32 the matrix multiplications take the time"
     seconds = training_seconds(config, facts)

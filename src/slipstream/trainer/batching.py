@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 
 import torch
@@ -103,20 +104,25 @@ class MicroBatch:
 class _Targets:
     """A sequence's trainable tokens; its row holds only what comes before the last of them."""
 
-    positions: list[int]
+    mask: list[bool]
+    prompt: int
+    """Tokens before the first trainable one: what sequences can share."""
     length: int
+    """0 for a sequence without trainable tokens."""
 
-    @property
-    def prompt(self) -> int:
-        """Tokens before the first trainable one: what sequences can share."""
-        return self.positions[0]
+    @cached_property
+    def positions(self) -> list[int]:
+        """Not asked for until a row is made: whoever deals rows to ranks would keep all of them waiting."""
+        return list(compress(range(len(self.mask)), self.mask))
 
 
 def _targets(sequence: records.Sequence) -> _Targets:
-    positions = list(compress(range(len(sequence.mask)), sequence.mask))
-    if positions and positions[0] == 0:
+    mask = sequence.mask
+    if True not in mask:
+        return _Targets(mask, 0, 0)
+    if mask[0]:
         raise TrainingError("a sequence's first token is marked trainable, but nothing comes before it: mask it out")
-    return _Targets(positions, positions[-1] if positions else 0)
+    return _Targets(mask, mask.index(True), len(mask) - 1 - mask[::-1].index(True))
 
 
 Row = list[list[int]]
@@ -132,7 +138,7 @@ def micro_batches(
     Made one at a time. Sequences without a trainable token are left out. A sequence too long is alone.
     """
     targets = [_targets(sequence) for sequence in batch.sequences]
-    used = [index for index, target in enumerate(targets) if target.positions]
+    used = [index for index, target in enumerate(targets) if target.length]
     if packing:
         families = _families(batch, targets, used, max_tokens, _longest_sharing(device))
         rows = pack([_cost([targets[index] for index in family]) for family in families], max_tokens)
@@ -149,7 +155,7 @@ def even_rows(
     """The same for `parts` processes that work in step: a list of passes, in each a row for every process, of about as
     many tokens as the others'; one without families has nothing in it."""
     targets = [_targets(sequence) for sequence in batch.sequences]
-    used = [index for index, target in enumerate(targets) if target.positions]
+    used = [index for index, target in enumerate(targets) if target.length]
     if not packing:
         lengths = [targets[index].length for index in used]
         passes = pack_evenly(lengths, 1, parts)

@@ -1,24 +1,27 @@
 """Compiling a model's layers, with a trial that tells whether the compiler can.
 
 With it goes how the gradients of their weights are added up (`weight_gradients.py`). Guarantees: after a trial that
-failed the layers compute as they did before; nothing is left in the gradients.
+failed, here or on another rank, the layers compute as they did before; nothing is left in the gradients. Over ranks no
+collective waits for one whose compiler failed: the trial's forward passes, which gather the layers, are those of the
+layers as they come, and what is compiled is tried beside them, each layer by itself.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slipstream import records
-from slipstream.algo.sampling import HeadLogits
-from slipstream.errors import TrainingError
 from slipstream.trainer import weight_gradients
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.layers import dress_layers
+from slipstream.trainer.layers import decoder_layers, dress_layers
 from slipstream.trainer.learner import one_order_of_sums
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.towers import text_config
@@ -34,49 +37,98 @@ and that needs more memory than was planned."""
 _log = logging.getLogger(__name__)
 
 
-def compile_layers(model: PolicyModel, *, in_products: bool | None = None) -> str:
-    """Compile the layers of `model` and have them compute two small rows, with and without gradients. Returns why not,
-    in one line, where the compiler fails; otherwise nothing.
+def compile_layers(
+    model: PolicyModel, agree: Callable[[str], str] | None = None, *, in_products: bool | None = None
+) -> str:
+    """Compile the layers of `model` and have each compute parts of two small rows, with and without gradients. Returns
+    why not, in one line, where the compiler fails; otherwise nothing. Over ranks, which all must call it, `agree` makes
+    of what went wrong on each what all of them return.
 
-    Call it once the network is complete, adapter included, and before an optimizer waits for gradients. `in_products`:
-    whether products of linear layers add up the gradients of their weights; None: where that is made for the device and
-    the compiler can do it; True: on any device, for tests.
+    Call it once the network is complete, adapter included, and spread over ranks, and before an optimizer waits for
+    gradients. `in_products`: whether products of linear layers add up the gradients of their weights; None: in one
+    process, where that is made for the device and the compiler can do it; True: on any device, for tests.
     """
-    network = model.network
-    count = 0
-    if in_products is not False:
+    network, count = model.network, 0
+    if in_products or (in_products is None and agree is None):
         count = weight_gradients.accumulate_in_products(network, anywhere=in_products is True)
-    problem = _compile(model)
+    problem = _compile(model, agree)
     if problem and count:
         weight_gradients.accumulate_apart(network)
         _log.warning("gradients are added up apart from the products that make them (%s)", problem)
-        problem = _compile(model)
+        problem = _compile(model, agree)
     elif count:
         _log.info("the gradients of %d matrices are added up by the products that make them", count)
     return problem
 
 
-def _compile(model: PolicyModel) -> str:
+def _compile(model: PolicyModel, agree: Callable[[str], str] | None) -> str:
     before = model.layers
     compiler: Any = torch._dynamo.config
     compiler.recompile_limit = max(compiler.recompile_limit, _MOST_KINDS)
+    problems: list[str] = []
     try:
         model.layers = replace(before, compiled=True)
+        layers = decoder_layers(model.network)
+        plain = [layer.forward for layer in layers]
         dress_layers(model.network, model.layers)
-        for prompt, completion in _LENGTHS:
-            _try(model, prompt, completion)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise
-        model.layers = before
+        compiled = [layer.forward for layer in layers]
+    except Exception as error:  # noqa: BLE001 - whatever a compiler may raise
+        problems.append(_told(error))
+        layers, plain, compiled = [], [], []
         dress_layers(model.network, before)
-        text = " ".join(str(error).split())
-        return f"{type(error).__name__}: {text[:200]}"
+    for layer, own, tried in zip(layers, plain, compiled, strict=True):
+        layer.forward = _beside(layer, own, tried, problems)
+    try:
+        for prompt, completion in _LENGTHS:
+            _compute(model, prompt, completion)
+        summing = [each for layer in layers for each in weight_gradients.accumulating_layers(layer)]
+        if missed := sum(layer.weight.grad is None for layer in summing):
+            problems.append(f"the products of {missed} of {len(summing)} linear layers gave their weights no gradient")
     finally:
+        for layer, tried in zip(layers, compiled, strict=True):
+            layer.forward = tried
         for parameter in model.network.parameters():
             parameter.grad = None
-    return ""
+    problem = "".join(problems[:1])
+    if agree is not None:
+        problem = agree(problem)
+    if problem:
+        model.layers = before
+        dress_layers(model.network, before)
+    return problem
 
 
-def _try(model: PolicyModel, prompt: int, completion: int) -> None:
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _beside(
+    layer: nn.Module, own: Callable[..., Any], tried: Callable[..., Any], problems: list[str]
+) -> Callable[..., Any]:
+    """The layer's `own` forward, beside which `tried` computes the same, and its backward pass where there is to be
+    one, until the first of `problems`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not problems:
+            try:
+                outputs = _with_gradient(tried(*args, **kwargs))
+                if torch.is_grad_enabled():
+                    inputs = _with_gradient([args, kwargs, list(layer.parameters())])
+                    # Up to the layer's inputs, where ranks would begin to add up what they have.
+                    torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
+            except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise
+                problems.append(_told(error))
+        return own(*args, **kwargs)
+
+    return call
+
+
+def _with_gradient(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _compute(model: PolicyModel, prompt: int, completion: int) -> None:
     mask = [place >= prompt for place in range(prompt + completion)]
     vocabulary = int(text_config(model.config).vocab_size)
     sequences = [
@@ -86,9 +138,4 @@ def _try(model: PolicyModel, prompt: int, completion: int) -> None:
         with torch.no_grad():
             model.logits(row)
         with one_order_of_sums(model.device):
-            logits = model.logits(row)
-            outputs = logits.hidden_ND if isinstance(logits, HeadLogits) else logits
-            outputs.float().square().mean().backward()
-    layers = weight_gradients.accumulating_layers(model.network)
-    if missed := sum(layer.weight.grad is None for layer in layers):
-        raise TrainingError(f"the products of {missed} of {len(layers)} linear layers gave their weights no gradient")
+            model.logits(row)

@@ -32,6 +32,8 @@ _VARIABLES = {
 
 
 T = TypeVar("T")
+_SAID_BYTES = 512
+"""Of what a rank may say of a failure."""
 _kept: list[Any] = []
 """Process groups live as long as the process. DTensor keeps their meshes in a cache of the thread, which a child that
 another thread forks clears: the last to let go there would wait for threads that a forked child does not have."""
@@ -83,6 +85,15 @@ class RankGroup:
         squares = torch.tensor([own], dtype=torch.float64, device=self.device).square()
         torch.distributed.all_reduce(squares)
         return squares.sqrt().item()
+
+    def first_problem(self, own: str) -> str:
+        """What went wrong on the first rank that says something, and which one that is: the same on all of them."""
+        said = torch.zeros(self.size, _SAID_BYTES, dtype=torch.uint8, device=self.device)
+        text = own.encode()[:_SAID_BYTES]
+        said[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        torch.distributed.all_reduce(said)
+        texts = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in said.tolist())
+        return next((f"trainer process {rank}: {text}" for rank, text in enumerate(texts) if text), "")
 
     def spread(self, model: PolicyModel, *, checked: bool = True, memory: WorkerMemory | None = None) -> None:
         """Leave this rank its part of every parameter of `model`, whose values are rank 0's, and have its layers gather
