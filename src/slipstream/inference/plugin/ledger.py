@@ -108,7 +108,8 @@ class Ledger:
     def take(
         self, scheduled: dict[str, int], result: Any, step: StepLogprobs | None, held: Held
     ) -> tuple[dict[str, int], set[int]]:
-        """Keep a step's plain tokens. Returns what of `scheduled` is left, and the clients whose tokens these were."""
+        """Keep a step's plain tokens. Returns what of `scheduled` is left, and the clients whose tokens these were.
+        Raises RuntimeError for a token that was not sampled yet, and for one that no step was made for."""
         ids, sampled = result.req_ids, result.sampled_token_ids
         if not self.requests:
             return scheduled, set()
@@ -132,19 +133,27 @@ class Ledger:
                     plain[i] = False
         if set(scheduled.values()) != {1}:
             plain &= np.fromiter(map(scheduled.get, ids), np.int64, len(ids)) == 1
-        rows = places[plain]
+        rows, taken = places[plain], np.array(tokens)[plain]
+        is_unasked = self._is_async and bool((self._made[rows] >= self._ahead[rows] + self._given[rows]).any())
+        if is_unasked or (taken < 0).any():
+            raise RuntimeError(
+                f"a decode step of {len(ids)} requests came back with a token that was "
+                f"{'not asked for' if is_unasked else 'not sampled yet'}: what is kept for the requests is wrong, "
+                "please report it with the version of vLLM"
+            )
         columns = self._made[rows]
-        self._tokens[rows, columns] = np.array(tokens)[plain]
+        self._tokens[rows, columns] = taken
         if step is not None:
             self._logprobs[rows, columns] = step.lists.logprobs[plain, 0]
         self._made[rows] += 1
         clients: set[int] = set(self._clients[rows].tolist())
         if len(rows) == len(ids):
             return {}, clients
-        rest = {ids[i] for i in np.flatnonzero(~plain).tolist()}
+        left = {ids[i] for i in np.flatnonzero(~plain).tolist()}
+        rest = {id_: count for id_, count in scheduled.items() if id_ in left}
         for id_ in rest:
             self.close(id_)
-        return {id_: count for id_, count in scheduled.items() if id_ in rest}, clients
+        return rest, clients
 
     def _open(self, held: Held) -> None:
         for place in np.flatnonzero(~self._is_open).tolist():
