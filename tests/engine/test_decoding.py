@@ -185,7 +185,8 @@ def run(scheduler: Any, seed: int, *, is_wild: bool = False) -> tuple[list[Any],
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while ahead and draw.random() < 0.7:
             work_off()
-        flush()
+        if draw.random() < 0.5:
+            flush()
         if draw.random() < 0.5:
             scheduler.reset_prefix_cache(True)
         if draw.random() < 0.2:
