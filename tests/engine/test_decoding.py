@@ -20,6 +20,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -113,6 +114,7 @@ def step_result(scheduled: Any, number: int, scheduler: Any) -> ModelRunnerOutpu
 
 def state(scheduler: Any) -> tuple[Any, ...]:
     """What the scheduler remembers of every request, which blocks are free, in order, and what the cached ones hold."""
+    decoding.settle(scheduler)
     pool, (manager,) = (
         scheduler.kv_cache_manager.block_pool,
         scheduler.kv_cache_manager.coordinator.single_type_managers,
@@ -147,8 +149,13 @@ def record(output: Any) -> dict[str, Any]:
     return copy.deepcopy(fields)
 
 
-def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], list[int]]:
-    """What was decided in every step, what each request was told in all, and how many outputs each step had."""
+def run(scheduler: Any, seed: int, *, is_wild: bool = False) -> tuple[list[Any], dict[str, list[Any]], list[int]]:
+    """What was decided in every step, what each request was told in all, and how many outputs each step had.
+
+    As it comes, requests are aborted and versions come at fixed steps. `is_wild`: at any step, with results that come
+    one, two or three steps later, pauses in which running requests keep their context or do not, and fewer new
+    requests, so that more steps are plain.
+    """
 
     def hear(outputs: Any) -> None:
         for output in outputs:
@@ -158,38 +165,113 @@ def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], lis
             mine[1] += values
             mine[2] = output.finish_reason
 
+    def flush() -> None:
+        if hasattr(EngineCore, delivery.FLUSH):
+            for outputs in delivery._held(scheduler).take(scheduler).values():
+                hear(outputs)
+
+    def abort() -> None:
+        some = draw.sample(sorted(scheduler.requests), min(2, len(scheduler.requests)))
+        scheduler.finish_requests(some, RequestStatus.FINISHED_ABORTED)
+
+    def work_off() -> None:
+        answers = scheduler.update_from_output(*ahead.popleft())
+        outputs = [output for answer in answers.values() for output in answer.outputs]
+        sizes.append(len(outputs))
+        hear(outputs)
+
+    def pause() -> None:
+        """As `AsyncHost` does: what is under way comes, or is waited for later."""
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while ahead and draw.random() < 0.7:
+            work_off()
+        if draw.random() < 0.5:
+            flush()
+        if draw.random() < 0.5:
+            scheduler.reset_prefix_cache(True)
+        if draw.random() < 0.2:
+            abort()
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+
     coming, draw = deque(requests(seed)), random.Random(seed)
     trace: list[Any] = []
     told: dict[str, list[Any]] = {}
     sizes: list[int] = []
     ahead: deque[Any] = deque()
+    looks = random.Random(seed + 1).choices([True, False], [1, 9], k=2000)  # some steps apart
     depth = 2 if isinstance(scheduler, AsyncScheduler) else 1
     number = 0
     while coming or scheduler.has_requests() or ahead:
-        for _ in range(draw.randrange(4)):
+        for _ in range(draw.randrange(4) if not is_wild or draw.random() < 0.1 else 0):
             if coming:
                 scheduler.add_request(coming.popleft())
-        if number in (30, 31, 60):
+        if is_wild:
+            depth = draw.choice([1, 2, 2, 2, 3]) if isinstance(scheduler, AsyncScheduler) else 1
+            if draw.random() < 0.03:
+                abort()
+            if draw.random() < 0.03:
+                pause()
+        elif number in (30, 31, 60):
             scheduler.finish_requests(sorted(scheduler.requests)[:2], RequestStatus.FINISHED_ABORTED)
-        if number % 13 == 7:  # a version comes: what is kept is told, and every context is computed anew
-            if hasattr(EngineCore, delivery.FLUSH):
-                for outputs in delivery._held(scheduler).take().values():
-                    hear(outputs)
+        if (
+            not is_wild and number % 13 == 7
+        ):  # a version comes: what is kept is told, and every context is computed anew
+            flush()
             scheduler.reset_prefix_cache(True)
         if scheduler.has_requests():
             output = scheduler.schedule()
-            trace.append((record(output), state(scheduler)))
+            seen = state(scheduler) if looks[number] else None
+            trace.append((record(output), seen))
             ahead.append((output, step_result(output, number, scheduler)))
         number += 1
         assert number < 2000
         if len(ahead) < depth and scheduler.has_requests():
             continue
+        while len(ahead) > (depth if scheduler.has_requests() else 0):
+            work_off()
         if ahead:
-            answers = scheduler.update_from_output(*ahead.popleft())
-            outputs = [output for answer in answers.values() for output in answer.outputs]
-            sizes.append(len(outputs))
-            hear(outputs)
+            work_off()
     return trace, told, sizes
+
+
+def keep_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what the plugin patches put back at the end."""
+    names = ("update_from_output", "schedule", "finish_requests", "reset_prefix_cache")
+    patched = (*((Scheduler, name) for name in names), (KVCacheManager, "allocate_slots"))
+    for owner, name in (*patched, (LogprobsProcessor, "_update_sample_logprobs")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(EngineCore, delivery.FLUSH, None, raising=False)
+
+
+def compare(own: tuple[Any, ...], theirs: tuple[Any, ...]) -> set[str]:
+    """That both runs decided and told the same; returns which requests were aborted."""
+    (own_trace, own_told, _), (trace, told, _) = own, theirs
+    for number, (mine, expected) in enumerate(zip(own_trace, trace, strict=True)):
+        assert mine == expected, f"step {number}"
+    aborted = {id_ for id_, (_, _, reason) in told.items() if reason is None}
+    assert {id_: own_told[id_] for id_ in told.keys() - aborted} == {id_: told[id_] for id_ in told.keys() - aborted}
+    return aborted
+
+
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_whatever_happens_every_step_is_the_one_that_vllm_makes(seed, folder, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    kind, num_blocks, second_runner = [Scheduler, AsyncScheduler][seed % 3 > 0], [2000, 40][seed % 2], seed > 4
+    theirs = run(make_scheduler(folder, kind, num_blocks, second_runner), seed, is_wild=True)
+    keep_patched(monkeypatch)
+    steps: list[bool] = []
+    make = decoding.PlainSteps.make
+
+    def making(*args: Any) -> Any:
+        output = make(*args)
+        steps.append(output is not None)
+        return output
+
+    monkeypatch.setattr(decoding.PlainSteps, "make", making)
+    assert decoding.apply() == ["block_with_room", "plain_steps"]
+    assert "final_delivery" in delivery.apply()
+    compare(run(make_scheduler(folder, kind, num_blocks, second_runner), seed, is_wild=True), theirs)
+    assert sum(steps) > 0.3 * len(steps), "many steps are plain"
 
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["runner", "second-runner"])
@@ -198,10 +280,7 @@ def run(scheduler: Any, seed: int) -> tuple[list[Any], dict[str, list[Any]], lis
 def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, second_runner, folder, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # else vLLM 0.26 hashes the blocks of every run with a seed of its own
     trace, told, sizes = run(make_scheduler(folder, kind, num_blocks, second_runner), 1)
-    patched = ((Scheduler, "update_from_output"), (Scheduler, "schedule"), (KVCacheManager, "allocate_slots"))
-    for owner, name in (*patched, (LogprobsProcessor, "_update_sample_logprobs")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
-    monkeypatch.setattr(EngineCore, delivery.FLUSH, None, raising=False)
+    keep_patched(monkeypatch)
     plain, asked, steps = [], [], []
     take, make, allocate = decoding.PlainTokens.take, decoding.PlainSteps.make, KVCacheManager.allocate_slots
 
@@ -224,17 +303,12 @@ def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, second_runner, 
     monkeypatch.setattr(KVCacheManager, "allocate_slots", allocating)
     assert decoding.apply() == ["block_with_room", "plain_steps"]
     assert "final_delivery" in delivery.apply()
-    own_trace, own_told, own_sizes = run(make_scheduler(folder, kind, num_blocks, second_runner), 1)
-    assert len(own_trace) == len(trace)
-    for number, (own, theirs) in enumerate(zip(own_trace, trace, strict=True)):
-        assert own == theirs, f"step {number}"
-    aborted = {id_ for id_, (_, _, reason) in told.items() if reason is None}
-    assert len(aborted) < 10
-    assert {id_: own_told[id_] for id_ in told.keys() - aborted} == {id_: told[id_] for id_ in told.keys() - aborted}
+    own = run(make_scheduler(folder, kind, num_blocks, second_runner), 1)
+    assert len(compare(own, (trace, told, sizes))) < 10
     assert any(step["preempted_req_ids"] for step, _ in trace), "for a version or for want of blocks"
-    assert (min(len(free) for _, (_, free, *_) in trace) < 3) == (num_blocks == 40)
+    assert (min(len(seen[1]) for _, seen in trace if seen) < 3) == (num_blocks == 40)
     assert sum(plain) > 0.6 * sum(sizes), "most tokens are plain"
-    assert sum(own_sizes) < 0.5 * sum(sizes), "and told of at the end"
+    assert sum(own[2]) < 0.5 * sum(sizes), "and told of at the end"
     assert len(asked) < 0.5 * sum(sizes), "and most have room"
     assert sum(steps) > 0.3 * len(steps), "and many steps hold nothing else"
 

@@ -67,11 +67,17 @@ def received(batches: list[list[EngineCoreOutput]], id_: str) -> tuple[list[int]
 def test_every_token_comes_once_with_its_own_number():
     steps = Steps({f"r{i}": QUIET for i in range(5)})
     batches = [steps.step() for _ in range(7)]
-    batches += [steps.step("r1", "r3"), steps.step(), [*steps.held.take().get(0, [])], steps.step(), steps.step("r0")]
+    batches += [
+        steps.step("r1", "r3"),
+        steps.step(),
+        [*steps.held.take(steps.scheduler).get(0, [])],
+        steps.step(),
+        steps.step("r0"),
+    ]
     batches += [steps.step("r2", "r4")]
     for id_, made in steps.made.items():
         assert received(batches, id_) == made
-    assert not steps.held.take()
+    assert not steps.held.take(steps.scheduler)
 
 
 def test_every_step_says_that_tokens_come_and_little_more():
@@ -101,7 +107,7 @@ def test_what_an_aborted_request_had_is_forgotten():
     for id_ in ("r0", "r1", "r2"):
         steps.scheduler.requests.pop(id_)
     steps.step()
-    assert not {output.request_id for output in steps.held.take().get(0, [])} - {"r3"}
+    assert not {output.request_id for output in steps.held.take(steps.scheduler).get(0, [])} - {"r3"}
 
 
 def test_numbers_that_come_in_one_array_are_kept_as_those_that_come_one_by_one():

@@ -4,8 +4,9 @@ At some hundred sequences a decode step waits for the scheduler's Python, not fo
 memory that is there, hashes a block that is not full, looks for reasons to stop, and makes a record that nobody reads
 (`delivery` keeps it). Nearly all requests of nearly all steps are plain: one more token, which ends nothing, in a block
 that has room. For these alone the few changes that remain are made here; whatever else a step holds goes through
-vLLM's own code. Guarantees: the scheduler's state and all that it decides are the same as without this, step by step.
-(One number is left as it was, `next_decode_eligible_step`, which without pipeline stages decides nothing.)
+vLLM's own code. Guarantees: all that the scheduler decides is the same as without this, step by step, and so is its
+state once what `ledger` keeps is written, which is done before any code of vLLM's reads it. (One number is left as it
+was, `next_decode_eligible_step`, which without pipeline stages decides nothing.)
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slipstream.inference.plugin.ledger import Ledger
 
 if TYPE_CHECKING:
     from slipstream.inference.plugin.delivery import Held, StepLogprobs
@@ -29,10 +34,10 @@ _OF_MANAGER = {"empty_kv_cache_blocks", "coordinator", "block_pool", "enable_cac
 """What a memory manager must have."""
 
 _KNOWN_SCHEDULING = {
-    "14219652029266a2": "0.26",
-    "a9f93a4a2b221cfd": "0.32",
+    "d1afdf9dee48c190": "0.26",
+    "0763d1e2de7b8fdc": "0.32",
 }
-"""The source of vLLM's own scheduling of a step, as `_source_digest` has it, where `PlainSteps` does the same."""
+"""vLLM's own scheduling, as `_source_digest` has it, where `PlainSteps` and `Ledger` do the same."""
 _WAITING = ("waiting", "skipped_waiting", "kv_holding_waiting")
 _NO_STEPS_WITH = (
     *("connector", "ec_connector", "aux_output_connector", "use_pp", "num_spec_tokens", "num_lookahead_tokens"),
@@ -40,6 +45,8 @@ _NO_STEPS_WITH = (
     *("defer_block_free", "enable_return_routed_experts", "is_encoder_decoder"),
 )
 """What a scheduler may have or do that plain steps know nothing of."""
+_READERS = ("finish_requests", "reset_prefix_cache")
+"""What is called from outside and reads or changes a running request, besides scheduling and taking its results."""
 
 
 def apply() -> list[str]:
@@ -61,13 +68,14 @@ def apply() -> list[str]:
 
 
 def _source_digest() -> str:
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
+    """Of all that reads or changes a running request, whole: any line may read what the ledger has not written yet."""
+    from vllm.v1 import request
+    from vllm.v1.core import block_pool, kv_cache_manager, single_type_kv_cache_manager
+    from vllm.v1.core.sched import async_scheduler, scheduler
 
-    names = ("schedule", "_make_cached_request_data", "_update_after_schedule")
-    parts = [*(getattr(Scheduler, name, None) for name in names), AsyncScheduler.__dict__.get(names[-1])]
+    modules = (scheduler, async_scheduler, kv_cache_manager, single_type_kv_cache_manager, block_pool, request)
     try:
-        source = "".join(inspect.getsource(part) for part in parts if part is not None)
+        source = "".join(map(inspect.getsource, modules))
     except OSError:  # installed without its source
         return ""
     return hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -120,15 +128,16 @@ def _skip_allocation(kv_cache_manager: Any, kind: Any) -> None:
 
 
 def _plain_until(kv_cache_manager: Any, manager: Any, request: Any) -> int:
-    """Below how many computed tokens one more needs no memory, fills no block and does not end the request. It holds
-    while the request runs: blocks are taken from it, and counted as cached, only through `allocate_slots`, when it is
-    preempted, or so that more would be plain."""
+    """Below how many computed tokens one more needs no memory, fills no block and does not end the request, while the
+    token before it is under way; without one, it may fill a block one token earlier. It holds while the request runs:
+    blocks are taken from it, and counted as cached, only through `allocate_slots`, when it is preempted, or so that
+    more would be plain."""
     if not _is_simple(request):
         return 0
     cached = manager.num_cached_block.get(request.request_id)
     room = len(manager.req_to_blocks[request.request_id]) * manager.block_size
     if kv_cache_manager.enable_caching:
-        room = 0 if cached is None else min(room, (cached + 1) * manager.block_size - 1)
+        room = 0 if cached is None else min(room, (cached + 1) * manager.block_size)
     return min(room, kv_cache_manager.max_model_len - 1, request.num_prompt_tokens + request.max_tokens - 2)
 
 
@@ -155,9 +164,37 @@ def _schedule_plainly(kind: Any) -> None:
             output = steps.make(self)
             if output is not None:
                 return output
+        if steps is not None:
+            settle(self)
+            self._slipstream_ledger.drop()
         return schedule(self, *args, **kwargs)
 
     kind.schedule = schedule_plainly
+    for name in _READERS:
+        _settle_before(kind, name)
+
+
+def _settle_before(kind: Any, name: str) -> None:
+    function = getattr(kind, name)
+
+    def settled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settle(self)
+        return function(self, *args, **kwargs)
+
+    setattr(kind, name, settled)
+
+
+def settle(scheduler: Any, request_id: str | None = None) -> None:
+    """Write to all requests, or one, what the scheduler's ledger keeps for them."""
+    ledger: Ledger | None = getattr(scheduler, "_slipstream_ledger", None)
+    if ledger is not None:
+        ledger.close(request_id)
+
+
+def _stale_name() -> str:
+    from vllm.v1.request import Request
+
+    return next(name for name in _STALE if name in Request.__init__.__code__.co_names)
 
 
 class PlainSteps:
@@ -169,11 +206,12 @@ class PlainSteps:
 
     def __init__(self, scheduler: Any, schedule: Any) -> None:
         """Use `of`, which knows whether this scheduler is one that can be helped."""
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
         self._schedule = schedule
-        self._is_async = isinstance(scheduler, AsyncScheduler)
+        self._manager = sole_manager(scheduler.kv_cache_manager, FullAttentionManager)
+        self._ledger = scheduler._slipstream_ledger = Ledger(scheduler, _stale_name())
         self._paused = PauseState.PAUSED_ALL
         self._waiting = [name for name in _WAITING if hasattr(scheduler, name)]
         self._limit = next(n for n in ("max_num_active_reqs", "max_num_running_reqs") if hasattr(scheduler, n))
@@ -205,55 +243,64 @@ class PlainSteps:
             or (any(getattr(scheduler, name) for name in self._waiting) and not self._is_full(scheduler))
         ):
             return None
-        requests: list[Any] = []
-        computed_counts: list[int] = []
+        ledger = self._ledger
+        if not ledger.hold(running):
+            return None
+        late: list[int] = []
         unsure: list[tuple[int, Any]] = []
-        most = scheduler.max_model_len - 2
-        for request in running:
+        for place in ledger.due():
+            request = running[place]
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
-            if len(request._all_token_ids) + ahead - computed != 1 or request.is_prefill_chunk:
+            if ahead > 0 and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
+                late.append(place)  # what is under way ends it
+            elif computed > scheduler.max_model_len - 2 or not _is_simple(request):
                 return None
-            if computed >= request._slipstream_until:
-                if ahead > 0 and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
-                    continue  # what is under way ends it
-                if computed > most or not _is_simple(request):
-                    return None
-                unsure.append((len(requests), request))
-            requests.append(request)
-            computed_counts.append(computed)
+            else:
+                unsure.append((place, request))
         if len(unsure) > scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
             return None  # some will be preempted
-        new_blocks: list[Any] = [None] * len(requests)
+        new_blocks: list[Any] = [None] * len(running)
         for place, request in unsure:
-            blocks = scheduler.kv_cache_manager.allocate_slots(request, 1, num_lookahead_tokens=0)
-            new_blocks[place] = blocks.get_block_ids(allow_none=True)
-        return self._record(scheduler, requests, computed_counts, new_blocks)
+            new_blocks[place] = self._grow(scheduler.kv_cache_manager, request)
+            ledger.until[place] = request._slipstream_until
+        places = np.delete(np.arange(len(running)), late)
+        return self._record(scheduler, places, [new_blocks[place] for place in places] if late else new_blocks)
 
-    def _record(self, scheduler: Any, requests: list[Any], computed_counts: list[int], new_blocks: list[Any]) -> Any:
+    def _grow(self, kv_cache_manager: Any, request: Any) -> Any:
+        """What `allocate_slots` does for one more token of a running request, where there is a free block. Returns the
+        new block, if any, as a step's record has it."""
+        manager, request_id = self._manager, request.request_id
+        end, cached = request.num_computed_tokens + 1, manager.num_cached_block.get(request_id)
+        if cached is None:
+            blocks = kv_cache_manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+            return blocks.get_block_ids(allow_none=True)
+        blocks, new = manager.req_to_blocks[request_id], None
+        if end > len(blocks) * manager.block_size:
+            blocks += kv_cache_manager.block_pool.get_new_blocks(1)
+            new = ([blocks[-1].block_id],)
+        known = min(end, len(request._all_token_ids))
+        if kv_cache_manager.enable_caching and known // manager.block_size > cached:
+            kv_cache_manager.coordinator.cache_blocks(request, known)
+        request._slipstream_until = _plain_until(kv_cache_manager, manager, request)
+        return new
+
+    def _record(self, scheduler: Any, places: Any, new_blocks: list[Any]) -> Any:
         before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids.copy()
-        output = self._without_requests(scheduler)
-        ids = [request.request_id for request in requests]
+        output, ledger = self._without_requests(scheduler), self._ledger
+        ids = ledger.ids.copy() if len(places) == len(ledger.ids) else [ledger.ids[place] for place in places]
         output.num_scheduled_tokens = dict.fromkeys(ids, 1)
         output.total_num_scheduled_tokens = len(ids)
-        cached = output.scheduled_cached_reqs
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ids, new_blocks, computed_counts
-        made = cached.num_output_tokens
+        cached, computed = output.scheduled_cached_reqs, ledger.computed[places]
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ids, new_blocks, computed.tolist()
+        cached.num_output_tokens = (computed + 1 - ledger.prompt[places]).tolist()
         if before is not None:
             if not before.issuperset(ids):
-                late = (request for request in requests if request.request_id not in before)
-                cached.all_token_ids = {request.request_id: request.all_token_ids.copy() for request in late}
+                cached.all_token_ids = {id_: ledger.all_token_ids(id_) for id_ in ids if id_ not in before}
             scheduler.prev_step_scheduled_req_ids.update(ids)
         if getattr(output, "num_common_prefix_blocks", None):  # of versions that count them: a zero for each group
             first = scheduler.running[0].request_id
             output.num_common_prefix_blocks = scheduler.kv_cache_manager.get_num_common_prefix_blocks(first)
-        is_async = self._is_async
-        for request, computed in zip(requests, computed_counts, strict=True):
-            computed += 1
-            made.append(computed - request.num_prompt_tokens)
-            request.num_computed_tokens = computed
-            request.num_in_flight_tokens += 1
-            if is_async:
-                request.num_output_placeholders += 1
+        ledger.give(places)
         return output
 
     def _without_requests(self, scheduler: Any) -> Any:
@@ -294,7 +341,7 @@ class PlainTokens:
         from vllm.v1.request import Request, RequestStatus
 
         known = Request.__init__.__code__.co_names
-        self._stale = next(name for name in _STALE if name in known)
+        self._stale = _stale_name()
         self._counts_flight = "num_in_flight_tokens" in known
         self._is_async = isinstance(scheduler, AsyncScheduler)
         self._running = RequestStatus.RUNNING
@@ -327,6 +374,9 @@ class PlainTokens:
         and the clients whose tokens these were."""
         rest: dict[str, int] = {}
         clients: set[int] = set()
+        ledger: Ledger | None = getattr(scheduler, "_slipstream_ledger", None)
+        if ledger is not None:
+            scheduled, clients = ledger.take(scheduled, result, step, held)
         requests, sampled, places = scheduler.requests, result.sampled_token_ids, result.req_id_to_index
         values = None if step is None else step.values
         running, stale, hash_size, manager = self._running, self._stale, self._hash_size, self._manager

@@ -144,11 +144,14 @@ class Held:
         if len(held) > len(scheduler.requests):  # some were aborted
             self._kept[client] = held = {id_: kept for id_, kept in held.items() if id_ in scheduler.requests}
         if not ready and held:
-            ready.append(held.pop(next(iter(held))).complete())
+            request_id = next(iter(held))
+            decoding.settle(scheduler, request_id)
+            ready.append(held.pop(request_id).complete())
         return ready
 
-    def take(self) -> dict[int, list[Any]]:
+    def take(self, scheduler: Any) -> dict[int, list[Any]]:
         """Everything, by client."""
+        decoding.settle(scheduler)
         taken = {client: [kept.complete() for kept in held.values()] for client, held in self._kept.items() if held}
         self._kept = {}
         return taken
@@ -197,6 +200,8 @@ def _deliver_at_the_end(scheduler: Any) -> None:
             rest, clients = held.plain.take(self, scheduled, model_runner_output, step, held)
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.num_scheduled_tokens = rest
+        else:
+            decoding.settle(self)
         answers = update(self, scheduler_output, model_runner_output)
         for client in clients - answers.keys():
             answers[client] = EngineCoreOutputs(outputs=[])
@@ -218,7 +223,7 @@ def _flush_core(self: Any) -> list[Any] | None:
     """Send all that is kept, before the answer to this call; where there is no other process, return it."""
     from vllm.v1.engine import EngineCoreOutputs
 
-    taken = _held(self.scheduler).take()
+    taken = _held(self.scheduler).take(self.scheduler)
     answers = {client: EngineCoreOutputs(outputs=outputs) for client, outputs in taken.items()}
     if hasattr(self, "_attach_weight_version"):
         self._attach_weight_version(answers)
