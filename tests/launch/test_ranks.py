@@ -125,6 +125,8 @@ def compare(several, one):
     for row, expected in zip(several[0], one[0], strict=True):
         assert row.keys() == expected.keys()
         for name in row.keys() - {"num_micro_batches", "num_row_tokens"}:
+            if name.startswith("memory/"):  # on a GPU
+                continue
             assert row[name] == pytest.approx(expected[name], rel=2e-5, abs=2e-6), name
     # The first moment after one step is the gradient times 1 - beta1.
     assert several[1].keys() == one[1].keys()

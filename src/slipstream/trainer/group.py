@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from slipstream.trainer.layers import decoder_layers
 from slipstream.trainer.model import PolicyModel, check_isolation
 from slipstream.trainer.one_copy import WorkerMemory
-from slipstream.trainer.optimizer import local_part
+from slipstream.trainer.optimizer import add_gradient_, local_part
 from slipstream.weights.broadcast import environment
 from slipstream.weights.shards import Shard, part_of
 
@@ -119,6 +120,7 @@ class RankGroup:
             sharded: Any = fully_shard(module, **options)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            _add_up_by_kernel(sharded)
             if memory is not None:
                 memory.place(module, prefixes[module], self.mesh)
         self._fill(model.network, whole, memory)
@@ -193,3 +195,18 @@ def shard_dim(parameter: Tensor) -> int:
     known: Any = parameter
     (placement,) = known.placements
     return int(placement.dim)
+
+
+def _add_up_by_kernel(module: Any) -> None:
+    """Have the gradients that a rank adds up itself, between the first pass of a step and the last, be added by
+    `add_gradient_`: torch's own addition of two types takes twice as long."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    for parameter in () if group is None else group.fsdp_params:
+        parameter.accumulate_unsharded_grad_if_needed = partial(_add_up, parameter)
+
+
+def _add_up(parameter: Any) -> None:
+    total, live = parameter.unsharded_accumulated_grad, parameter.unsharded_param
+    if total is not None and live.grad is not None:
+        add_gradient_(total, live.grad)
+        live.grad = None
