@@ -243,6 +243,20 @@ def test_bfloat16_without_masters(model, tmp_path):
         assert several == pytest.approx(losses[0], abs=0.03)
 
 
+def test_gradients_in_bfloat16_are_added_up_in_float32(model, tmp_path):
+    """By each rank through a step, or over the ranks after each pass: the same sum, which in bfloat16 it would not be."""
+    moments = {}
+    for reshard in ("layer", "step"):
+        config = make_config(model, 2, dtype="bfloat16", reshard=reshard)
+        with trained(config, tmp_path) as (parts, _):
+            assert one_step(parts, config, BATCHES[0])["num_micro_batches"] >= 4
+            parts.learner.save(tmp_path / reshard)
+        state = read_state(tmp_path / reshard)
+        moments[reshard] = {name: tensor for name, tensor in state.items() if ".exp_avg." in name}
+    for name, moment in moments["step"].items():
+        assert (moment - moments["layer"][name]).norm() <= 1e-6 * moment.norm(), name
+
+
 def test_what_goes_wrong_on_all_ranks_alike_and_one_that_is_killed(model, tmp_path):
     other = new_model(tmp_path / "other", hidden_size=32, num_layers=2, intermediate_size=64, context_length=256)
     with trained(make_config(other, 1), tmp_path) as (parts, _):
