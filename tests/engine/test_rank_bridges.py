@@ -60,7 +60,7 @@ def test_engines_answer_as_ones_started_on_what_ranks_publish(replicas: int, wor
     try:
         config = test_ranks.make_config(model, 2, {"kind": "grpo"}, dtype)
         crew = RankCrew(config, test_ranks.SAMPLING, tmp_path / "logs")
-        parts = build_sharded(config, test_ranks.SAMPLING, crew)
+        parts = build_sharded(config, test_ranks.SAMPLING, crew, 0)
         live.call(live.engine.wait_ready(), START_S)
         for name in ("disk", "broadcast"):
             options = {"num_workers": 2, "between_gpus": ON_GPU, "timeout_s": 60}

@@ -70,7 +70,7 @@ def run(config, folder, workers=()):
     torch.manual_seed(0)
     crew = RankCrew(config, SAMPLING, folder / "logs", tuple(worker.shared for worker in workers))
     try:
-        parts = build_sharded(config, SAMPLING, crew)
+        parts = build_sharded(config, SAMPLING, crew, 0)
         memory = parts.learner._part.memory
         assert (memory is not None) == bool(workers)
         rows = [one_step(parts, config, batch) for batch in BATCHES[:2]]
@@ -126,7 +126,7 @@ def test_a_tower_that_is_not_trained_is_not_copied(tmp_path):
     workers = [Worker(stored, rank) for rank in range(2)]
     crew = RankCrew(config, SAMPLING, tmp_path, tuple(worker.shared for worker in workers))
     try:
-        parts = build_sharded(config, SAMPLING, crew)
+        parts = build_sharded(config, SAMPLING, crew, 0)
         part = parts.learner._part
         assert {name for name in stored if "visual" in name} <= part.memory._live.keys() - part.memory.dims.keys()
         assert {name.split(".")[-2] for name in part.memory.apart} >= {"embed_tokens", "norm", "k_proj"}
@@ -148,7 +148,7 @@ def test_what_the_workers_must_have_loaded_and_must_be_able_to_share(model, tmp_
     crew = RankCrew(config, SAMPLING, tmp_path, tuple(workers))
     try:
         with pytest.raises(ConfigError, match=r"model\.norm\.weight \(vLLM keeps its parts apart\)"):
-            build_sharded(config, SAMPLING, crew)
+            build_sharded(config, SAMPLING, crew, 0)
     finally:
         crew.close()
     stored["model.layers.1.mlp.down_proj.weight"][0, -1] += 1
@@ -156,6 +156,6 @@ def test_what_the_workers_must_have_loaded_and_must_be_able_to_share(model, tmp_
     crew = RankCrew(config, SAMPLING, tmp_path, tuple(workers))
     try:
         with pytest.raises(WeightsError, match=r"another model\.layers\.1\.mlp\.down_proj\.weight than the files"):
-            build_sharded(config, SAMPLING, crew)
+            build_sharded(config, SAMPLING, crew, 0)
     finally:
         crew.close()

@@ -244,7 +244,7 @@ def test_bfloat16_without_masters(model, tmp_path):
 
 
 def test_gradients_in_bfloat16_are_added_up_through_a_step(model, tmp_path):
-    """By each rank through a step, or over the ranks after each pass: the same sums. FSDP2 adds up in float32, and gives
+    """By each rank through a step, or over the ranks after each pass: the same sums. FSDP2 adds up in float32 and hands
     its sums over in the parameter's type: once a step, or once a pass."""
     moments = {}
     for reshard in ("layer", "step"):

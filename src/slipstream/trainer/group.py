@@ -206,7 +206,8 @@ def _add_up_by_kernel(module: Any) -> None:
 
 
 def _add_up(parameter: Any) -> None:
-    total, live = parameter.unsharded_accumulated_grad, parameter.unsharded_param
-    if total is not None and live.grad is not None:
-        add_gradient_(total, live.grad)
-        live.grad = None
+    total = parameter.unsharded_accumulated_grad
+    # Of a module that no pass went through no whole weights are there.
+    if total is not None and (gradient := parameter.unsharded_param.grad) is not None:
+        add_gradient_(total, gradient)
+        parameter.unsharded_param.grad = None
