@@ -104,7 +104,7 @@ def run_child(num_sequences: int, num_tokens: int, ours: bool) -> dict[str, Any]
         from slipstream.inference.plugin import decoding, delivery
 
         patches = [*decoding.apply(), *delivery.apply()]
-        assert {"block_with_room", "final_delivery"} <= set(patches), patches
+        assert {"block_with_room", "final_delivery", "plain_steps"} <= set(patches), patches
     scheduler = make_scheduler(num_sequences, 64 + num_tokens)
     add_requests(scheduler, num_sequences, num_tokens)
     gc.collect()

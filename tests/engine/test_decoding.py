@@ -313,6 +313,35 @@ def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, second_runner, 
     assert sum(steps) > 0.3 * len(steps), "and many steps hold nothing else"
 
 
+@pytest.mark.parametrize("has_ledger", [True, False])
+@pytest.mark.parametrize("problem", ["not sampled yet", "not asked for"])
+def test_a_token_that_no_step_made_ends_the_engine(problem, has_ledger, folder, monkeypatch):
+    keep_patched(monkeypatch)
+    if not has_ledger:
+        monkeypatch.setattr(decoding.PlainSteps, "of", lambda *_: None)
+    assert decoding.apply() == ["block_with_room", "plain_steps"]
+    assert "final_delivery" in delivery.apply()
+    scheduler = make_scheduler(folder, AsyncScheduler, 2000, second_runner=False)
+    for number in range(3):
+        params = SamplingParams(max_tokens=60, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        scheduler.add_request(Request(f"r{number}", [1, 2, 3], params, None))
+
+    def step(*tokens: int) -> tuple[Any, ModelRunnerOutput]:
+        scheduled = scheduler.schedule()
+        ids = list(scheduled.num_scheduled_tokens)
+        return scheduled, ModelRunnerOutput(ids, {id_: i for i, id_ in enumerate(ids)}, [[token] for token in tokens])
+
+    for _ in range(4):
+        scheduler.update_from_output(*step(11, 12, 13))
+    if problem == "not asked for":
+        asked = step(11, 12, 13)
+        scheduler.update_from_output(*asked)
+    else:
+        asked = step(-1, -1, -1)
+    with pytest.raises(RuntimeError, match=f"of 3 requests came back with a token that was {problem}"):
+        scheduler.update_from_output(*asked)
+
+
 def test_a_scheduler_of_another_kind_is_left_alone():
     class Other(Scheduler):
         def __init__(self) -> None:

@@ -66,7 +66,7 @@ def test_engines_answer_as_ones_started_on_what_ranks_publish(replicas: int, wor
             options = {"num_workers": 2, "between_gpus": ON_GPU, "timeout_s": 60}
             bridges[name] = create_bridge(name, folder=tmp_path / "made", source=model, engine=live.engine, **options)
         made: dict[str, tuple[Ticket, list]] = {}
-        # Over the group that stays, too; what was sent last is then written, for others to start on.
+        # Over the group that stays, too; what was sent last is then written, for another engine to start on.
         for step, (name, trains) in enumerate([("disk", 1), ("broadcast", 1), ("broadcast", 1), ("disk", 0)]):
             if trains:
                 test_ranks.one_step(parts, config, test_ranks.BATCHES[step])
@@ -79,32 +79,25 @@ def test_engines_answer_as_ones_started_on_what_ranks_publish(replicas: int, wor
         if crew is not None:
             crew.close()
         stop(live)
-    (first, found), (sent, by_broadcast), (last, again) = made.values()
-    assert (sent.version.digest, by_broadcast) == (last.version.digest, again)
-    assert found != again
-    expected = started_on([first, last], workers, tmp_path, dtype)
-    assert [found, again] == [[own] * replicas for own in expected]
+    (_, found), (sent, by_broadcast), (last, by_disk) = made.values()
+    assert (sent.version.digest, by_broadcast) == (last.version.digest, by_disk)
+    assert found != by_disk
+    assert by_disk == [started_on(last, workers, tmp_path / "oracle", dtype)] * replicas
 
 
-def started_on(tickets: list[Ticket], workers: int, folder: Path, dtype: str) -> list[list]:
-    """What engines answer that are started, side by side, on what was written."""
-    oracles: list[LiveEngine] = []
+def started_on(ticket: Ticket, workers: int, folder: Path, dtype: str) -> list:
+    """What an engine answers that is started on what was written."""
+    oracle = create(
+        *(Path(ticket.location), folder, dtype),
+        max_restarts=0,
+        gpus=named(tuple(range(workers))),
+        tensor_parallel_size=workers,
+        version=ticket.version,
+        parameters=ticket.parameters,
+    )
+    oracle.engine.launch()
     try:
-        for number, ticket in enumerate(tickets):
-            cards = tuple(range(number * workers, (number + 1) * workers))
-            oracle = create(
-                *(Path(ticket.location), folder / f"oracle-{number}", dtype),
-                max_restarts=0,
-                gpus=named(cards),
-                tensor_parallel_size=workers,
-                version=ticket.version,
-                parameters=ticket.parameters,
-            )
-            oracles.append(oracle)
-            oracle.engine.launch()
-        for oracle in oracles:
-            oracle.call(oracle.engine.wait_ready(), START_S)
-        return [answers(oracle) for oracle in oracles]
+        oracle.call(oracle.engine.wait_ready(), START_S)
+        return answers(oracle)
     finally:
-        for oracle in oracles:
-            stop(oracle)
+        stop(oracle)

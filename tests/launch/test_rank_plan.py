@@ -42,12 +42,12 @@ def test_a_rank_keeps_a_part_of_the_state():
 
 
 def test_weights_stay_whole_through_a_step_where_there_is_room():
-    made, layer = (plan(THREE | more, **FOUR) for more in ({}, {"training.reshard": "layer"}))
+    rows = THREE | {"training.micro_batch_tokens": 4096}
+    made, layer = (plan(rows | more, **FOUR) for more in ({}, {"training.reshard": "layer"}))
     assert (made.config.training.reshard, layer.config.training.reshard) == ("step", "layer")
     # bfloat16 weights and float32 gradients of all parameters, but no more than that.
     more = (made.trainer_bytes - layer.trainer_bytes) / GIB
-    rows = made.config.training.micro_batch_tokens == layer.config.training.micro_batch_tokens
-    assert not rows or more == pytest.approx(6 * FOUR["num_parameters"] / GIB, rel=0.1)
+    assert more == pytest.approx(6 * FOUR["num_parameters"] / GIB, rel=0.01)
     reason = next(item.reason for item in made.derived if item.name == "training.reshard")
     assert "with whole weights and gradients" in reason
     assert plan(THREE, **FOUR | {"gpu_memory_bytes": 24 * GIB}).config.training.reshard == "layer"

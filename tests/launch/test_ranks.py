@@ -162,14 +162,14 @@ def test_losses_gradients_and_weights_are_those_of_one_process(case, ranks, mode
     compare(several, one)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_a_model_with_an_image_tower_over_ranks(lora, tmp_path):
+@pytest.mark.parametrize(("lora", "reshard"), [(None, "step"), ({"rank": 4}, "layer")])
+def test_a_model_with_an_image_tower_over_ranks(lora, reshard, tmp_path):
     model = save_with_tower(tmp_path / "model", "qwen3-vl", vocab_size=97)
     found = {}
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        found[ranks] = four_steps(make_config(model, ranks, lora=lora), folder)
+        found[ranks] = four_steps(make_config(model, ranks, lora=lora, reshard=reshard), folder)
     for several, one in zip(found[2][0], found[1][0], strict=True):
         assert several["loss"] == pytest.approx(one["loss"], rel=2e-5)
         assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-5)

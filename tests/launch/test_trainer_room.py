@@ -239,3 +239,26 @@ def test_longer_rows_never_take_less(row_tokens, more, shorter, longer):
     fitting = rows.fitting(40 * GIB, 16_384)
     assert fitting == 0 or rows.num_bytes(fitting) <= 0.6 * 40 * GIB
     assert fitting == 16_384 or rows.num_bytes(fitting + 1) > 0.6 * 40 * GIB
+
+
+def test_weights_stay_whole_where_an_earlier_run_says_that_there_is_room():
+    """What decided against it is what the plan rests on, and a resumed run decides alike."""
+    cards = {"num_gpus": 4, "gpu_memory_bytes": 46 * GIB}
+    ranks = {"training.ranks": 2, "weights.bridge": "auto"}
+    first = plan(values=ranks, **cards)
+    assert first.config.training.reshard == "step"
+    peak = peak_of(first, 8)
+    made = plan(peak, values=ranks, **cards)
+    assert made.config.training.reshard == "layer"
+    assert made.peaks == (peak,)
+    assert "corrected by runs/before" in reason(made, "training.reshard")
+    assert "corrected by runs/before" in made.told[0]
+    assert plan(*made.peaks, values=ranks, **cards).config == made.config
+    # Asked for, it rests on nothing.
+    asked = plan(peak, values=ranks | {"training.reshard": "layer"}, **cards)
+    assert (asked.peaks, asked.config) == ((), made.config)
+    assert "training.reshard was step and is layer" in asked.told[0]
+
+
+def test_one_process_does_not_care_for_how_ranks_would_spread():
+    assert plan(peak_of(FIRST, 6.5), values={"training.reshard": "layer"}).peaks

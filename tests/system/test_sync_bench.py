@@ -165,6 +165,7 @@ def test_ranks_publish_to_two_engines(tmp_path):
         ("disk", 2, {}, ("separate", 1)),
         ("single_copy", 2, {"tensor_parallel_size": 2}, ("shared", 2)),
         ("disk", 3, {"ranks": 2, "replicas": 2}, "--replicas 2 beside --ranks 2 needs 4 GPUs, and there are 3"),
+        ("broadcast", 1, {"ranks": 2}, "beside --ranks 2 needs 3 GPUs, and there are 1: use fewer"),
         ("disk", 4, {"ranks": 2, "placement": "shared"}, "--ranks 2 have GPUs of their own: leave out"),
         ("single_copy", 4, {"ranks": 2}, "one trainer process for each worker, and --ranks 2 is not .* 1: leave out"),
         ("lora", 4, {"ranks": 2}, "lora is measured with one trainer process: leave out --ranks"),

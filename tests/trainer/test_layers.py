@@ -16,6 +16,7 @@ from slipstream.trainer.learner import Learner
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.weights.adapter import AdapterConfig
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +111,13 @@ def test_compiled_layers_can_be_computed_again(checkpointing, model_folder, make
     _, found = gradients(model, batch)
     for name, gradient in plain.items():
         close(found[name], gradient, name)
+
+
+def test_layers_below_the_first_adapter_want_no_gradient(model_folder):
+    model = PolicyModel.load(model_folder)
+    layers = range(model.config.num_hidden_layers)
+    model.add_adapter(AdapterConfig(4, 8.0, (f"{layers[-1]}.self_attn.q_proj",), base=""))
+    assert compile_layers(model) == ""
 
 
 def test_a_compiler_that_fails_is_said_and_left_out(monkeypatch, model_folder, make_batch):

@@ -64,7 +64,7 @@ def bench_sync(
     tensor_parallel_size: Annotated[
         int, Parameter(help="Workers of each engine, on GPUs of their own; over single_copy as many ranks train them.")
     ] = 1,
-    ranks: Annotated[int | None, Parameter(help="Trainer processes, on the first GPUs; one if not given.")] = None,
+    ranks: Annotated[int | None, Parameter(help="Trainer processes; one, or over single_copy one a worker.")] = None,
     in_flight: InFlight = "recompute",
     context: Annotated[int, Parameter(help="Tokens that a generation grows to.")] = 2048,
     together: Annotated[

@@ -329,10 +329,10 @@ class TrainingConfig(Section):
     each step's micro-batches: on GPUs a card each, before the engine's; on a CPU they share its cores. The same losses
     and gradients but for rounding."""
     reshard: Literal["layer", "step", "auto"] = "auto"
-    """Over ranks: how long each keeps the whole weights that it has gathered. `"layer"`: while a layer computes, in
-    every micro-batch anew, and gradients are added up over the ranks after each. `"step"`: until a step's last
-    micro-batch, and gradients are added up once; that takes 6 bytes more for each parameter in bfloat16. `auto`:
-    `"step"` where the GPUs have room for it."""
+    """Over ranks: how long each keeps a layer's whole weights, once it has gathered them. `"layer"`: while the layer
+    computes, in every micro-batch anew, and gradients are added up over the ranks after each. `"step"`: until a step's
+    last micro-batch, and gradients are added up once, as those of the words always are; that takes 6 bytes more for
+    each parameter in bfloat16. `auto`: `"step"` where the GPUs have room for it."""
     rank_timeout_s: PositiveFloat = 600.0
     """How long the trainer's processes may wait for one of them."""
     gradient_checkpointing: bool | Literal["auto", "selective"] = "auto"

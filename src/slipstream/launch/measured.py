@@ -73,7 +73,7 @@ class Peak:
     row_tokens: int
     """Of the longest row that it had trained on by then."""
     settings: Mapping[str, Any]
-    """What else decided it; see `launch.rows.memory_settings`."""
+    """What else decided it; see `launch.trainer_room.memory_settings`."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from slipstream.config import Derived, RLConfig, RunConfig
+from slipstream.config import Derived, RLConfig, RunConfig, with_values
 from slipstream.config.checks import divisor_problem, inapplicable
 from slipstream.config.recipes import choices, resolved
 from slipstream.config.traits import uses_critic, uses_engine
@@ -40,7 +41,7 @@ from slipstream.launch.totals import (
 from slipstream.launch.trainer_room import WAYS, memory_settings, rows_of
 
 SMALL_MODEL_PARAMETERS = 20_000_000
-_WAY = "training.gradient_checkpointing"
+_WAY, _SPREAD = "training.gradient_checkpointing", "training.reshard"
 
 
 @dataclass(frozen=True)
@@ -76,27 +77,37 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         problem = f"the run may end for want of memory, as an earlier one took more than is counted: {error}"
     ways = [each.config.training.gradient_checkpointing for each in (made, counted)]
     values = {item.name: item.value for item in counted.derived}
+    correction = partial(_correction, made, facts, _spreads(config, made))
     derived = [
         item
         if values.get(item.name) == item.value
         # Layers are computed again because of what those took that were not.
-        else replace(item, reason=f"{item.reason}; {_correction(made, facts, ways[:: -1 if item.name == _WAY else 1])}")
+        else replace(item, reason=f"{item.reason}; {correction(ways[:: -1 if item.name == _WAY else 1])}")
         for item in made.derived
     ]
-    settings = [made.memory_settings | {_WAY: way} for way in WAYS]
+    settings = [made.memory_settings | {_WAY: way, _SPREAD: how} for way in WAYS for how in _spreads(config, made)]
     return replace(
         made,
         derived=tuple(derived),
         warnings=(*made.warnings, *([problem] if problem else [])),
         peaks=tuple(peak for peak in facts.peaks if peak.settings in settings),
-        told=(*facts.peaks_told, _correction(made, facts, ways) or _difference(made, facts)),
+        told=(*facts.peaks_told, correction(ways) or _difference(made, facts)),
     )
 
 
-def _correction(made: Plan, facts: Facts, ways: list[Any]) -> str:
-    """The earlier run that says most of rows as `made` has them, in the first of the `ways` in which one computed."""
+def _spreads(config: RunConfig, made: Plan) -> list[Any]:
+    """The values of `training.reshard` that were thought of, the plan's own first."""
+    decided = made.config.training.reshard
+    both = config.training.ranks > 1 and config.training.reshard == "auto"
+    return sorted(("layer", "step"), key=lambda how: how != decided) if both else [made.memory_settings[_SPREAD]]
+
+
+def _correction(made: Plan, facts: Facts, spreads: list[Any], ways: list[Any]) -> str:
+    """The earlier run that says most of rows as `made` has them, in the first of the `spreads` and `ways` in which one
+    computed."""
     tokens = int(made.config.training.micro_batch_tokens)
-    each = (rows_of(made.config, facts, checkpointing=way).told(tokens) for way in (*ways, *WAYS))
+    configs = (with_values(made.config, {_SPREAD: how}) if len(spreads) > 1 else made.config for how in spreads)
+    each = (rows_of(config, facts, checkpointing=way).told(tokens) for config in configs for way in (*ways, *WAYS))
     return next(filter(None, each), "")
 
 

@@ -171,7 +171,10 @@ def _split_of(draft: Draft) -> Split:
     checkpointing = training.gradient_checkpointing
     if checkpointing == "auto":
         checkpointing = training.offload_activations
-    rows, row = rows_of(draft.config(), facts, checkpointing=checkpointing), draft["training.micro_batch_tokens"]
+    config, row = draft.config(), draft["training.micro_batch_tokens"]
+    if training.reshard == "auto":  # what takes least: more is kept where there is room left
+        config = with_values(config, {"training.reshard": "layer"})
+    rows = rows_of(config, facts, checkpointing=checkpointing)
     tokens = max(_longest(draft), MIN_ROW_TOKENS if row == "auto" else row)
     num_sequences = draft["inference.max_num_seqs"]
     needs = Needs(

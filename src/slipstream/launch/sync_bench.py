@@ -147,7 +147,7 @@ def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal
         raise ConfigError(f"--ranks {ranks} have GPUs of their own: leave out --placement shared")
     if placement == "auto":
         placement = "separate" if alone or (num_gpus > size and not shares) else "shared"
-    if placement == "separate" and num_gpus < 2:
+    if placement == "separate" and num_gpus < 2 and not alone:
         raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
     cards = place(ranks=ranks, replicas=options.replicas, tensor_parallel_size=size, separate=placement == "separate")
     if 0 < num_gpus < (needed := num_cards(cards)):

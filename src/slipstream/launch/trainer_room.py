@@ -111,12 +111,12 @@ def memory_settings(config: RunConfig, facts: Facts) -> dict[str, Any]:
         "critic": uses_critic(config),
         "weights.bridge": config.weights.bridge if uses_engine(config) else "none",
         "weights.delta": keeps_copy(config),
+        "training.reshard": training.reshard if training.ranks > 1 else "none",
         **{
             f"training.{name}": getattr(training, name)
             for name in (
                 "optimizer",
                 "ranks",
-                "reshard",
                 "packing",
                 "compile",
                 "gradient_checkpointing",

@@ -54,8 +54,9 @@ def compile_layers(
     problem = _compile(model, agree)
     if problem and count:
         weight_gradients.accumulate_apart(network)
-        _log.warning("gradients are added up apart from the products that make them (%s)", problem)
-        problem = _compile(model, agree)
+        reason, problem = problem, _compile(model, agree)
+        if not problem:
+            _log.warning("gradients are added up apart from the products that make them (%s)", reason)
     elif count:
         _log.info("the gradients of %d matrices are added up by the products that make them", count)
     return problem
@@ -113,8 +114,8 @@ def _beside(
         if not problems:
             try:
                 outputs = _with_gradient(tried(*args, **kwargs))
-                if torch.is_grad_enabled():
-                    inputs = _with_gradient([args, kwargs, list(layer.parameters())])
+                inputs = _with_gradient([args, kwargs, list(layer.parameters())])
+                if torch.is_grad_enabled() and inputs:  # below the first adapter nothing wants a gradient
                     # Up to the layer's inputs, where ranks would begin to add up what they have.
                     torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
             except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise

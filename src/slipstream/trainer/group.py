@@ -155,7 +155,8 @@ class RankGroup:
     def through_step(self, modules: Iterable[nn.Module], rows: Iterable[T], count: int) -> Generator[T]:
         """The `rows` of a step, of which there are `count`, for a forward and a backward pass each. Meanwhile this rank
         keeps the whole weights of these `modules`, without those below them, and their gradients, in float32; the last
-        backward pass adds these up over the ranks, and leaves this one its part."""
+        backward pass adds these up over the ranks, and leaves this one its part. Every pass goes through all of the
+        modules. After a row that failed this rank is of no use."""
         spread: list[Any] = list(modules)
         for module in spread:
             module.set_reshard_after_forward(False, recurse=False)

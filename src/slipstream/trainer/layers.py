@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from slipstream.errors import ConfigError
 from slipstream.trainer import attention
+from slipstream.trainer.towers import text_parts
 
 Checkpointing = bool | Literal["selective"]
 """What is computed again in the backward pass: everything but a layer's input, everything but the results of matrix
@@ -39,6 +40,12 @@ def decoder_layers(network: nn.Module) -> Sequence[nn.Module]:
             "training.gradient_checkpointing = false, and training.compile = false"
         )
     return layers
+
+
+def text_layers(network: nn.Module) -> list[nn.Module]:
+    """Those of `decoder_layers` that text goes through: not an image tower's."""
+    reached = {module for part in text_parts(network) for module in part.modules()}
+    return [layer for layer in decoder_layers(network) if layer in reached]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
 from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
 from slipstream.trainer.group import RankGroup, saved_of, shard_dim, shard_of
-from slipstream.trainer.layers import decoder_layers
+from slipstream.trainer.layers import text_layers
 from slipstream.trainer.learner import add_gradients, predictions, random_state, take_state
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective
@@ -225,7 +225,7 @@ class Part:
     memory: WorkerMemory | None = None
     """The engine's, where the model is in it."""
     keeps_whole: bool = False
-    """Whether weights and gradients stay whole from a step's first row to its last."""
+    """Whether the layers' weights and gradients stay whole from a step's first row to its last."""
     _saved: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict[str, list[tuple[str, Tensor]]], init=False)
     """What `shards` are parts of."""
 
@@ -280,7 +280,7 @@ class Part:
         assert self.objective is not None
         rows = micro_batches_of(share.batch(), share.rows, self.model.device)
         # The words, which are in no layer, are large, and every pass begins and ends with them.
-        whole = [*self.model.roots, *(decoder_layers(self.model.network) if self.keeps_whole else ())]
+        whole = [*self.model.roots, *(text_layers(self.model.network) if self.keeps_whole else ())]
         rows = self.group.through_step(whole, rows, len(share.rows))
         sums = add_gradients(self.model, rows, self.objective, divisors)
         tensors = {name: Packed.of(value) for name, value in sums.values.items()}

@@ -185,13 +185,14 @@ class ShardedLearner(Learner):
         self._part.objective = objective
         shares, _ = self._scorer.deal(batch, self.micro_batch_tokens)
         sums = Sums({})
-        for answer in self._crew.together([Backward(self._name, share, divisors) for share in shares], self._part.do):
+        answers = self._crew.together([Backward(self._name, share, divisors) for share in shares], self._part.do)
+        sums.longest_row = int(answers[0].numbers[2])  # of this rank, whose memory is noted beside it
+        for answer in answers:
             for name, packed in answer.tensors.items():
                 value = packed.tensor()
                 sums.values[name] = sums.values[name] + value if name in sums.values else value
             sums.num_micro_batches += int(answer.numbers[0])
             sums.num_row_tokens += int(answer.numbers[1])
-            sums.longest_row = max(sums.longest_row, int(answer.numbers[2]))
         return sums
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:

@@ -5,10 +5,10 @@ the sum for its output. Guarantees: the sum is the one that the optimizer looks 
 rounded to fp32 only; the forward product is torch's own; inside compiled layers, which share one code, the weight is
 found by a number.
 
-Only for layers that are compiled in one process: plain `nn.Linear` in bfloat16 on a GPU, with a weight of its own that
-is trained. What is not such a layer (embeddings, a tied head, biases, norms, an adapter) goes the ordinary way, and so
-does all where torch has no such product or a trial finds it wrong. `torch.autograd.grad` and double backward do not see
-these gradients.
+Only where layers are compiled, in one process: plain `nn.Linear`, in these layers or the head, in bfloat16 on a GPU,
+with a weight of its own that is trained. What is not such a layer (embeddings, a tied head, biases, norms, an adapter)
+goes the ordinary way, and so does all where torch has no such product or a trial finds it wrong. `torch.autograd.grad`
+and double backward do not see these gradients.
 """
 
 from __future__ import annotations

@@ -290,8 +290,10 @@ class BroadcastPublisher:
             tensors = (tensor for tensor in in_memory)
         with contextlib.closing(tensors):  # or the other ranks would still gather when it is published again
             # What is gathered begins to come before the engine stands still.
-            first = list(itertools.islice(tensors, 1))
-            self._send(ticket, specs, itertools.chain(first, tensors), announce(ticket) or (lambda: False))
+            first = deque(itertools.islice(tensors, 1))
+            is_over = announce(ticket) or (lambda: False)
+            # Nothing here holds on to one that is sent.
+            self._send(ticket, specs, itertools.chain((first.popleft() for _ in range(len(first))), tensors), is_over)
         return ticket
 
     def _send(

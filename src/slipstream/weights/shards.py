@@ -89,7 +89,7 @@ def gathered(
 def gathered_everywhere(
     shards: Iterable[Shard], size: int, group: ProcessGroup | None = None, *, bunch_bytes: int = 64 << 20
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole of every tensor that is dealt out, one after another, in every process. A collective, to be gone
+    """The whole tensors, one after another, in every process; all of them must be dealt out. A collective, to be gone
     through to its end; those below `bunch_bytes` share a message."""
     distributed: Any = torch.distributed
     for bunch in _bunches(shards, size, bunch_bytes):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.inference.plugin.ledger import Ledger
+from slipstream.inference.plugin.ledger import Ledger, wrong_token
 
 if TYPE_CHECKING:
     from slipstream.inference.plugin.delivery import Held, StepLogprobs
@@ -371,7 +371,8 @@ class PlainTokens:
         self, scheduler: Any, scheduled: dict[str, int], result: Any, step: StepLogprobs | None, held: Held
     ) -> tuple[dict[str, int], set[int]]:
         """Give plain tokens to their requests and to `held`. Returns what of `scheduled` is left to vLLM's own code,
-        and the clients whose tokens these were."""
+        and the clients whose tokens these were. Raises RuntimeError for a token that was not sampled yet, and, with the
+        asynchronous scheduler, for one that no step was made for."""
         rest: dict[str, int] = {}
         clients: set[int] = set()
         ledger: Ledger | None = getattr(scheduler, "_slipstream_ledger", None)
@@ -401,6 +402,8 @@ class PlainTokens:
                 rest[request_id] = count
                 continue
             token, whole = tokens[0], request._all_token_ids
+            if token < 0 or (is_async and request.num_output_placeholders < 1):
+                raise wrong_token(len(sampled), is_unasked=token >= 0)
             kept.tokens.append(token)
             if values is not None and kept.logprobs is not None:
                 kept.logprobs.append(values[place])

@@ -21,6 +21,15 @@ _WIDTH = 32
 """Tokens of a request that may wait here."""
 
 
+def wrong_token(num_requests: int, *, is_unasked: bool) -> RuntimeError:
+    """What to raise when a step brings a token that it cannot have made."""
+    return RuntimeError(
+        f"a step of {num_requests} requests came back with a token that was "
+        f"{'not asked for' if is_unasked else 'not sampled yet'}: what is kept for the requests is wrong, "
+        "please report it with the version of vLLM"
+    )
+
+
 class Ledger:
     """The running requests of a scheduler, each in a place of its own, in their order."""
 
@@ -136,11 +145,7 @@ class Ledger:
         rows, taken = places[plain], np.array(tokens)[plain]
         is_unasked = self._is_async and bool((self._made[rows] >= self._ahead[rows] + self._given[rows]).any())
         if is_unasked or (taken < 0).any():
-            raise RuntimeError(
-                f"a decode step of {len(ids)} requests came back with a token that was "
-                f"{'not asked for' if is_unasked else 'not sampled yet'}: what is kept for the requests is wrong, "
-                "please report it with the version of vLLM"
-            )
+            raise wrong_token(len(ids), is_unasked=is_unasked)
         columns = self._made[rows]
         self._tokens[rows, columns] = taken
         if step is not None:
