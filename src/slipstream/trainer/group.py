@@ -33,6 +33,7 @@ _VARIABLES = {
 
 
 T = TypeVar("T")
+_MARK = "_is_fsdp_managed_module"
 _SAID_BYTES = 512
 """Of what a rank may say of a failure."""
 _kept: list[Any] = []
@@ -121,6 +122,7 @@ class RankGroup:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             _add_up_by_kernel(sharded)
+            _have_compiled_as_ever(module)
             if memory is not None:
                 memory.place(module, prefixes[module], self.mesh)
         self._fill(model.network, whole, memory)
@@ -196,6 +198,14 @@ def shard_dim(parameter: Tensor) -> int:
     known: Any = parameter
     (placement,) = known.placements
     return int(placement.dim)
+
+
+def _have_compiled_as_ever(module: nn.Module) -> None:
+    """Take FSDP2's mark from a module: of one that has it torch's compiler takes numbers such as the size of its heads
+    for ones that change from call to call, and its kernels divide by them."""
+    for part in module.modules():
+        if hasattr(part, _MARK):
+            setattr(part, _MARK, False)
 
 
 def _add_up_by_kernel(module: Any) -> None:
