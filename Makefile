@@ -1,4 +1,6 @@
 # Two commands do everything: `make quickstart` and `make test`.
+# More where there are more cores: each may have engines of its own, of 1.3 GiB.
+TESTS_AT_ONCE ?= 2
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 INSTALLED := .venv/.installed-cpu
@@ -20,7 +22,7 @@ quickstart: $(INSTALLED) ## train a small model with SFT, then GRPO, on this CPU
 
 test: $(INSTALLED) ## all tests, with real vLLM, and with a headless Chromium that is installed where that is allowed
 	@$(PYTHON) scripts/install.py --browser
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(TESTS_AT_ONCE) --dist loadfile
 
 check: $(INSTALLED) ## lint, format and types
 	$(BIN)/ruff check .

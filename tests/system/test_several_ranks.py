@@ -35,8 +35,12 @@ def rank_processes(run):
     return found
 
 
-def rendezvous_folders():
-    return set(Path(tempfile.gettempdir()).glob("slipstream-ranks-*"))
+@pytest.fixture
+def meetings(monkeypatch):
+    """Where the ranks of this test's commands meet, and nobody else's."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield lambda: list(Path(folder).glob("slipstream-ranks-*"))
 
 
 @pytest.mark.slow
@@ -61,23 +65,24 @@ def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(com
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_run(command, run_file, tmp_path):
-    folder, before = tmp_path / "run", rendezvous_folders()
+def test_a_rank_that_is_killed_ends_the_run(command, run_file, meetings, tmp_path):
+    folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
     run.until(lambda: num_steps(folder) >= 2)
     (rank,) = rank_processes(run)
+    assert len(meetings()) == 1
     rank.send_signal(signal.SIGKILL)
     code, _, err = run.wait(200)
     report = read_exit(folder)
     assert (code, report.exit_code, report.error) == (8, 8, "RankError")
     assert "error: trainer process 1 (of 0 to 1) was killed (SIGKILL): continue with --resume" in err
     assert run.left_behind() == []
-    assert rendezvous_folders() <= before
+    assert meetings() == []
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_leaves_no_rank(command, run_file, tmp_path):
-    folder, before = tmp_path / "run", rendezvous_folders()
+def test_a_run_that_is_killed_leaves_no_rank(command, run_file, meetings, tmp_path):
+    folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
     run.until(lambda: num_steps(folder) >= 2)
     assert len(rank_processes(run)) == 1
@@ -85,7 +90,7 @@ def test_a_run_that_is_killed_leaves_no_rank(command, run_file, tmp_path):
     run.process.wait(10)
     assert run.left_behind() == []
     deadline = time.monotonic() + 30
-    while not rendezvous_folders() <= before:
+    while meetings():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
