@@ -80,8 +80,18 @@ def test_all_layers_have_the_same_graphs_and_state_is_read_again(compilers, monk
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_compiler_that_fails_on_one_rank_ends_all_with_the_same_sentence(rank, compilers, model, tmp_path):
+def test_a_compiler_that_fails_on_one_rank_ends_all_with_the_same_sentence(
+    rank, compilers, model, monkeypatch, tmp_path
+):
     """The others wait for nobody: they would until the deadline."""
+    close = ranks.RankCrew.close
+
+    def close_later(crew):  # or a rank might be killed before it has said why it ends
+        for one in crew._ranks:
+            one.process.wait(120)
+        close(crew)
+
+    monkeypatch.setattr(ranks.RankCrew, "close", close_later)
     compilers(*("broken" if number == rank else "eager" for number in (0, 1)))
     config = make_config(model, 2, {"kind": "grpo"}, compile=True, gradient_checkpointing=True, **LONG)
     says = (
