@@ -1,5 +1,5 @@
 # Two commands do everything: `make quickstart` and `make test`.
-# More where there are more cores: each may have engines of its own, of 1.3 GiB.
+# Tests that run side by side, each with engines of its own: for two cores. `make test TESTS_AT_ONCE=4` on more.
 TESTS_AT_ONCE ?= 2
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin

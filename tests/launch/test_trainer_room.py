@@ -262,3 +262,13 @@ def test_weights_stay_whole_where_an_earlier_run_says_that_there_is_room():
 
 def test_one_process_does_not_care_for_how_ranks_would_spread():
     assert plan(peak_of(FIRST, 6.5), values={"training.reshard": "layer"}).peaks
+
+
+def test_a_shared_card_is_divided_alike_whether_how_ranks_spread_is_asked_for_or_derived():
+    cards = {"num_gpus": 2, "gpu_memory_bytes": 30 * GIB}
+    values = {"training.ranks": 2, "inference.tensor_parallel_size": 2, "training.gradient_checkpointing": True}
+    asked = values | {"training.reshard": "layer"}
+    first = plan(values=asked, **cards)
+    peak = peak_of(first, 4)
+    divided, derived = (plan(peak, values=each, **cards).config.inference.kv_cache_gib for each in (asked, values))
+    assert derived == divided < first.config.inference.kv_cache_gib

@@ -41,7 +41,7 @@ from slipstream.launch.totals import (
 from slipstream.launch.trainer_room import WAYS, memory_settings, rows_of
 
 SMALL_MODEL_PARAMETERS = 20_000_000
-_WAY, _SPREAD = "training.gradient_checkpointing", "training.reshard"
+_WAY = "training.gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         problem = f"the run may end for want of memory, as an earlier one took more than is counted: {error}"
     ways = [each.config.training.gradient_checkpointing for each in (made, counted)]
     values = {item.name: item.value for item in counted.derived}
-    correction = partial(_correction, made, facts, _spreads(config, made))
+    configs = _alternatives(config, made.config)
+    correction = partial(_correction, configs, facts)
     derived = [
         item
         if values.get(item.name) == item.value
@@ -85,7 +86,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         else replace(item, reason=f"{item.reason}; {correction(ways[:: -1 if item.name == _WAY else 1])}")
         for item in made.derived
     ]
-    settings = [made.memory_settings | {_WAY: way, _SPREAD: how} for way in WAYS for how in _spreads(config, made)]
+    settings = [memory_settings(each, facts) | {_WAY: way} for each in configs for way in WAYS]
     return replace(
         made,
         derived=tuple(derived),
@@ -95,18 +96,18 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     )
 
 
-def _spreads(config: RunConfig, made: Plan) -> list[Any]:
-    """The values of `training.reshard` that were thought of, the plan's own first."""
-    decided = made.config.training.reshard
-    both = config.training.ranks > 1 and config.training.reshard == "auto"
-    return sorted(("layer", "step"), key=lambda how: how != decided) if both else [made.memory_settings[_SPREAD]]
+def _alternatives(asked: RunConfig, made: RunConfig) -> list[RunConfig]:
+    """What was planned, and where it was free to choose, what weights that are spread otherwise would have been."""
+    if asked.training.ranks == 1 or asked.training.reshard != "auto":
+        return [made]
+    other = "layer" if made.training.reshard == "step" else "step"
+    return [made, with_values(made, {"training.reshard": other})]
 
 
-def _correction(made: Plan, facts: Facts, spreads: list[Any], ways: list[Any]) -> str:
-    """The earlier run that says most of rows as `made` has them, in the first of the `spreads` and `ways` in which one
-    computed."""
-    tokens = int(made.config.training.micro_batch_tokens)
-    configs = (with_values(made.config, {_SPREAD: how}) if len(spreads) > 1 else made.config for how in spreads)
+def _correction(configs: list[RunConfig], facts: Facts, ways: list[Any]) -> str:
+    """The earlier run that says most of rows as the first of `configs` has them, in the first of these and of the
+    `ways` in which one computed."""
+    tokens = int(configs[0].training.micro_batch_tokens)
     each = (rows_of(config, facts, checkpointing=way).told(tokens) for config in configs for way in (*ways, *WAYS))
     return next(filter(None, each), "")
 
