@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError, TrainingError
 from slipstream.launch.export import export
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
-from slipstream.trainer.lora import rate_in_adapter
+from slipstream.trainer.lora import LoraLinear, rate_in_adapter
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 from slipstream.trainer.optimizer import MasterAdamW
@@ -103,6 +103,16 @@ def test_a_fresh_adapter_is_peft_s_initialization_and_changes_nothing(make_lora,
         assert 0.8 * bound < layer.lora_A.abs().max() <= bound
         assert 0.45 < layer.lora_A.std() / bound < 0.7  # uniform: 0.577
         assert not layer.lora_B.any()
+
+
+def test_a_seed_draws_the_same_adapter_on_every_device():
+    """A device that has no numbers stands for those that have a generator of their own."""
+    states = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        LoraLinear(torch.nn.Linear(5, 3, device="meta").to_empty(device=device), rank=2, scaling=1.0)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

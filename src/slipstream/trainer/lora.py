@@ -40,9 +40,10 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         weight = base_layer.weight
-        a = nn.init.kaiming_uniform_(torch.empty(rank, base_layer.in_features, device=weight.device), a=math.sqrt(5))
+        # Drawn on the CPU: a seed means the same adapter on a CPU and a GPU, and over any number of ranks.
+        a = nn.init.kaiming_uniform_(torch.empty(rank, base_layer.in_features), a=math.sqrt(5))
         b = torch.zeros(base_layer.out_features, rank, device=weight.device)
-        self.lora_A = nn.Parameter(a.to(weight.dtype))
+        self.lora_A = nn.Parameter(a.to(weight.device, weight.dtype))
         self.lora_B = nn.Parameter(b.to(weight.dtype))
         self.scaling = scaling
         self.enabled = True
