@@ -22,7 +22,7 @@ quickstart: $(INSTALLED) ## train a small model with SFT, then GRPO, on this CPU
 
 test: $(INSTALLED) ## all tests, with real vLLM, and with a headless Chromium that is installed where that is allowed
 	@$(PYTHON) scripts/install.py --browser
-	$(BIN)/pytest --numprocesses $(TESTS_AT_ONCE) --dist loadfile
+	$(BIN)/pytest --numprocesses $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED) ## lint, format and types
 	$(BIN)/ruff check .

@@ -312,6 +312,16 @@ def test_a_rank_that_fails_is_named(action, says, model, tmp_path):
     assert all(process.poll() is not None for process in processes)
 
 
+def test_after_the_first_update_the_garbage_collector_of_a_rank_looks_at_new_objects_only(model, tmp_path):
+    losses = tmp_path / "losses.py"
+    losses.write_text(FAILURES.format(action="import gc; assert not gc.get_freeze_count(), 'left out'"))
+    config = make_config(model, 2, algorithm={"kind": "grpo", "loss": f"{losses}:on_rank_1"})
+    with trained(config, tmp_path) as (parts, _):
+        one_step(parts, config, BATCHES[0])
+        with pytest.raises(RankError, match=r"trainer process 1 .of 0 to 1. failed .AssertionError: left out"):
+            one_step(parts, config, BATCHES[0])
+
+
 def test_a_rank_that_cannot_start(model, tmp_path):
     config = make_config(model, 2, lora={"rank": 4, "target_modules": ["nonsense"]})
     with pytest.raises(ConfigError, match="nonsense"), trained(config, tmp_path):

@@ -1,5 +1,6 @@
 """Each guard of a run, provoked: judged by the exit report, the metrics and the events."""
 
+import gc
 import json
 import math
 import os
@@ -25,6 +26,29 @@ def test_a_run_without_faults_finishes(scripted):
     assert all(0 < row["reward/mean"] < 1 for row in scripted.metrics[1:])
     assert scripted.metrics[-1]["eval/num_tasks"] == 8
     assert [event["version"] for event in scripted.events("apply")] == ["0.0", "0.1", "0.2", "0.3"]
+
+
+LOSS = """
+import gc, pathlib
+
+def counted(inputs):
+    with pathlib.Path(__file__).with_suffix(".txt").open("a") as file:
+        print(gc.get_freeze_count(), file=file)
+    return -inputs.advantages_N * (inputs.logprobs_N - inputs.old_logprobs_N).exp()
+"""
+
+
+def test_after_the_first_update_the_garbage_collector_looks_at_new_objects_only(scripted, tmp_path):
+    loss = tmp_path / "losses.py"
+    loss.write_text(LOSS)
+    report = scripted.run("--algorithm.loss", f"{loss}:counted")
+    assert (report.status, report.step) == ("finished", 3)
+    counts = [int(line) for line in loss.with_suffix(".txt").read_text().split()]
+    changes = [position for position in range(1, len(counts)) if (counts[position] > 0) != (counts[position - 1] > 0)]
+    # The first call is the check of the function, before anything else; the second the first step.
+    assert counts[0] == 0 < counts[-1]
+    assert changes == [2]
+    assert gc.get_freeze_count() == 0
 
 
 def test_no_trainable_token_in_a_batch(scripted):

@@ -56,9 +56,10 @@ def _listen(channel: Channel, commands: queue.SimpleQueue[bytes], folder: Path) 
 def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue[bytes]) -> None:
     import torch
 
-    from slipstream.launch.models import build_parts
+    from slipstream.launch.models import POLICY, build_parts
+    from slipstream.trainer import garbage
     from slipstream.trainer.group import RankGroup
-    from slipstream.trainer.rank_part import Answer, AnyCommand
+    from slipstream.trainer.rank_part import Answer, AnyCommand, Commit
 
     def answer(value: Answer) -> None:
         channel.send(msgspec.msgpack.encode(value), None)
@@ -70,10 +71,14 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
     group = RankGroup(settings.store, settings.rank, settings.size, timeout_s=config.training.rank_timeout_s)
     parts = build_parts(config, settings.sampling, group, settings.shared, trains=settings.trains)
     answer(Answer())
+    is_warm = False
     while True:
         command: AnyCommand = msgspec.msgpack.decode(commands.get(), type=AnyCommand)
         try:
             answer(parts[command.part].do(command))
+            if not is_warm and isinstance(command, Commit) and command.part == POLICY:
+                garbage.leave_out()
+                is_warm = True
         except ZeroGradientError:
             # Of all ranks alike: rank 0 decides what comes of it.
             answer(Answer())

@@ -30,6 +30,7 @@ from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
 from slipstream.config.traits import num_replicas
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.runlog import sample_of
+from slipstream.trainer import garbage
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
 from slipstream.trainer.credit import Credit, assign_credit
@@ -169,6 +170,8 @@ class TrainingLoop:
             # Every wait that a stop request ends lies between two updates.
             self._save()
             raise
+        finally:
+            garbage.take_in()
 
     def _run(self) -> None:
         training = self.config.training
@@ -177,8 +180,8 @@ class TrainingLoop:
             self._report(metrics)
             self._observe(metrics)
             self.engine.release(self.step)
-        started = time.monotonic()
-        is_last = False
+        started, updates = time.monotonic(), self.learner.step
+        is_last = is_warm = False
         while self.step < training.steps and not is_last:
             if self.early_stop.reason:
                 self.log.event("early_stop", step=self.step, reason=self.early_stop.reason)
@@ -187,6 +190,9 @@ class TrainingLoop:
             if self.should_stop():
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
             is_last = self._one_step(started)
+            if not is_warm and self.learner.step > updates:
+                garbage.leave_out()
+                is_warm = True
         if self.step or not self.early_stop.reason:
             self._check_learned()
         if self._saved_step != self.step:
