@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import load_config
+from slipstream.report.series import PANELS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("dev/*.md"), *ROOT.glob("docs/*.md")])
@@ -54,3 +55,10 @@ def test_named_modules_exist(path):
     names = re.findall(r"`([a-z_/]+/[a-z_/]+\.py)`", path.read_text(encoding="utf-8"))
     missing = [name for name in names if not ((ROOT / "src/slipstream" / name).exists() or (ROOT / name).exists())]
     assert missing == []
+
+
+def test_every_plotted_metric_is_explained():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    lines = [line for panel in PANELS for line in panel.lines if "_to_" not in line.metric]
+    named = {name for line in lines for name in (line.metric, line.spread, line.low, line.high) if name}
+    assert sorted(name for name in named if f"`{name}`" not in text) == []

@@ -49,6 +49,26 @@ def test_the_tables_hold_what_a_run_file_can_name():
         check_user_function("loss", resolved(RLConfig(kind=name)).loss)
 
 
+def test_a_loss_and_an_advantage_of_another_package(tmp_path, monkeypatch):
+    (tmp_path / "their_losses.py").write_text(OWN)
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[slipstream.losses]\nhalf = their_losses:half\n[slipstream.advantages]\ncentred = their_losses:centred\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_user_function("loss", "half")
+    check_user_function("advantage", "centred")
+    problem = make_problem()
+    value, gradients, _ = problem.ours(RLConfig(loss="half"))
+    built_in = problem.ours(RLConfig(loss="policy_gradient"))
+    assert value == pytest.approx(built_in[0] / 2)
+    torch.testing.assert_close(gradients, built_in[1] / 2)
+    with pytest.raises(ConfigError, match=r"did you mean 'half'"):
+        check_user_function("loss", "halv")
+
+
 def test_a_loss_and_an_advantage_from_a_file(own):
     check_user_function("loss", f"{own}:half")
     check_user_function("advantage", f"{own}:centred")

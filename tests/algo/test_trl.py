@@ -12,7 +12,7 @@ from tests.trainer.test_credit import batch_of
 from slipstream.algo.advantages import group_advantages, leave_one_out, overlong_punishment
 from slipstream.algo.importance import importance_weights
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.credit import assign_credit
+from slipstream.trainer.credit import assign_credit, kl_penalties_of
 
 pytest.importorskip("trl")
 from trl.rewards import get_soft_overlong_punishment
@@ -194,9 +194,11 @@ def test_rloos_advantages(ours, theirs, problem):
 def test_rloos_kl_in_the_reward(problem):
     output = scored(MinimalRLOO(problem, beta=0.1), REWARDS)
     batch = problem.batch
-    pairs = zip(batch.old_logprobs, batch.reference_logprobs, strict=True)
-    penalties = [[0.1 * (old - reference)] for old, reference in pairs]
-    credit = assign_credit(batch_of(REWARDS, 2), RLConfig(kind="rloo", kl_coef=0.1), MAX_TOKENS, penalties)
+    rollouts = batch_of(REWARDS, 2)
+    for rollout, sequence in zip(rollouts.rollouts, batch.sequences, strict=True):
+        rollout.sequences = [sequence]
+    penalties, _ = kl_penalties_of(rollouts, batch.old_logprobs, batch.reference_logprobs, "k1", 0.1)
+    credit = assign_credit(rollouts, RLConfig(kind="rloo", kl_coef=0.1), MAX_TOKENS, penalties)
     torch.testing.assert_close(torch.tensor(credit.advantages), output["advantages"], rtol=1e-5, atol=1e-5)
 
 

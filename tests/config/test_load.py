@@ -269,6 +269,11 @@ class TestKnobsWithoutEffect:
                 "importance_floor = 2 is not below algorithm.importance_cap = 2: lower the first",
             ),
             (MINIMAL, ["--algorithm.length_penalty", "0.1"], "set algorithm.reward_threshold"),
+            (
+                MINIMAL,
+                ["--algorithm.kind", "distill", "--algorithm.max_refills", "9", "--teacher.path", "teacher"],
+                "max_refills = 9 leaves out groups whose rewards agree, and under algorithm.advantage",
+            ),
             (MINIMAL, ["--algorithm.best_of", "9"], "best_of = 9 is more than algorithm.group_size = 8"),
             (MINIMAL, ["--critic.gamma", "0.9"], 'critic.gamma has no effect without algorithm.advantage = "gae"'),
             (SFT, ["--critic.gamma", "0.9"], 'critic.gamma has no effect without algorithm.advantage = "gae"'),

@@ -6,7 +6,7 @@ import torch
 from slipstream import records
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
-from slipstream.trainer.credit import assign_credit
+from slipstream.trainer.credit import assign_credit, kl_penalties_of
 
 
 def batch_of(rewards, group_size, lengths=None):
@@ -30,6 +30,39 @@ def test_advantages_from_rewards_and_from_right_or_wrong():
     assert credit.advantages == [-0.5, -0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
     assert credit.metrics["reward/signal_fraction"] == 0.5
     assert [rollout.reward for rollout in batch.rollouts][:2] == [0.1, 0.5]
+
+
+@pytest.mark.parametrize("kind", ["rloo", "reinforce_pp"])
+def test_a_kl_term_in_the_reward_is_no_signal(kind):
+    config = RLConfig(kind=kind, kl_coef=0.1)
+    penalties = [[torch.full((3,), 0.01 * i, dtype=torch.float64)] for i in range(4)]
+    agree = assign_credit(batch_of([1.0] * 4, 2, [3] * 4), config, 10, penalties)
+    assert any(agree.advantages)
+    assert (agree.has_signal, agree.metrics["reward/signal_fraction"]) == (False, 0.0)
+    differ = assign_credit(batch_of([1.0, 0.0, 1.0, 1.0], 2, [3] * 4), config, 10, penalties)
+    assert (differ.has_signal, differ.metrics["reward/signal_fraction"]) == (True, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_what_a_kl_term_takes_from_the_reward(kind):
+    """Of each token, by the formulas of http://joschu.net/blog/kl-approx.html; a rollout may have several sequences."""
+    lengths = [[3, 1], [2], [0, 4]]
+    rollouts = [
+        records.Rollout(f"{i}", "t", "g", [records.Sequence([1], [False])] * len(n), reward=0.0, outcome="done")
+        for i, n in enumerate(lengths)
+    ]
+    sizes = [size for each in lengths for size in each]
+    torch.manual_seed(0)
+    ours, theirs = ([-torch.rand(size) for size in sizes] for _ in range(2))
+    penalties, mean = kl_penalties_of(records.Batch(0, records.Version(0, 0), rollouts), ours, theirs, kind, 0.25)
+    assert [[len(part) for part in each] for each in penalties] == lengths
+    expected = []
+    for own, reference in zip(torch.cat(ours).tolist(), torch.cat(theirs).tolist(), strict=True):
+        log_ratio = own - reference
+        expected.append({"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": math.exp(-log_ratio) - 1 + log_ratio}[kind])
+    found = torch.cat([part for each in penalties for part in each])
+    assert found.tolist() == pytest.approx([0.25 * value for value in expected], abs=1e-7)
+    assert mean == pytest.approx(sum(expected) / len(expected), abs=1e-7)
 
 
 def test_shaping_of_rewards_by_length():

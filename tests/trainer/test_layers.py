@@ -1,13 +1,12 @@
 """However decoder layers compute, gradients are the same; what they keep is what the plan counts."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from slipstream.launch.facts import read_model
-from slipstream.launch.memory import layer_elements
+from slipstream.config import RunConfig
+from slipstream.launch.facts import adapter_config, measure_adapter, read_model
+from slipstream.launch.memory import activation_bytes_per_token
 from slipstream.trainer import layers
 from slipstream.trainer.batching import micro_batches
 from slipstream.trainer.compiled import compile_layers
@@ -144,26 +143,40 @@ def kept_bytes(model, row):
     return kept, output
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", ["plain", "selective", "again"])
-def test_the_plan_counts_what_layers_keep(way, dtype, save_model, make_batch, tmp_path):
-    """The difference that two more layers make, in numbers a token; the plan may count more, but not much."""
-    checkpointing = {"plain": False, "selective": "selective", "again": True}[way]
-    sizes = {}
+@pytest.mark.parametrize(
+    ("dtype", "adapter"), [("float32", None), ("bfloat16", None), ("bfloat16", "lora"), ("bfloat16", "dora")]
+)
+@pytest.mark.parametrize("way", [False, "selective", True])
+def test_the_plan_counts_what_layers_keep(way, dtype, adapter, save_model, make_batch, tmp_path):
+    """The difference that two more layers make for a token; the plan may count more, but not much."""
+    sizes, planned = {}, {}
     for depth in (2, 4):
         folder = save_model(tmp_path / f"{dtype}-{depth}", "Qwen2", num_hidden_layers=depth, vocab_size=128)
-        model = PolicyModel.load(folder, dtype, checkpointing=checkpointing)
-        batch = make_batch(num=1, longest=90, advantages=False)
-        (row,) = micro_batches(batch, 10_000)
+        model = PolicyModel.load(folder, dtype, checkpointing=way)
+        section = {}
+        if adapter is not None:
+            section = {"lora": {"rank": 4, "dora": adapter == "dora"}}
+        config = RunConfig.model_validate(
+            {
+                "model": {"path": str(folder), "dtype": dtype},
+                "data": {"path": "none"},
+                "algorithm": {"kind": "sft"},
+                "training": {"steps": 1},
+                **section,
+            }
+        )
+        outputs = 0
+        if (facts := measure_adapter(config)) is not None:
+            model.add_adapter(adapter_config(config))
+            outputs = facts.num_outputs
+        planned[depth] = activation_bytes_per_token(
+            read_model(str(folder)), dtype, checkpointing=way, adapter_outputs=outputs, dora=adapter == "dora"
+        )
+        (row,) = micro_batches(make_batch(num=1, longest=90, advantages=False), 10_000)
         model.logits(row)  # layouts and tables are made
         sizes[depth], _output = kept_bytes(model, row)
-    facts = dataclasses.replace(read_model(str(folder)))
-    found = (sizes[4] - sizes[2]) / 2 / len(row.token_ids_T) / (4 if dtype == "float32" else 2)
-    expected = {
-        "plain": layer_elements(facts),
-        "selective": layer_elements(facts, selective=True),
-        "again": facts.hidden_size,
-    }[way]
+    found = (sizes[4] - sizes[2]) / len(row.token_ids_T)
+    expected = planned[4] - planned[2]
     assert 0.75 * expected <= found <= 1.1 * expected
 
 

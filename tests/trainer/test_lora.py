@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from functools import partial
 
 import peft
@@ -9,7 +10,7 @@ import peft.optimizers
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from slipstream import records
 from slipstream.config import RLConfig
@@ -311,3 +312,34 @@ def test_exports(make_lora, make_batch, model_folder, tmp_path):
     with pytest.raises(ConfigError, match="neither a model nor an adapter"):
         export(tmp_path, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+OWN_CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+
+class OwnForCausalLM(Qwen3ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_an_adapter_of_a_base_that_brings_its_own_code_is_merged_when_that_is_trusted(
+    model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    base, out = tmp_path / "base", tmp_path / "merged"
+    shutil.copytree(model_folder, base)
+    (base / "own_code.py").write_text(OWN_CODE)
+    config = json.loads((base / "config.json").read_text())
+    classes = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
+    model = PolicyModel.load(str(base), "float32", trust_remote_code=True, packing=False)
+    adapter = model.add_adapter(AdapterConfig(4, 8.0, ("q_proj",), str(base)))
+    write_adapter_folder(tmp_path / "adapter", adapter.named_weights(), adapter.config, durable=False)
+    with pytest.raises(ConfigError, match=r"set model.trust_remote_code = true"):
+        export(tmp_path / "adapter", out, merged=True)
+    assert not out.exists()
+    export(tmp_path / "adapter", out, merged=True, trust_remote_code=True)
+    assert load_file(out / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()

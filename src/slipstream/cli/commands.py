@@ -26,6 +26,7 @@ Plain = Annotated[bool, Parameter(name="--plain", negative="", help="Print plain
 Resume = Annotated[
     bool, Parameter(name="--resume", negative="", help="Continue the run in run.folder after its last checkpoint.")
 ]
+TrustRemoteCode = Annotated[bool, Parameter(negative="", help="Let the model folder run its own Python code.")]
 
 MIN_SIGNAL = 0.25
 """Part of the groups with reward variance below which a run without a gain is told why."""
@@ -196,12 +197,13 @@ def export(
     /,
     *,
     merged: Annotated[bool, Parameter(negative="", help="Merge a LoRA adapter into its base: a whole model.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> int:
     """Take what can be deployed out of a checkpoint: a model, a LoRA adapter, or both merged into one model."""
     from slipstream.launch.export import export as write
 
-    path = write(checkpoint, out, merged=merged)
+    path = write(checkpoint, out, merged=merged, trust_remote_code=trust_remote_code)
     _print_json({"folder": str(path)}) if json else print(f"exported: {path}")
     return 0
 

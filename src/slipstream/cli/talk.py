@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
+from slipstream.cli.commands import TrustRemoteCode
 from slipstream.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ MaxModelLen = Annotated[
     Parameter(help="Longest conversation in tokens; else the model's context, at most 8192 (on a GPU 32768)."),
 ]
 GpuMemory = Annotated[float, Parameter(help="Part of the card's memory that vLLM takes, on a GPU.")]
-TrustRemoteCode = Annotated[bool, Parameter(negative="", help="Let the model folder run its own Python code.")]
 StartTimeout = Annotated[float, Parameter(help="Seconds that vLLM may take to start.")]
 
 

@@ -167,6 +167,12 @@ def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
             f"algorithm.max_refills = {final.max_refills} draws further tasks until the rewards in each group differ, "
             "and groups of algorithm.group_size = 1 never do: set it to 0, or use larger groups",
         )
+    if final.advantage == "none" and final.max_refills:
+        yield (
+            "algorithm.max_refills",
+            f"algorithm.max_refills = {final.max_refills} leaves out groups whose rewards agree, and under "
+            'algorithm.advantage = "none" rewards teach nothing in any: set it to 0',
+        )
     if algorithm.length_penalty and algorithm.reward_threshold is None:
         yield (
             "algorithm.length_penalty",

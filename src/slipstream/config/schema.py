@@ -48,7 +48,8 @@ class ModelConfig(Section):
     fp32_head: bool = False
     """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
     The weights stay as they are. How much nearer the two come depends on the model: what the layers before the head
-    round stays; `probe/abs_logprob_diff` tells."""
+    round stays; `probe/abs_logprob_diff` tells. The trainer computes them in chunks; without it they are there as a
+    whole, in the model's dtype. Not over `training.ranks`."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 
@@ -255,7 +256,8 @@ class LoraConfig(Section):
     `training.learning_rate`. The paper uses 16, with rates half as large."""
     dora: bool = False
     """DoRA (arXiv 2402.09353): beside the two matrices the length of each row of the weight is learnt. vLLM loads no
-    such adapter, so the engine gets the whole model with the adapter in it, by `disk`, `broadcast` or `restart`."""
+    such adapter, so the engine gets the whole model with the adapter in it, by `disk`, `broadcast` or `restart`. Not
+    over `training.ranks`."""
     path: str | None = None
     """An adapter folder in PEFT's format to start from, which must fit the settings above. Not set: a fresh adapter."""
 
@@ -303,7 +305,8 @@ class TrainingConfig(Section):
     (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `adamw_paged`: `adamw` whose moments CUDA moves to
     the CPU's memory as far as the GPU has too little room (arXiv 2305.14314), by bitsandbytes; up to eight bytes a
     parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with masters: matrices move by their momentum made
-    orthogonal, at AdamW's learning rates; embeddings, head and vectors are AdamW's. It keeps one moment for two."""
+    orthogonal, at AdamW's learning rates; embeddings, head and vectors are AdamW's. It keeps one moment for two.
+    Over `training.ranks` only `adamw` and `adamw_bf16`."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of Muon's momentum (Nesterov's)."""
     learning_rate: PositiveFloat = 1e-5
@@ -461,7 +464,8 @@ class RunSection(Section):
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
     """Where each step's metrics go beside the run folder; each is an extra to install."""
     max_steps_without_signal: PositiveInt = 20
-    """Consecutive steps in which no group had any reward variance, after which the run fails."""
+    """Consecutive steps in which the rewards taught nothing, after which the run fails: no group's differed, or under
+    `batch_mean` no two in the batch. A critic (`ppo`) and a teacher find something to teach in every batch."""
 
 
 class RunConfig(Section):

@@ -107,7 +107,9 @@ def measure_adapter(config: RunConfig) -> AdapterFacts | None:
     adapter = blank_adapter(model.path, adapter_config(config), trust_remote_code=model.trust_remote_code)
     if lora.path is not None:
         check_adapter_fits(Path(lora.path), adapter.config, adapter.shapes())
-    return AdapterFacts(adapter.num_parameters, tuple(sorted({name.rpartition(".")[2] for name in adapter.layers})))
+    targets = tuple(sorted({name.rpartition(".")[2] for name in adapter.layers}))
+    num_outputs = sum(layer.lora_A.shape[0] + layer.lora_B.shape[0] for layer in adapter.layers.values())
+    return AdapterFacts(adapter.num_parameters, targets, num_outputs)
 
 
 def adapter_config(config: RunConfig) -> AdapterConfig:

@@ -59,6 +59,8 @@ class AdapterFacts:
     num_parameters: int
     target_modules: tuple[str, ...]
     """Last parts of the names of all layers that get an adapter."""
+    num_outputs: int = 0
+    """Numbers that its matrices give for one token, those of all layers together."""
 
 
 @dataclass(frozen=True)

@@ -95,20 +95,25 @@ def activation_bytes_per_token(
     checkpointing: Checkpointing = False,
     compiled: bool = False,
     offload: bool = False,
+    adapter_outputs: int = 0,
+    dora: bool = False,
 ) -> int:
     """What one trained token keeps until its backward pass.
 
     Every layer keeps what `layer_elements` says; where it is computed again, its input (which `offload` moves away, but
-    for two), and one layer at a time the rest. Logits: as if every token carried loss.
+    for two), and one layer at a time the rest. An adapter's matrices give `adapter_outputs` numbers, all layers
+    together, kept where products are (`selective`); DoRA keeps as many, which it multiplies. Logits: as if every token
+    carried loss.
     """
     whole = layer_elements(model, compiled=compiled)
+    beside = adapter_outputs if dora else 0
     if checkpointing is True:
         inputs = 2 if offload else model.num_layers
-        elements = inputs * model.hidden_size + whole
+        elements = inputs * model.hidden_size + whole + beside // model.num_layers
     elif checkpointing == "selective" and not compiled:
-        elements = model.num_layers * layer_elements(model, selective=True) + whole
+        elements = model.num_layers * layer_elements(model, selective=True) + adapter_outputs + whole
     else:
-        elements = model.num_layers * whole
+        elements = model.num_layers * whole + beside
     return elements * BYTES_OF[dtype] + logits_bytes_per_token(model, dtype)
 
 

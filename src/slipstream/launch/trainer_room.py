@@ -188,6 +188,8 @@ def rows_of(config: RunConfig, facts: Facts, *, checkpointing: Any) -> Rows:
         checkpointing=checkpointing,
         compiled=training.compile is True,
         offload=training.offload_activations,
+        adapter_outputs=facts.adapter.num_outputs if facts.adapter else 0,
+        dora=config.lora is not None and config.lora.dora,
     )
     settings = memory_settings(config, facts) | {"training.gradient_checkpointing": checkpointing}
     return Rows(

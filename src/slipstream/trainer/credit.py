@@ -7,8 +7,9 @@ A critic's advantages go into `records.Sequence.advantages`, which the loss pref
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, cast
 
 import torch
@@ -24,9 +25,10 @@ from slipstream.algo.advantages import (
     signal_fraction,
 )
 from slipstream.algo.custom import user_function
+from slipstream.algo.losses import kl_estimate
 from slipstream.algo.values import explained_variance, generalized_advantages, whitened
 from slipstream.config.recipes import resolved
-from slipstream.config.schema import RLConfig, Scale
+from slipstream.config.schema import KLEstimator, RLConfig, Scale
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import ValueTargets
 from slipstream.trainer.critic import Critic
@@ -41,7 +43,7 @@ class Credit:
     carries_loss: list[bool]
     metrics: dict[str, float]
     has_signal: bool
-    """Whether the policy has anything to learn."""
+    """Whether the policy has anything to learn from the rewards; a KL term alone is nothing."""
     value_targets: list[list[ValueTargets]] | None = None
     """Of each rollout's sequences, for the critic."""
 
@@ -49,6 +51,18 @@ class Credit:
         """What the rollout at `place` is trained with; without its advantage where each token has its own."""
         whole = {"advantage": self.advantages[place]} if self.value_targets is None else {}
         return {**whole, "carries_loss": self.carries_loss[place]}
+
+
+def kl_penalties_of(
+    batch: records.Batch, ours: Sequence[Tensor], theirs: Sequence[Tensor], kind: KLEstimator, coef: float
+) -> tuple[list[list[Tensor]], float]:
+    """What the divergence from the reference takes from the reward at each trainable token: of each rollout, its
+    sequences'; and the mean divergence of a token. `ours` and `theirs`: log-probabilities of the trainable tokens of
+    each sequence of the batch, by the policy and by the reference."""
+    divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
+    mean = sum(each.sum().item() for each in divergences) / max(1, sum(map(len, divergences)))
+    each = (coef * divergence for divergence in divergences)
+    return [list(islice(each, len(rollout.sequences))) for rollout in batch.rollouts], mean
 
 
 def assign_credit(
@@ -68,25 +82,27 @@ def assign_credit(
     numbers = {group: n for n, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
     group_ids_S = torch.tensor([numbers[rollout.group_id] for rollout in rollouts])
     rewards_S, metrics = _shaped(rollouts, group_ids_S, config, max_tokens)
+    metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
     if critic is not None:
         best_S = _best(rewards_S, group_ids_S, config)
-        metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
         rewards = dict(zip(usable, rewards_S.tolist(), strict=True))
         chosen = {i for i, is_best in zip(usable, best_S.tolist(), strict=True) if is_best}
         return _by_critic(batch, config, critic, rewards, kl_penalties, chosen, metrics)
+    baseline = BASELINES.get(config.advantage) or user_function("advantage", config.advantage)
+    scale = cast("Scale", config.scale_rewards)
+    advantages_S = group_advantages(rewards_S, group_ids_S, scale, baseline)
+    has_signal = bool(advantages_S.any())
     if kl_penalties is not None:
         sums = [sum(penalty.sum().item() for penalty in kl_penalties[i]) for i in usable]
         rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
-    baseline = BASELINES.get(config.advantage) or user_function("advantage", config.advantage)
-    advantages_S = group_advantages(rewards_S, group_ids_S, cast("Scale", config.scale_rewards), baseline)
+        advantages_S = group_advantages(rewards_S, group_ids_S, scale, baseline)
     _check_finite(advantages_S, batch, config)
     best_S = _best(rewards_S, group_ids_S, config)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
-    metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
     taught = any(sequence.teacher_logprobs for rollout in rollouts for sequence in rollout.sequences)
-    return Credit(advantages, carries_loss, metrics, has_signal=taught or any(advantages))
+    return Credit(advantages, carries_loss, metrics, has_signal=taught or (has_signal and any(advantages)))
 
 
 def _best(rewards_S: Tensor, group_ids_S: Tensor, config: RLConfig) -> Tensor:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.errors import ConfigError
 from slipstream.trainer import attention
@@ -81,7 +81,7 @@ def dress_layers(network: nn.Module, options: LayerOptions) -> None:
 def _computed_again(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, dear_operations())
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _is_kept)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -91,11 +91,18 @@ def _computed_again(forward: Callable[..., Any], *, selective: bool) -> Callable
     return call
 
 
-def dear_operations() -> list[Any]:
+def _is_kept(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """What no gradient goes through is computed again: DoRA's lengths are products of whole weights."""
+    kept = torch.is_grad_enabled() and operation in dear_operations()
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def dear_operations() -> tuple[Any, ...]:
     """Whose results `selective` keeps: matrix multiplications and attention, on any device."""
     aten = torch.ops.aten
     assert attention.ragged_attention
-    return [
+    return (
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
@@ -105,7 +112,7 @@ def dear_operations() -> list[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.slipstream.ragged_attention.default,
-    ]
+    )
 
 
 def _offloaded(forward: Callable[..., Any], offloader: Offloader) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ in which nothing could be learned is an error.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -24,7 +23,6 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.losses import kl_estimate
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
 from slipstream.config.traits import num_replicas
@@ -33,7 +31,7 @@ from slipstream.runlog import sample_of
 from slipstream.trainer import garbage
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
-from slipstream.trainer.credit import Credit, assign_credit
+from slipstream.trainer.credit import Credit, assign_credit, kl_penalties_of
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.differences import differences_of, worst_mean
 from slipstream.trainer.early_stop import EarlyStop
@@ -340,11 +338,8 @@ class TrainingLoop:
         ours = self.learner.forward(sequences, self.sampling).logprobs
         theirs = self.reference.forward(sequences, self.sampling).logprobs
         kind = cast("KLEstimator", resolved(algorithm).kl_estimator)
-        divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
-        tokens = sum(map(len, divergences))
-        metrics["train/kl_reference"] = sum(each.sum().item() for each in divergences) / max(1, tokens)
-        each = iter(algorithm.kl_coef * divergence for divergence in divergences)
-        return [list(itertools.islice(each, len(rollout.sequences))) for rollout in batch.rollouts]
+        penalties, metrics["train/kl_reference"] = kl_penalties_of(batch, ours, theirs, kind, algorithm.kl_coef)
+        return penalties
 
     def _check_version(self, batch: records.Batch) -> None:
         staleness = self.config.training.staleness

@@ -27,7 +27,7 @@ from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.layers import Checkpointing, LayerOptions, dress_layers
 from slipstream.trainer.layout import SegmentLayout
 from slipstream.trainer.lora import Adapter
-from slipstream.trainer.towers import auto_class, freeze_towers, reads_images, text_config
+from slipstream.trainer.towers import auto_class, freeze_towers, reads_images, text_config, unusable
 from slipstream.weights.adapter import AdapterConfig
 from slipstream.weights.files import stored_parameters
 
@@ -386,10 +386,7 @@ def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = _one_line(error)
-        raise ConfigError(
-            f"model.path {str(folder)!r} holds no usable configuration ({reason}): use another model"
-        ) from error
+        raise unusable(str(folder), error) from error
     _check_config(config, str(folder), packing)
 
 

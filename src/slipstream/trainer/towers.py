@@ -37,8 +37,18 @@ def blank_network(path: str, *, trust_remote_code: bool = False) -> nn.Module:
         with torch.device("meta"):
             return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"model.path {path!r} holds no usable configuration ({reason}): use another model") from error
+        raise unusable(path, error) from error
+
+
+def unusable(path: str, error: Exception) -> ConfigError:
+    """What is said of a model folder whose configuration transformers refuses."""
+    reason = " ".join(str(error).split())[:300]
+    if "custom code" in reason:
+        return ConfigError(
+            f"model.path {path!r} brings its own Python code, which is run only if you trust it: read it, then set "
+            "model.trust_remote_code = true (--trust-remote-code)"
+        )
+    return ConfigError(f"model.path {path!r} holds no usable configuration ({reason}): use another model")
 
 
 def text_config(config: Any) -> Any:
