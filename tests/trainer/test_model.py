@@ -8,7 +8,10 @@ from safetensors.torch import load_file
 from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.learner import Learner
 from slipstream.trainer.model import PolicyModel, SharedTensors, check_isolation
+from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
 
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -122,6 +125,35 @@ def test_recurrent_layers_are_refused_when_packed(tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="layers of kind linear_attention"):
         PolicyModel.load(tmp_path)
+
+
+def test_recurrent_layers_are_trained_when_not_packed(make_batch, tmp_path):
+    """Losses and gradients of sequences a row each are transformers' own of each sequence by itself."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    )  # fmt: skip
+    transformers.Qwen3NextForCausalLM(config).save_pretrained(tmp_path)
+    model = PolicyModel.load(tmp_path, packing=False)
+    batch = make_batch(num=3, longest=20, advantages=False)
+    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
+    loss = learner.forward_backward(batch, SFTObjective())["loss"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    total, count = torch.zeros(()), 0
+    for sequence in batch.sequences:
+        ids, mask = torch.tensor([sequence.token_ids]), torch.tensor(sequence.mask[1:])
+        logprobs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        total, count = total - logprobs[mask].sum(), count + int(mask.sum())
+    (total / count).backward()
+    assert loss == pytest.approx((total / count).item(), rel=1e-5)
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, master in learner.optimizer.masters().items():
+        torch.testing.assert_close(
+            master.grad, gradients[name], atol=2e-6, rtol=1e-4, msg=lambda text: f"{name}: {text}"
+        )
 
 
 def test_a_leak_that_no_configuration_declares_is_found(model_folder):
