@@ -151,9 +151,7 @@ def test_recurrent_layers_are_trained_when_not_packed(make_batch, tmp_path):
     assert loss == pytest.approx((total / count).item(), rel=1e-5)
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, master in learner.optimizer.masters().items():
-        torch.testing.assert_close(
-            master.grad, gradients[name], atol=2e-6, rtol=1e-4, msg=lambda text: f"{name}: {text}"
-        )
+        torch.testing.assert_close(master.grad, gradients[name], atol=2e-6, rtol=1e-4)
 
 
 def test_a_leak_that_no_configuration_declares_is_found(model_folder):
