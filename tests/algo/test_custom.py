@@ -49,15 +49,9 @@ def test_the_tables_hold_what_a_run_file_can_name():
         check_user_function("loss", resolved(RLConfig(kind=name)).loss)
 
 
-def test_a_loss_and_an_advantage_of_another_package(tmp_path, monkeypatch):
-    (tmp_path / "their_losses.py").write_text(OWN)
-    info = tmp_path / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[slipstream.losses]\nhalf = their_losses:half\n[slipstream.advantages]\ncentred = their_losses:centred\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_loss_and_an_advantage_of_another_package(installed):
+    points = "[slipstream.losses]\nhalf = their_losses:half\n[slipstream.advantages]\ncentred = their_losses:centred\n"
+    installed("their_losses", OWN, points)
     check_user_function("loss", "half")
     check_user_function("advantage", "centred")
     problem = make_problem()

@@ -104,15 +104,9 @@ def test_an_unknown_name_is_said(name, said):
         load_environment(EnvironmentConfig(name=name))
 
 
-def test_an_entry_point_of_another_package(tmp_path, monkeypatch):
-    (tmp_path / "their_package.py").write_text(CLASSES)
-    info = tmp_path / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[slipstream.environments]\nsums = their_package:Sums\nbroken = their_package:Missing\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_an_entry_point_of_another_package(installed):
+    points = "[slipstream.environments]\nsums = their_package:Sums\nbroken = their_package:Missing\n"
+    installed("their_package", CLASSES, points)
     assert load_environment(EnvironmentConfig(name="sums", settings={"digits": 7})).digits == 7
     with pytest.raises(ConfigError, match=r"'sum' is not installed: did you mean 'sums'\?"):
         load_environment(EnvironmentConfig(name="sum"))
