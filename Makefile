@@ -1,15 +1,17 @@
 # Two commands do everything: `make quickstart` and `make test`.
 # Tests that run side by side, each with engines of its own: for two cores. `make test TESTS_AT_ONCE=4` on more.
 TESTS_AT_ONCE ?= 2
+# quick: every unit test and one real case of everything; full: all; 0 to 3: quick and that quarter of the others.
+TESTS ?= quick
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 INSTALLED := .venv/.installed-cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check format clean
+.PHONY: help install quickstart test test-full coverage check format clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 install: $(INSTALLED) ## install everything into .venv (CPU)
 
@@ -20,9 +22,19 @@ $(INSTALLED): pyproject.toml scripts/install.py $(wildcard constraints/cpu*.txt)
 quickstart: $(INSTALLED) ## train a small model with SFT, then GRPO, on this CPU, and show what it learned
 	$(BIN)/python examples/quickstart/run.py
 
-test: $(INSTALLED) ## all tests, with real vLLM, and with a headless Chromium that is installed where that is allowed
+test: $(INSTALLED) ## the tests to run before a commit: all units and one real case of everything, with real vLLM
 	@$(PYTHON) scripts/install.py --browser
-	$(BIN)/pytest --numprocesses $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --tests $(TESTS) --numprocesses $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+
+test-full: ## all tests
+	@$(MAKE) --no-print-directory test TESTS=full
+
+coverage: $(INSTALLED) ## lines and branches that the tests run, in every process; `make coverage TESTS=quick`
+	rm -rf .coverage && mkdir .coverage
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml SLIPSTREAM_COVERAGE=$(CURDIR)/.coverage \
+		$(MAKE) --no-print-directory test TESTS=$(if $(filter command line,$(origin TESTS)),$(TESTS),full)
+	SLIPSTREAM_COVERAGE=$(CURDIR)/.coverage $(BIN)/coverage combine --quiet
+	SLIPSTREAM_COVERAGE=$(CURDIR)/.coverage $(BIN)/coverage report
 
 check: $(INSTALLED) ## lint, format and types
 	$(BIN)/ruff check .

@@ -1,11 +1,66 @@
-"""Settings of all tests."""
+"""Settings of all tests: which are run, and how their processes start."""
+
+import os
+import subprocess
+import zlib
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from slipstream.inference import child
+
+from .fork_server import VARIABLE, ForkServers
+
+NUM_PARTS = 4
+CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full")
+
 # How long an example takes is a matter of the machine, and nothing that a test should fail for.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tests",
+        choices=CHOICES,
+        default="full",
+        help="quick: without those marked full; 0 to 3: with that part of them; full: all (default)",
+    )
+
+
+def part_of(path):
+    """The part of the full tests that a file is in; the same whatever files come or go."""
+    return zlib.crc32(path.encode()) % NUM_PARTS
+
+
+def pytest_collection_modifyitems(config, items):
+    chosen = config.getoption("--tests")
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("full")
+        and chosen != "full"
+        and chosen != str(part_of(item.path.relative_to(config.rootpath).as_posix()))
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_servers(tmp_path_factory):
+    """Children are forked where they can be; see `fork_server`."""
+    if os.environ.get(VARIABLE):
+        yield
+        return
+    with ForkServers(tmp_path_factory.mktemp("forks")).install():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def starts(request, monkeypatch):
+    """A test that is marked `real_start` starts its children as users do."""
+    if request.node.get_closest_marker("real_start"):
+        monkeypatch.setattr(child, "popen", subprocess.Popen)
 
 
 @pytest.fixture

@@ -83,18 +83,21 @@ def label(path: Path) -> str:
     return str(path.relative_to(SOURCE))
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_imports_go_downward(path):
+def upward_imports(path: Path) -> list[str]:
+    """What a file imports against the layers."""
     own = package_of(path)
     if not own:
-        assert imported_packages(path) == [], "the root package imports nothing of the project"
-        return
+        return [f"{label(path)}: the root package imports nothing of the project" for _ in imported_packages(path)]
     assert own in LAYERS, f"{own} has no layer: add it to LAYERS, and to the documents"
-    for line, other in imported_packages(path):
-        if other == own or other not in LAYERS:
-            continue
-        allowed = LAYERS[other] < LAYERS[own] or (own, other) in SAME_LAYER
-        assert allowed, f"{label(path)}:{line}: {own} (layer {LAYERS[own]}) imports {other} ({LAYERS[other]})"
+    return [
+        f"{label(path)}:{line}: {own} (layer {LAYERS[own]}) imports {other} ({LAYERS[other]})"
+        for line, other in imported_packages(path)
+        if other != own and other in LAYERS and LAYERS[other] >= LAYERS[own] and (own, other) not in SAME_LAYER
+    ]
+
+
+def test_imports_go_downward():
+    assert [error for path in FILES for error in upward_imports(path)] == []
 
 
 def test_the_import_reader_sees_every_form(tmp_path, monkeypatch):
@@ -108,6 +111,11 @@ def test_the_import_reader_sees_every_form(tmp_path, monkeypatch):
     assert [name for _, name in sorted(imported_packages(path))] == [
         "trainer", "weights", "inference", "envs", "algo",
     ]  # fmt: skip
+    assert [error.split(": ")[-1] for error in upward_imports(path)] == [
+        "envs (layer 3) imports trainer (3)", "envs (layer 3) imports inference (3)",
+    ]  # fmt: skip
+    path.write_text("def f():\n" + "    pass\n" * MAX_FILE_LINES)
+    assert [error.split(": ")[-1] for error in too_long(path)] == ["a noun is missing, split it", "f has 501 lines"]
 
 
 def test_trainer_inference_and_environments_do_not_know_each_other():
@@ -128,14 +136,22 @@ def test_heavy_libraries_are_not_imported_early(module):
     assert result.stdout.split() == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_sizes(path):
+def too_long(path: Path) -> list[str]:
+    """What of a file is longer than agreed."""
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MAX_FILE_LINES, "a noun is missing: split the file"
+    found = []
+    if (length := len(text.splitlines())) > MAX_FILE_LINES:
+        found.append(f"{label(path)} has {length} lines: a noun is missing, split it")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+            if length > MAX_FUNCTION_LINES:
+                found.append(f"{label(path)}:{node.lineno}: {node.name} has {length} lines")
+    return found
+
+
+def test_sizes():
+    assert [error for path in FILES for error in too_long(path)] == []
 
 
 def test_files_are_mostly_small():
@@ -143,9 +159,8 @@ def test_files_are_mostly_small():
     assert statistics.median(lengths) < MAX_MEDIAN_LINES
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_every_module_says_what_it_is(path):
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), "a module docstring is missing"
+def test_every_module_says_what_it_is():
+    assert [label(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
 
 
 def test_every_folder_with_code_is_a_package():

@@ -51,7 +51,6 @@ def test_kept_set_is_the_engines(seed, parameters):
         assert set(kept.nonzero()[:, 0].tolist()) == kept_by_definition(row, **parameters)
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10_000), st.sampled_from([0, 1, 5, 20]), st.sampled_from([0.2, 0.9, 0.99, 1.0]))
 def test_top_k_and_top_p_are_vllms_own(seed, top_k, top_p):

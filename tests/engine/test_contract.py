@@ -168,6 +168,12 @@ class Case(ABC):
             assert (ours - torch.cat(parts, dim=-1)).abs().max() < 1e-4 * ours.std()
         assert mean_difference(self.live, policy, SAMPLING) < TOLERANCE[self.dtype]
 
+    def ask_the_oracle(self) -> None:
+        """Once: it ends with its answers."""
+        self.oracle_answers = self.answers(self.oracle, "oracle")
+        self.engines.remove(self.oracle)
+        stop(self.oracle)
+
     def stop(self) -> None:
         for live in self.engines:
             live.engine.kill()
@@ -187,7 +193,7 @@ class WholeCase(Case):
         )
         self.held = self.model
         self.wait()
-        self.oracle_answers = self.answers(self.oracle, "oracle")
+        self.ask_the_oracle()
 
     def weights(self, policy: PolicyModel):
         return policy.named_weights()
@@ -372,7 +378,6 @@ def test_one_flipped_bit_in_shared_memory_is_found_and_named(whole: WholeCase):
     check_report(whole.live.call(whole.live.engine.verify(ticket, 60)), ticket)
 
 
-@pytest.mark.slow
 def test_the_same_with_the_weights_divided_over_two_workers(divided: WholeCase):
     for name in [name for name in BRIDGES if name != "single_copy"]:
         divided.check(name, *divided.attach(name))
@@ -396,7 +401,6 @@ def check_parts(state: dict[str, torch.Tensor], workers: tuple[SharedWeights, ..
         assert seen.all(), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("whole", ["vision"], indirect=True)
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_prompts_with_an_image_that_run_when_versions_come(whole: WholeCase, in_flight: str):

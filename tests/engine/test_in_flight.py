@@ -24,7 +24,6 @@ pytestmark = pytest.mark.engine
 NUM_RUNNING, LENGTH, NUM_UPDATES = 64, 100, 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [("disk", {}), ("broadcast", {"temperature": 0.7, "top_p": 0.9})],
@@ -34,13 +33,11 @@ def test_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampli
     assert num_crossings(check_updates_under_long_generations(live, tmp_path, name, sampling)) > NUM_RUNNING
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["disk", "broadcast"])
 def test_the_same_as_deltas(live: LiveEngine, tmp_path, name):
     assert num_crossings(check_updates_under_long_generations(live, tmp_path, name, {}, delta=True)) > NUM_RUNNING
 
 
-@pytest.mark.slow
 def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
     """As on GPUs, with tokens counted by us."""
     live = start(tiny_model, tmp_path, own_process=True)
@@ -50,7 +47,6 @@ def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
         stop(live)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own_process", [False, True])
 def test_kept_context_is_the_requests_own(tiny_model, tmp_path, own_process):
     """Under `keep` tokens after an update are off by what their context is old; requests that begin later are not."""
@@ -82,7 +78,6 @@ def check_that_no_block_is_older_than_its_request(live: LiveEngine, tmp_path):
             assert (ours - torch.tensor(completion.logprobs)).abs().max() < 1e-3
 
 
-@pytest.mark.slow
 def test_a_drained_engine_updates_between_requests(tiny_model, tmp_path):
     live = start(tiny_model, tmp_path, in_flight="drain")
     try:

@@ -197,7 +197,6 @@ def by_vllm_as_shipped(model: Path, adapter: Path | str = "") -> list[list[int]]
     return json.loads(line.removeprefix("found "))
 
 
-@pytest.mark.slow
 def test_adapter_and_merged_export_give_the_same_greedy_tokens_everywhere(lora, live, tiny_model, tmp_path):
     lora.update(60)
     beside = [completion.token_ids for completion in lora.live.sample("beside", GREEDY)]

@@ -141,7 +141,6 @@ def test_a_start_that_takes_too_long_is_given_up(tiny_model, tmp_path):
     process.remove_files()
 
 
-@pytest.mark.slow
 def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_weights(tiny_model, tmp_path):
     live = start(tiny_model, tmp_path, max_restarts=1)
     try:
@@ -174,7 +173,6 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
         stop(live)
 
 
-@pytest.mark.slow
 def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
     script = tmp_path / "supervisor.py"
     script.write_text(

@@ -171,7 +171,6 @@ def test_a_hundred_updates_leave_equal_fingerprints(pair: Pair):
     assert len(ticket.parameters) == len(pair.tensors)
 
 
-@pytest.mark.slow
 def test_no_token_is_made_by_a_half_written_version(pair: Pair):
     """The trainer writes one parameter after the other, with pauses, while requests are in flight."""
     params = SamplingParams(max_tokens=200)

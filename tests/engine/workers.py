@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,6 +19,7 @@ from .architectures import GRID, pixels
 
 FLIP_VARIABLE = "SLIPSTREAM_TEST_FLIP"
 TOWER_VARIABLE = "SLIPSTREAM_TEST_TOWER"
+LOOK_VARIABLE = "SLIPSTREAM_TEST_LOOK"
 
 
 class FlippingWorker(WorkerExtension):
@@ -41,3 +47,29 @@ class TowerWorker(WorkerExtension):
             (features,) = model.embed_multimodal(pixel_values=pixels(), image_grid_thw=torch.tensor([GRID]))
             save_file({"features": features.contiguous()}, file)
         return super().slipstream_fingerprint(parameters_json)
+
+
+class LookingWorker(WorkerExtension):
+    """When it is described, it writes what its process looks like."""
+
+    def slipstream_describe(self) -> str:
+        Path(os.environ[LOOK_VARIABLE]).write_text(json.dumps(looks()))
+        return super().slipstream_describe()
+
+
+def looks() -> dict[str, Any]:
+    """What a process sees of itself."""
+    main = sys.modules["__main__"]
+    return {
+        "modules": sorted(sys.modules),
+        "environment": {name: value for name, value in os.environ.items() if name != LOOK_VARIABLE},
+        "arguments": [Path(sys.argv[0]).name, *(Path(argument).name for argument in sys.argv[1:])],
+        "original": [Path(argument).name for argument in sys.orig_argv],
+        "main": [main.__name__, main.__spec__.name, Path(str(main.__file__)).name],
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "leads": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
+        "threads": torch.get_num_threads(),
+        "collects": gc.isenabled(),
+        "signals": {number.name: str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGCHLD)},
+    }

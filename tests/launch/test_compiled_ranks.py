@@ -33,7 +33,6 @@ def compilers(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("case", "compiler"), [("grpo", "aot_eager"), ("lora", "eager")])
 def test_losses_gradients_and_weights_are_those_of_one_process(case, compiler, compilers, model, tmp_path):
@@ -47,7 +46,6 @@ def test_losses_gradients_and_weights_are_those_of_one_process(case, compiler, c
     compare(several, one)
 
 
-@pytest.mark.slow
 def test_all_layers_have_the_same_graphs_and_state_is_read_again(compilers, monkeypatch, tmp_path):
     """FSDP2 gives layers other parameters and other classes: neither may have the compiler begin anew, or take the size
     of their heads for a number that changes: kernels would divide by it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -17,6 +18,7 @@ from slipstream import records
 from slipstream.config import load_config
 from slipstream.data.chat import ChatTokenizer
 from slipstream.errors import SlipstreamError
+from slipstream.inference import child
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.local import train
 from slipstream.launch.prepare import prepare
@@ -25,6 +27,8 @@ from slipstream.trainer.learner import score
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 from slipstream.view import make_view
+
+from ..fork_server import forked_by
 
 LETTERS = Path(__file__).with_name("letters.py")
 GRPO = """
@@ -130,12 +134,27 @@ def scripted(model, run_file, tmp_path):
     torch.set_num_threads(before)
 
 
+def family_of(pid):
+    """What a process has started, and what was forked for it; by id."""
+    family, parents = {}, {pid}
+    while parents:
+        found = forked_by(parents)
+        for parent in parents:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= {each.pid for each in psutil.Process(parent).children(recursive=True)}
+        parents = found - family.keys()
+        for each in parents:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family[each] = psutil.Process(each)
+    return family
+
+
 class Command:
     """`slipstream ...` in a process of its own, and everything that it starts."""
 
     def __init__(self, *arguments, cwd=None):
         environment = dict(os.environ, OMP_NUM_THREADS="1")
-        self.process = subprocess.Popen(
+        self.process = child.popen(
             [sys.executable, "-m", "slipstream.cli", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -149,20 +168,20 @@ class Command:
 
     def children(self):
         """Every process it has started so far, also those that have sessions of their own; by id."""
-        try:
-            found = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            found = []
-        self._family |= {child.pid: child for child in found}
+        self._family |= family_of(self.process.pid)
         return self._family
 
     def engines(self):
         """The engine's processes that are alive."""
+        return self.running("slipstream.inference.plugin.server")
+
+    def running(self, module):
+        """Those of its processes that run this module."""
         found = []
-        for child in self.children().values():
+        for each in self.children().values():
             try:
-                if "slipstream.inference.plugin.server" in child.cmdline():
-                    found.append(child)
+                if module in " ".join(each.cmdline()):
+                    found.append(each)
             except psutil.Error:
                 continue
         return found
@@ -191,8 +210,8 @@ class Command:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(30)
-        for child in self.left_behind(15.0):
-            child.kill()
+        for each in self.left_behind(15.0):
+            each.kill()
 
 
 @pytest.fixture

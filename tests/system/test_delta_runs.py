@@ -7,7 +7,7 @@ from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.weights.files import read_model_folder
 from slipstream.weights.fingerprint import describe, digest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false", "--model.dtype", "bfloat16")
 SLOWLY = ("--weights.delta", "true", "--training.learning_rate", 1e-5)

@@ -148,7 +148,6 @@ def test_the_model_as_its_own_teacher_is_refused(run_file, model):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_a_tiny_student_comes_nearer_to_a_trained_teacher(command, run_file, model, teacher, tmp_path):
     """Two engines and a trainer, after a teacher that imitated for longer than its student. Rewards are measured and
     not trained on."""

@@ -48,7 +48,6 @@ def test_a_resumed_adapter_run_ends_on_the_same_bits(scripted, run_file, tmp_pat
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command, run_file, tmp_path):
     sft = run_file.with_name("sft.toml")
     sft.write_text(sft.read_text().replace("[weights]\nprobe_tasks = 2\n", ""))
@@ -126,7 +125,6 @@ def test_dora_is_refused_where_the_adapter_travels_alone(run_file, bridge):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_dora_with_a_live_engine_then_evaluated_from_its_folder(command, run_file, tmp_path):
     """bfloat16, from memory to memory, only what changed."""
     options = (*LORA, "--lora.dora", "true", "--environment.settings", "{coin = true}", "--model.dtype", "bfloat16")

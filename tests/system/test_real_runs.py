@@ -15,7 +15,7 @@ from slipstream.weights.fingerprint import describe, digest
 
 from .conftest import LETTERS
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false")
 SHORT, LONG, ENDLESS = (("--training.steps", str(steps)) for steps in (2, 25, 100_000))

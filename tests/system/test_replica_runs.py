@@ -9,7 +9,7 @@ from slipstream.runlog import read_events, read_metrics, read_samples
 
 from .test_real_runs import COIN, ENDLESS, check_interrupted, check_run, num_steps
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 TWO = ("--inference.replicas", "2", "--run.threads", "2", "--run.save_samples", "16")
 

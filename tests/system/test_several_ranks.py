@@ -6,7 +6,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -25,14 +24,7 @@ def ranks(number, **settings):
 
 
 def rank_processes(run):
-    found = []
-    for child in run.children().values():
-        try:
-            if "slipstream.launch.rank" in child.cmdline():
-                found.append(child)
-        except psutil.Error:
-            continue
-    return found
+    return run.running("slipstream.launch.rank")
 
 
 @pytest.fixture
@@ -43,7 +35,6 @@ def meetings(monkeypatch):
         yield lambda: list(Path(folder).glob("slipstream-ranks-*"))
 
 
-@pytest.mark.slow
 def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(command, run_file, tmp_path):
     file = sft_file(run_file)
     every = ("--run.checkpoint_every", "2", "--training.steps")
@@ -64,7 +55,6 @@ def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(com
     assert len(list(shards.glob("shard-*.safetensors"))) == 4
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run(command, run_file, meetings, tmp_path):
     folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
@@ -80,7 +70,6 @@ def test_a_rank_that_is_killed_ends_the_run(command, run_file, meetings, tmp_pat
     assert meetings() == []
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_rank(command, run_file, meetings, tmp_path):
     folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
@@ -95,7 +84,6 @@ def test_a_run_that_is_killed_leaves_no_rank(command, run_file, meetings, tmp_pa
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_no_rank(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
@@ -105,7 +93,6 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_rank(command, run_file, tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize(("bridge", "steps"), [("broadcast", 3), ("disk", 3), ("restart", 1)])
 def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, tmp_path):
     """Under `restart` a new engine loads what they have gathered, as it would load an export."""
@@ -119,7 +106,6 @@ def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, t
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_one_command_places_two_ranks_and_two_engines_and_trains(command, run_file, tmp_path):
     """On four GPUs each has a card of its own."""
     folder = tmp_path / "run"
@@ -144,7 +130,6 @@ def test_one_command_places_two_ranks_and_two_engines_and_trains(command, run_fi
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
     folder = tmp_path / "run"
     delta = ("--weights.bridge", "broadcast", "--weights.delta", "true", "--model.dtype", "bfloat16")
@@ -160,7 +145,6 @@ def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_an_adapter_over_two_ranks(command, run_file, model, tmp_path):
     folder = tmp_path / "run"
     lora = ("--lora.rank", "4", "--training.learning_rate", "1e-2", "--run.folder", folder)

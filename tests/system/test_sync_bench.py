@@ -29,7 +29,6 @@ def test_the_collective_alone_is_timed(num_receivers):
     assert 0 < raw_broadcast_s(1 << 20, "gloo", [()] * num_receivers, repeats=3, timeout_s=60) < 10
 
 
-@pytest.mark.slow
 def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     (tmp_path / "scratch").mkdir()
@@ -59,7 +58,6 @@ def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
     assert command.left_behind() == []
 
 
-@pytest.mark.slow
 def test_one_engine_takes_its_weights_by_several_bridges(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     command = Command(
@@ -80,7 +78,6 @@ def test_an_adapter_needs_an_engine_of_its_own():
         measure_sync(["disk", "lora"], SyncOptions("nowhere"))
 
 
-@pytest.mark.slow
 def test_an_adapter_over_a_base_that_is_shared(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     command = Command(
@@ -94,7 +91,6 @@ def test_an_adapter_over_a_base_that_is_shared(tmp_path):
     assert row["commit"] is None, "nothing that the engine reads is written in place"
 
 
-@pytest.mark.slow
 def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     (tmp_path / "scratch").mkdir()
@@ -118,7 +114,6 @@ def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
     assert command.left_behind() == []
 
 
-@pytest.mark.slow
 def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     command = Command(
@@ -134,7 +129,6 @@ def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
     assert command.left_behind() == []
 
 
-@pytest.mark.slow
 def test_ranks_publish_to_two_engines(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     command = Command(

@@ -39,7 +39,6 @@ def adapter_run(model, tmp_path_factory):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_every_line_of_a_pipe_is_answered_by_the_verified_adapter(adapter_run):
     """The answers alone are on standard output; the conversation is remembered, and begun anew where asked for."""
     asked = "a\nb\n\n/new\na\n"
@@ -56,7 +55,6 @@ def test_every_line_of_a_pipe_is_answered_by_the_verified_adapter(adapter_run):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_ctrl_c_ends_a_chat_and_its_engine(model, command):
     chatting = command("chat", model, "--message", "a")
     chatting.until(chatting.engines)
@@ -68,7 +66,6 @@ def test_ctrl_c_ends_a_chat_and_its_engine(model, command):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_a_terminal(model):
     """Asked, answered, begun anew, and left with Ctrl-C at the prompt."""
     ours, theirs = pty.openpty()
@@ -116,7 +113,6 @@ def test_a_terminal(model):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_an_adapter_answers_at_an_openai_compatible_address(adapter_run, monkeypatch, command):
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "a-key")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")

@@ -10,7 +10,7 @@ from tests.engine.architectures import ARCHITECTURES
 
 from .test_real_runs import COIN
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture

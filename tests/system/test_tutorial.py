@@ -111,7 +111,6 @@ def test_commands_and_their_settings_exist(page, arguments, tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_the_tutorial(tmp_path):
     folder, programs = tmp_path / "tutorial", tmp_path / "bin"
     folder.mkdir()

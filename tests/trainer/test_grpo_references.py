@@ -123,7 +123,6 @@ def test_equals_the_papers(config, temperature, problem, model_folder, make_lear
     assert_same((metrics["loss"], gradients_of(learner)), paper(model_folder, problem, config, temperature))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", [c for c in CONFIGS if c.kl_estimator == "k3"], ids=name_of)
 def test_equals_trl(config, problem, model_folder, make_learner, gradients_of, tmp_path):
     trl = pytest.importorskip("trl")

@@ -42,7 +42,6 @@ def test_equals_the_definition(ours, model_folder):
     assert ours[1]["token_accuracy"] == pytest.approx(right / len(terms))
 
 
-@pytest.mark.slow
 def test_equals_trl(ours, model_folder, tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset

@@ -12,6 +12,7 @@ from rich.console import Console
 import slipstream
 from slipstream.cli import commands, proof, talk
 from slipstream.errors import SlipstreamError
+from slipstream.inference.child import leave
 
 USAGE_EXIT_CODE = 2
 
@@ -51,7 +52,7 @@ app.command(talk.serve_model, group=_USE)
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run one command; ends the process with its exit code."""
+    """Run one command and end the process with its exit code; with `arguments`, raise `SystemExit` instead."""
     # Read when torch is loaded. OpenMP threads that spin while they wait make a step many times longer wherever
     # something else needs the cores: the engine at staleness 1, or another program.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -68,4 +69,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except KeyboardInterrupt:
         stderr.print("interrupted")
         code = 130
-    sys.exit(code if isinstance(code, int) else 0)
+    code = code if isinstance(code, int) else 0
+    if arguments is not None:
+        sys.exit(code)
+    leave(code)

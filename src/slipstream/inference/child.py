@@ -1,34 +1,67 @@
 """A child process in a group of its own, its output in a log, and its life on its standard input.
 
-The child is to end when its standard input closes (`plugin/lifeline.py`), which happens however this process ends.
+The child is to end when its standard input closes (`plugin/lifeline.py`), which happens however this process ends; or
+when another descriptor does that it inherits. `leave` is how a child of ours ends by itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import subprocess
+import sys
+import threading
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every vLLM that Slipstream starts: it reports to nobody."""
 
 
-def launch(command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:
-    """Start it without waiting for it; what it prints is added to the log."""
+popen: type[subprocess.Popen[bytes]] = subprocess.Popen
+"""What starts a child. Tests put a class in its place that forks a process which has imported the libraries already."""
+
+
+def launch(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log_path: Path,
+    *,
+    stdin: int = subprocess.PIPE,
+    inherits: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start it without waiting for it; what it prints is added to the log, and it has the descriptors `inherits`."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
-        return subprocess.Popen(
+        return popen(
             command,
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=log,
             stderr=subprocess.STDOUT,
+            pass_fds=inherits,
             env=environment,
             start_new_session=True,
         )
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as `sys.exit` does, but leave its objects to the kernel: with torch and vLLM imported, it takes
+    seconds to take back operators and to free everything one by one."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    registry: dict[weakref.finalize[..., Any], Any] = getattr(weakref.finalize, "_registry", {})
+    for finalizer, call in list(registry.items()):
+        if str(getattr(call.func, "__module__", "")).split(".")[0] in ("torch", "vllm"):
+            finalizer.atexit = False
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def last_lines(log_path: Path, count: int = 15) -> str:

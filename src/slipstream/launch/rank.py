@@ -20,6 +20,7 @@ import msgspec
 
 from slipstream.config import RunConfig
 from slipstream.errors import ZeroGradientError
+from slipstream.inference.child import leave
 from slipstream.launch.channel import Channel, ChannelClosed
 from slipstream.launch.ranks import RankSettings, rank_threads
 
@@ -85,4 +86,4 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    leave(main(*sys.argv[1:]))

@@ -113,15 +113,13 @@ class RankCrew:
         path.write_bytes(msgspec.json.encode(settings))
         channel, theirs = Channel.pair()
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
-        with theirs, log.open("ab") as output:
-            process = subprocess.Popen(
+        with theirs:
+            process = child.launch(
                 [sys.executable, "-m", PROGRAM, str(path), str(theirs.fileno())],
+                environment,
+                log,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,
+                inherits=[theirs.fileno()],
             )
         return _Rank(settings.rank, process, channel, log)
 

@@ -278,9 +278,13 @@ class InProcessHost:
         await asyncio.wrap_future(self._submit(lambda: self._engine.remove_lora(adapter.id)))
 
     def shutdown(self) -> None:
-        """Stop stepping; the process ends right after."""
+        """Stop stepping, and remove the file at which vLLM's workers meet; the process ends right after."""
+        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
         self._commands.put(None)
         self._thread.join(5)
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 class AsyncHost:

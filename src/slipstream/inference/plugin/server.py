@@ -27,6 +27,7 @@ import msgspec
 from aiohttp import web
 
 import slipstream
+from slipstream.inference.child import leave
 from slipstream.inference.plugin import ENGINE_VARIABLE, delivery, lifeline, scoring, tensor_map
 from slipstream.inference.plugin.adapters import Adapters
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments, prompt_arguments, sampling_arguments
@@ -436,12 +437,13 @@ class EngineServer:
         )
 
 
-async def serve(settings: EngineSettings) -> None:
-    """Answer on the socket until SIGTERM or until the engine dies."""
+async def serve(settings: EngineSettings) -> bool:
+    """Answer on the socket until SIGTERM or until the engine dies; False when it died."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     await server.start()
     gc.collect()
     gc.freeze()  # what was imported stays: to look through it takes longer than an update may
+    gc.enable()
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
     app.add_routes(routes(server))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
@@ -460,19 +462,22 @@ async def serve(settings: EngineSettings) -> None:
     await runner.cleanup()
     server.host.shutdown()
     lifeline.remove_files()
-    if died:
-        raise SystemExit("the engine core died")
+    return not died
 
 
 def main() -> None:
     """Entry point of the child: settings are a JSON file named on the command line."""
+    gc.disable()  # until all is imported and loaded (`serve`): nothing of it becomes garbage, and looking takes a fifth
     lifeline.follow_stdin()
     os.environ[ENGINE_VARIABLE] = "1"
     with open(sys.argv[1], "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
     import uvloop
 
-    uvloop.run(serve(settings))
+    if uvloop.run(serve(settings)):
+        leave(0)
+    print("the engine core died", file=sys.stderr)
+    leave(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""A forked child is what a started one is; see `fork_server`."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.inference import child
+from slipstream.inference.process import EngineProcess
+from slipstream.records import GenerateRequest, SamplingParams
+
+from . import fork_server
+from .engine.conftest import PROMPTS, settings_for
+from .engine.conftest import tiny_model as tiny_model
+from .engine.workers import LOOK_VARIABLE, LookingWorker
+
+pytestmark = pytest.mark.skipif(
+    fork_server.VARIABLE in os.environ, reason=f"{fork_server.VARIABLE} is set: nothing is forked"
+)
+ADDED = {"tests", "setproctitle", "vllm"}
+"""Packages of what a fork server imports beyond what this engine needs: other engines need it."""
+COMMAND = [sys.executable, "-m", "slipstream.cli"]
+
+
+async def look(model: Path, folder: Path) -> dict:
+    """Start an engine, and have it say what it is and what it generates."""
+    worker = f"{LookingWorker.__module__}.{LookingWorker.__name__}"
+    settings = settings_for(model, options={"worker_extension_cls": worker})
+    process = EngineProcess(settings, folder / "engine.log", start_timeout_s=300)
+    try:
+        await process.start()
+        kind = type(process.process)
+        requests = [GenerateRequest(str(n), prompt, SamplingParams(16), seed=n) for n, prompt in enumerate(PROMPTS)]
+        answers = await asyncio.gather(*map(process.client.generate, requests))
+        return {"health": await process.client.health(), "answers": answers, "kind": kind}
+    finally:
+        await process.stop()
+        process.remove_files()
+
+
+@pytest.mark.engine
+def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_path, monkeypatch):
+    found = {}
+    for kind in (subprocess.Popen, fork_server.ForkedPopen):
+        monkeypatch.setattr(child, "popen", kind)
+        monkeypatch.setenv(LOOK_VARIABLE, str(tmp_path / "looks.json"))
+        found[kind] = asyncio.run(look(tiny_model, tmp_path)), json.loads((tmp_path / "looks.json").read_text())
+    (started, real), (forked, ours) = found.values()
+    assert (started.pop("kind"), forked.pop("kind")) == (subprocess.Popen, fork_server.ForkedPopen)
+    assert forked == started
+    modules = {name: set(each.pop("modules")) for name, each in (("real", real), ("ours", ours))}
+    environments = [each.pop("environment") for each in (real, ours)]
+    for name in ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"):
+        assert len({environment.pop(name) for environment in environments}) == 2, "each has its own"
+    assert set(environments[0].items()) ^ set(environments[1].items()) == set()
+    assert ours == real
+    assert modules["real"] - modules["ours"] == set()
+    added = {name.split(".")[0] for name in modules["ours"] - modules["real"]}
+    assert added <= ADDED
+
+
+def fork(*arguments, **options):
+    process = fork_server.ForkedPopen([*COMMAND, *arguments], **options)
+    assert process._link is not None, "it was started"
+    return process
+
+
+def test_a_forked_command_has_its_streams_and_exit_code():
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with fork("--version", **pipes) as process:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, "")
+        assert out.strip()
+        assert psutil.pid_exists(process.pid) is False
+    with fork("nonsense", **pipes) as process:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (2, "")
+        assert "nonsense" in err
+
+
+def test_a_forked_command_is_killed_and_waited_for_as_any_other(tmp_path):
+    # It waits for a fifo, so that it is there when it is killed.
+    os.mkfifo(tmp_path / "run.toml")
+    process = fork("plan", "run.toml", cwd=tmp_path, start_new_session=True)
+    assert os.getsid(process.pid) == process.pid
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    assert process.pid in fork_server.forked_by({os.getpid()})
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+    assert process.poll() == -signal.SIGKILL
+
+
+def test_what_libraries_read_early_has_to_be_the_same():
+    environment = dict(os.environ)
+    assert fork_server.forks(COMMAND, environment) == "trainer"
+    assert fork_server.forks(COMMAND, environment | {"OMP_NUM_THREADS": "7", "ANY": "1"}) == "trainer"
+    assert fork_server.forks(COMMAND, environment | {"PYTHONPATH": "/elsewhere"}) is None
+    assert fork_server.forks(COMMAND, environment | {"VLLM_USE_V1": "0"}) is None
+    assert fork_server.forks([sys.executable, "-c", "pass"], environment) is None
+    assert fork_server.forks(["sh", "-m", "slipstream.cli"], environment) is None
+
+
+@pytest.mark.real_start
+def test_a_marked_test_starts_its_children_as_users_do():
+    assert child.popen is subprocess.Popen
+
+
+@pytest.mark.full
+def test_children_end_with_their_server(tmp_path):
+    os.mkfifo(tmp_path / "run.toml")
+    (tmp_path / "forks").mkdir()
+    servers = fork_server.ForkServers(tmp_path / "forks")
+    before = fork_server._sockets, fork_server._owned
+    with servers.install():
+        process = fork("plan", "run.toml", cwd=tmp_path)
+        (tmp_path / "seen").touch()
+    child.popen = fork_server.ForkedPopen
+    fork_server._sockets, fork_server._owned = before
+    assert process.wait(30) == -signal.SIGKILL
