@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from slipstream.inference import child
 
-from .fork_server import VARIABLE, ForkServers
+from .fork_server import VARIABLE, ForkServers, name_context, take_for_usual
 
 NUM_PARTS = 4
 CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full")
@@ -17,6 +17,11 @@ CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full")
 # How long an example takes is a matter of the machine, and nothing that a test should fail for.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    name_context(item.nodeid)
 
 
 def pytest_addoption(parser):
@@ -28,19 +33,16 @@ def pytest_addoption(parser):
     )
 
 
-def part_of(path):
-    """The part of the full tests that a file is in; the same whatever files come or go."""
-    return zlib.crc32(path.encode()) % NUM_PARTS
+def part_of(item):
+    """The part of the full tests that a test function is in; the same whatever others come or go."""
+    name = f"{item.path.relative_to(item.config.rootpath).as_posix()}::{item.function.__name__}"
+    return zlib.crc32(name.encode()) % NUM_PARTS
 
 
 def pytest_collection_modifyitems(config, items):
     chosen = config.getoption("--tests")
     left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("full")
-        and chosen != "full"
-        and chosen != str(part_of(item.path.relative_to(config.rootpath).as_posix()))
+        item for item in items if item.get_closest_marker("full") and chosen != "full" and chosen != str(part_of(item))
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
@@ -59,6 +61,7 @@ def fork_servers(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def starts(request, monkeypatch):
     """A test that is marked `real_start` starts its children as users do."""
+    take_for_usual(os.environ)
     if request.node.get_closest_marker("real_start"):
         monkeypatch.setattr(child, "popen", subprocess.Popen)
 

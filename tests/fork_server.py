@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +99,32 @@ def forks(command: list[str], environment: dict[str, str] | None) -> str | None:
         environment = dict(os.environ)
     if len(command) < 3 or command[:2] != [sys.executable, "-m"] or command[2] not in KINDS:
         return None
-    theirs, ours = ({k: v for k, v in each.items() if _is_read_early(k)} for each in (environment, _started_with))
+    theirs, ours = ({k: v for k, v in each.items() if v and _is_read_early(k)} for each in (environment, _usual))
     return KINDS[command[2]] if theirs == ours else None
+
+
+def take_for_usual(environment: Mapping[str, str]) -> None:
+    """What libraries have set in it when they were imported is not a reason to start a child for real."""
+    global _usual
+    _usual = dict(environment)
 
 
 def _is_read_early(name: str) -> bool:
     return READ_EARLY.fullmatch(name) is not None and name not in READ_LATER
 
 
-_started_with: dict[str, str] = dict(os.environ)
+_usual: dict[str, str] = dict(os.environ)
+"""This process's environment before a test, or the child itself, changes it for its children."""
 _sockets: Path | None = None
 """Folder of the servers' sockets, where there are any."""
 _owned: ForkServers | None = None
 """In the process that starts servers when they are first needed; its children find them by their sockets."""
+
+
+def name_context(test: str) -> None:
+    """Where coverage is measured, note what runs from now on as run by this test."""
+    if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()) is not None:
+        measured.switch_context(test)
 
 
 class ForkedPopen(subprocess.Popen[Any]):
@@ -319,6 +332,8 @@ class _Server:
                 os.setsid()
             os.environ.clear()
             os.environ.update(self._set_by_imports | request["environment"])
+            take_for_usual(os.environ)
+            name_context(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
             os.chdir(request["folder"])
             os.close(tells)
             global _sockets

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -282,12 +283,24 @@ def _started(kind: type[Case], architecture: Architecture, folder: Path) -> Iter
         case.stop()
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+def cases(quick: str, names: Iterable[str], also: Iterable[tuple[str, str]] = ()) -> list[Any]:
+    """Every architecture with every name; those of `quick` are not left to the full tests, nor are those of `also`."""
+    return [
+        pytest.param(kind, name, marks=() if kind == quick or (kind, name) in also else pytest.mark.full)
+        for kind in ARCHITECTURES
+        for name in names
+    ]
+
+
+QUICK_UNTIED = [pytest.param(kind, marks=() if kind == "untied" else pytest.mark.full) for kind in ARCHITECTURES]
+
+
+@pytest.fixture(scope="module")
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
     yield from _started(WholeCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("whole"))
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module")
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterCase]:
     yield from _started(AdapterCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("adapted"))
 
@@ -297,18 +310,23 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
     yield from _started(WholeCase, DIVIDED, tmp_path_factory.mktemp("divided"))
 
 
-@pytest.mark.parametrize("name", BRIDGES)
+@pytest.mark.parametrize(
+    ("whole", "name"),
+    # In every architecture weights lie otherwise; that each bridge brings all of them, one shows.
+    cases("untied", BRIDGES, also=[("experts", "disk"), ("vision", "disk")]),
+    indirect=["whole"],
+)
 def test_the_engine_answers_as_one_started_on_the_version(whole: WholeCase, name: str):
     whole.check(name, *whole.attach(name))
     whole.held = Path(whole.ticket.location)
 
 
-@pytest.mark.parametrize("name", ADAPTER_BRIDGES)
+@pytest.mark.parametrize(("adapted", "name"), cases("tied", ADAPTER_BRIDGES), indirect=["adapted"])
 def test_the_engine_answers_as_one_started_with_the_adapter(adapted: AdapterCase, name: str):
     adapted.check(name, *adapted.attach(name))
 
 
-@pytest.mark.parametrize("name", ["disk", "broadcast"])
+@pytest.mark.parametrize(("whole", "name"), cases("untied", ["disk", "broadcast"]), indirect=["whole"])
 @torch.no_grad()
 def test_an_adapter_that_is_published_merged_is_the_model_that_an_export_makes_of_it(
     whole: WholeCase, name: str, tmp_path: Path
@@ -334,6 +352,7 @@ def test_an_adapter_that_is_published_merged_is_the_model_that_an_export_makes_o
     assert mean_difference(whole.live, policy, SAMPLING) < TOLERANCE[whole.dtype]
 
 
+@pytest.mark.parametrize("whole", QUICK_UNTIED, indirect=True)
 def test_one_flipped_bit_is_found_and_named_and_takes_the_engine_out_of_service(whole: WholeCase):
     check_flipped_bits(whole)
 
@@ -363,6 +382,7 @@ def check_flipped_bits(whole: WholeCase) -> None:
     assert whole.live.sample("again", SAMPLING)
 
 
+@pytest.mark.parametrize("whole", QUICK_UNTIED, indirect=True)
 def test_one_flipped_bit_in_shared_memory_is_found_and_named(whole: WholeCase):
     policy, bridge = whole.attach("single_copy")
     ticket, report = whole.publish(policy, bridge, FIRST)
@@ -378,6 +398,7 @@ def test_one_flipped_bit_in_shared_memory_is_found_and_named(whole: WholeCase):
     check_report(whole.live.call(whole.live.engine.verify(ticket, 60)), ticket)
 
 
+@pytest.mark.full
 def test_the_same_with_the_weights_divided_over_two_workers(divided: WholeCase):
     for name in [name for name in BRIDGES if name != "single_copy"]:
         divided.check(name, *divided.attach(name))
@@ -401,6 +422,7 @@ def check_parts(state: dict[str, torch.Tensor], workers: tuple[SharedWeights, ..
         assert seen.all(), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole", ["vision"], indirect=True)
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_prompts_with_an_image_that_run_when_versions_come(whole: WholeCase, in_flight: str):

@@ -33,11 +33,12 @@ def test_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampli
     assert num_crossings(check_updates_under_long_generations(live, tmp_path, name, sampling)) > NUM_RUNNING
 
 
-@pytest.mark.parametrize("name", ["disk", "broadcast"])
+@pytest.mark.parametrize("name", [pytest.param("disk", marks=pytest.mark.full), "broadcast"])
 def test_the_same_as_deltas(live: LiveEngine, tmp_path, name):
     assert num_crossings(check_updates_under_long_generations(live, tmp_path, name, {}, delta=True)) > NUM_RUNNING
 
 
+@pytest.mark.full
 def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
     """As on GPUs, with tokens counted by us."""
     live = start(tiny_model, tmp_path, own_process=True)
@@ -47,7 +48,7 @@ def test_the_same_with_the_engine_in_a_process_of_its_own(tiny_model, tmp_path):
         stop(live)
 
 
-@pytest.mark.parametrize("own_process", [False, True])
+@pytest.mark.parametrize("own_process", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_kept_context_is_the_requests_own(tiny_model, tmp_path, own_process):
     """Under `keep` tokens after an update are off by what their context is old; requests that begin later are not."""
     live = start(tiny_model, tmp_path, in_flight="keep", own_process=own_process)

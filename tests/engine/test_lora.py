@@ -161,6 +161,7 @@ def test_a_prompt_cached_under_an_old_adapter_is_computed_again(lora):
     assert before[0].logprobs == again[0].logprobs
 
 
+@pytest.mark.real_start
 def test_an_engine_that_died_comes_back_with_base_and_adapter_verified(lora):
     lora.update(50)
     before = lora.live.sample("before", GREEDY)

@@ -122,6 +122,7 @@ def wait_until_idle(live, timeout_s=60.0):
         time.sleep(0.05)
 
 
+@pytest.mark.real_start
 def test_an_engine_that_cannot_start_says_why(tmp_path):
     (tmp_path / "empty").mkdir()
     process = EngineProcess(settings_for(tmp_path / "empty"), tmp_path / "engine.log", start_timeout_s=300)
@@ -131,6 +132,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path):
     process.remove_files()
 
 
+@pytest.mark.real_start
 def test_a_start_that_takes_too_long_is_given_up(tiny_model, tmp_path):
     process = EngineProcess(settings_for(tiny_model), tmp_path / "engine.log", start_timeout_s=1.0)
     began = time.monotonic()
@@ -141,6 +143,7 @@ def test_a_start_that_takes_too_long_is_given_up(tiny_model, tmp_path):
     process.remove_files()
 
 
+@pytest.mark.real_start
 def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_weights(tiny_model, tmp_path):
     live = start(tiny_model, tmp_path, max_restarts=1)
     try:
@@ -173,6 +176,7 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
         stop(live)
 
 
+@pytest.mark.real_start
 def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
     script = tmp_path / "supervisor.py"
     script.write_text(

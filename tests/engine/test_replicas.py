@@ -158,6 +158,7 @@ def test_which_one_answers_makes_no_difference(several):
     assert [(c.token_ids, c.logprobs) for c in first] == [(c.token_ids, c.logprobs) for c in second]
 
 
+@pytest.mark.real_start
 def test_one_is_killed_while_it_generates(several):
     asked = several.run_on(0, "killed")
     os.kill(several.pid(0), signal.SIGKILL)
@@ -171,6 +172,7 @@ def test_one_is_killed_while_it_generates(several):
     assert several.requests() == [8, 8]
 
 
+@pytest.mark.real_start
 def test_one_is_killed_while_it_takes_a_version(several):
     pid = several.pid(1)
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -9 {pid}"])
@@ -189,6 +191,7 @@ def test_one_is_killed_while_it_takes_a_version(several):
     assert several.requests() == [8, 8]
 
 
+@pytest.mark.real_start
 def test_without_files_the_other_goes_on_alone_until_the_next_version(several):
     for _ in range(2):
         several.publish("broadcast")
@@ -207,6 +210,7 @@ def test_without_files_the_other_goes_on_alone_until_the_next_version(several):
     assert several.requests() == [8, 8]
 
 
+@pytest.mark.real_start
 def test_one_is_killed_in_the_middle_of_a_collective(several):
     several.publish("broadcast")
     pid = several.pid(1)

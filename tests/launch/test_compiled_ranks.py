@@ -33,6 +33,7 @@ def compilers(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("case", "compiler"), [("grpo", "aot_eager"), ("lora", "eager")])
 def test_losses_gradients_and_weights_are_those_of_one_process(case, compiler, compilers, model, tmp_path):

@@ -258,6 +258,7 @@ def test_gradients_in_bfloat16_are_added_up_through_a_step(model, tmp_path):
         assert (moment - moments["layer"][name]).norm() <= 5e-3 * moment.norm(), name
 
 
+@pytest.mark.real_start
 def test_what_goes_wrong_on_all_ranks_alike_and_one_that_is_killed(model, tmp_path):
     other = new_model(tmp_path / "other", hidden_size=32, num_layers=2, intermediate_size=64, context_length=256)
     with trained(make_config(other, 1), tmp_path) as (parts, _):
@@ -293,6 +294,7 @@ def on_rank_1(inputs):
 """
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize(
     ("action", "says"),
     [
@@ -322,12 +324,14 @@ def test_after_the_first_update_the_garbage_collector_of_a_rank_looks_at_new_obj
             one_step(parts, config, BATCHES[0])
 
 
+@pytest.mark.real_start
 def test_a_rank_that_cannot_start(model, tmp_path):
     config = make_config(model, 2, lora={"rank": 4, "target_modules": ["nonsense"]})
     with pytest.raises(ConfigError, match="nonsense"), trained(config, tmp_path):
         pass
 
 
+@pytest.mark.real_start
 def test_a_child_can_be_forked_by_another_thread_when_the_ranks_are_gone(model, tmp_path):
     """A forked child clears the caches of its parent's other threads; DTensor's is one, with the group in it."""
     config = make_config(model, 2, {"kind": "grpo"})

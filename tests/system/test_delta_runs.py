@@ -13,7 +13,7 @@ COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false", "--m
 SLOWLY = ("--weights.delta", "true", "--training.learning_rate", 1e-5)
 
 
-@pytest.mark.parametrize(("bridge", "staleness"), [("disk", 0), ("broadcast", 1)])
+@pytest.mark.parametrize(("bridge", "staleness"), [pytest.param("disk", 0, marks=pytest.mark.full), ("broadcast", 1)])
 def test_grpo(command, run_file, tmp_path, bridge, staleness):
     folder = tmp_path / "run"
     options = ("--weights.bridge", bridge, "--training.staleness", staleness, "--training.steps", 4)
@@ -35,6 +35,8 @@ def test_grpo(command, run_file, tmp_path, bridge, staleness):
     ]
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 def test_an_engine_that_dies_is_started_again_on_the_whole_version_and_the_deltas(command, run_file, tmp_path):
     folder = tmp_path / "run"
     options = ("--weights.bridge", "disk", "--training.steps", 25, "--run.folder", folder)

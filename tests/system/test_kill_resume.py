@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kill_resume.py"
 
 
+@pytest.mark.full
 def test_sft_killed_three_times_ends_with_the_same_weights():
     result = subprocess.run(
         [sys.executable, str(BENCHMARK), "--kills", "3", "--steps", "100"],

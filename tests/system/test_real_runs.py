@@ -53,6 +53,7 @@ def test_from_a_new_model_to_an_accuracy(command, run_file, tmp_path):
     assert abs(metrics["eval/accuracy"] - summary["eval/accuracy"]) <= 0.1
 
 
+@pytest.mark.full
 def test_the_restart_bridge(command, run_file, tmp_path):
     run = command(
         "train",
@@ -71,7 +72,8 @@ def test_the_restart_bridge(command, run_file, tmp_path):
     assert run.left_behind() == []
 
 
-@pytest.mark.parametrize("max_restarts", [1, 0])
+@pytest.mark.real_start
+@pytest.mark.parametrize("max_restarts", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_an_engine_that_is_killed(command, run_file, tmp_path, max_restarts):
     folder = tmp_path / "run"
     run = command("train", run_file, *COIN, *LONG, "--run.folder", folder, "--inference.max_restarts", max_restarts)
@@ -92,6 +94,7 @@ def test_an_engine_that_is_killed(command, run_file, tmp_path, max_restarts):
     assert run.left_behind() == []
 
 
+@pytest.mark.real_start
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("train", run_file, *COIN, *ENDLESS, "--run.folder", folder)
@@ -101,6 +104,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(command, run_file, tmp_path):
     check_interrupted(run, folder)
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 def test_sigterm_during_sft(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, "--run.folder", folder)
@@ -109,6 +114,8 @@ def test_sigterm_during_sft(command, run_file, tmp_path):
     check_interrupted(run, folder)
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 def test_a_second_signal_ends_at_once(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("train", run_file, *COIN, *LONG, "--run.folder", folder)

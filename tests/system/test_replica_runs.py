@@ -42,6 +42,7 @@ def test_from_files_in_flight(command, run_file, tmp_path):
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["engine-0.log", "engine-1.log"]
 
 
+@pytest.mark.full
 def test_divided_over_two_workers_each_with_deltas_over_one_group(command, run_file, tmp_path):
     options = ("--inference.tensor_parallel_size", 2, "--weights.bridge", "broadcast", "--weights.delta", "true")
     shape = ("--hidden-size", 64, "--num-layers", 1, "--num-heads", 2, "--num-kv-heads", 2, "--context-length", 64)
@@ -53,6 +54,7 @@ def test_divided_over_two_workers_each_with_deltas_over_one_group(command, run_f
     check_versions(folder)
 
 
+@pytest.mark.full
 def test_an_adapter(command, run_file, tmp_path):
     folder = tmp_path / "run"
     train(command, run_file, folder, "--lora.rank", 4, "--training.steps", 3, "--training.staleness", 1)
@@ -60,6 +62,8 @@ def test_an_adapter(command, run_file, tmp_path):
     assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3]
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 @pytest.mark.parametrize("bridge", ["disk", "broadcast"])
 def test_one_of_two_is_killed(command, run_file, tmp_path, bridge):
     folder = tmp_path / "run"

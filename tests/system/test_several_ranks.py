@@ -55,6 +55,7 @@ def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(com
     assert len(list(shards.glob("shard-*.safetensors"))) == 4
 
 
+@pytest.mark.real_start
 def test_a_rank_that_is_killed_ends_the_run(command, run_file, meetings, tmp_path):
     folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
@@ -70,6 +71,8 @@ def test_a_rank_that_is_killed_ends_the_run(command, run_file, meetings, tmp_pat
     assert meetings() == []
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 def test_a_run_that_is_killed_leaves_no_rank(command, run_file, meetings, tmp_path):
     folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
@@ -84,6 +87,8 @@ def test_a_run_that_is_killed_leaves_no_rank(command, run_file, meetings, tmp_pa
         time.sleep(0.1)
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 def test_ctrl_c_leaves_a_checkpoint_and_no_rank(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("sft", sft_file(run_file), *ENDLESS, *ranks(2), "--run.folder", folder)
@@ -93,7 +98,14 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_rank(command, run_file, tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("bridge", "steps"), [("broadcast", 3), ("disk", 3), ("restart", 1)])
+@pytest.mark.parametrize(
+    ("bridge", "steps"),
+    [
+        ("broadcast", 3),
+        pytest.param("disk", 3, marks=pytest.mark.full),
+        pytest.param("restart", 1, marks=pytest.mark.full),
+    ],
+)
 def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, tmp_path):
     """Under `restart` a new engine loads what they have gathered, as it would load an export."""
     folder = tmp_path / "run"
@@ -105,6 +117,7 @@ def test_vllm_takes_the_weights_of_two_ranks(bridge, steps, command, run_file, t
     assert "train/grad_norm" in read_metrics(folder)[-1]
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_one_command_places_two_ranks_and_two_engines_and_trains(command, run_file, tmp_path):
     """On four GPUs each has a card of its own."""
@@ -129,6 +142,7 @@ def test_one_command_places_two_ranks_and_two_engines_and_trains(command, run_fi
     ]
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
     folder = tmp_path / "run"
@@ -144,6 +158,7 @@ def test_vllm_takes_what_two_ranks_have_changed(command, run_file, tmp_path):
     assert len({event["digest"] for event in published}) == 4
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_an_adapter_over_two_ranks(command, run_file, model, tmp_path):
     folder = tmp_path / "run"

@@ -16,7 +16,7 @@ BRIDGE = ("--weights.bridge", "single_copy")
 COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false")
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_grpo(command, run_file, tmp_path, staleness):
     folder = tmp_path / "run"
     steps = ("--training.staleness", staleness, "--training.updates_per_batch", 2, "--training.steps", 4)
@@ -27,6 +27,7 @@ def test_grpo(command, run_file, tmp_path, staleness):
     assert run.left_behind() == []
 
 
+@pytest.mark.full
 def test_grpo_over_two_ranks_and_workers(command, run_file, tmp_path):
     folder = tmp_path / "run"
     shape = ("--hidden-size", 64, "--num-layers", 1, "--num-heads", 2, "--num-kv-heads", 1, "--context-length", 64)
@@ -50,6 +51,7 @@ def test_grpo_over_two_ranks_and_workers(command, run_file, tmp_path):
     assert all(row["probe/abs_logprob_diff"] < 0.001 for row in read_metrics(folder))
 
 
+@pytest.mark.full
 def test_sft_whose_engine_stands_still_between_two_evaluations(command, run_file, tmp_path):
     folder = tmp_path / "run"
     options = ("--training.steps", 5, "--evaluation.every", 2, "--run.folder", folder)
@@ -76,6 +78,8 @@ def test_an_adapter_on_a_base_that_both_share(command, run_file, model, tmp_path
     assert (folder / "weights" / "0.3" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 def test_killed_at_any_moment_it_leaves_nothing_and_can_be_resumed(command, run_file, tmp_path):
     folder = tmp_path / "run"
     options = (*BRIDGE, *COIN, "--training.staleness", 1, "--run.checkpoint_every", 1, "--run.folder", folder)
@@ -96,6 +100,8 @@ def test_killed_at_any_moment_it_leaves_nothing_and_can_be_resumed(command, run_
     assert all(row["probe/abs_logprob_diff"] < 0.001 for row in read_metrics(folder))
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 def test_an_engine_that_dies_ends_the_run_in_one_sentence(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = command("train", run_file, *BRIDGE, *COIN, "--training.steps", 500, "--run.folder", folder)

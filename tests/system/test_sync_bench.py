@@ -58,6 +58,7 @@ def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
     assert command.left_behind() == []
 
 
+@pytest.mark.full
 def test_one_engine_takes_its_weights_by_several_bridges(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     command = Command(
@@ -78,6 +79,7 @@ def test_an_adapter_needs_an_engine_of_its_own():
         measure_sync(["disk", "lora"], SyncOptions("nowhere"))
 
 
+@pytest.mark.full
 def test_an_adapter_over_a_base_that_is_shared(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     command = Command(
@@ -91,6 +93,7 @@ def test_an_adapter_over_a_base_that_is_shared(tmp_path):
     assert row["commit"] is None, "nothing that the engine reads is written in place"
 
 
+@pytest.mark.full
 def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     (tmp_path / "scratch").mkdir()
@@ -114,6 +117,7 @@ def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
     assert command.left_behind() == []
 
 
+@pytest.mark.full
 def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     command = Command(
@@ -129,6 +133,7 @@ def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
     assert command.left_behind() == []
 
 
+@pytest.mark.full
 def test_ranks_publish_to_two_engines(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     command = Command(

@@ -54,6 +54,8 @@ def test_every_line_of_a_pipe_is_answered_by_the_verified_adapter(adapter_run):
     assert lines[0]["answer"] == lines[2]["answer"]
 
 
+@pytest.mark.real_start
+@pytest.mark.full
 @pytest.mark.engine
 def test_ctrl_c_ends_a_chat_and_its_engine(model, command):
     chatting = command("chat", model, "--message", "a")
@@ -65,6 +67,7 @@ def test_ctrl_c_ends_a_chat_and_its_engine(model, command):
     assert chatting.left_behind() == []
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_terminal(model):
     """Asked, answered, begun anew, and left with Ctrl-C at the prompt."""
@@ -112,6 +115,7 @@ def test_a_terminal(model):
         os.close(ours)
 
 
+@pytest.mark.real_start
 @pytest.mark.engine
 def test_an_adapter_answers_at_an_openai_compatible_address(adapter_run, monkeypatch, command):
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "a-key")

@@ -24,6 +24,7 @@ def images(tmp_path, monkeypatch):
     return architecture.build(tmp_path / "model", "float32")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how", [("--weights.bridge", "broadcast"), ("--weights.bridge", "single_copy"), ("--lora.rank", "4")]
 )

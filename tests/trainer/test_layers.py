@@ -101,7 +101,7 @@ def test_compiled_layers_give_the_same_gradients_for_rows_of_any_length(model_fo
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1, "the trial's graphs do for other lengths"
 
 
-@pytest.mark.parametrize("checkpointing", [True, "selective"])
+@pytest.mark.parametrize("checkpointing", [pytest.param(True, marks=pytest.mark.full), "selective"])
 def test_compiled_layers_can_be_computed_again(checkpointing, model_folder, make_batch):
     batch = make_batch(advantages=False)
     _, plain = gradients(PolicyModel.load(model_folder), batch)
@@ -112,6 +112,7 @@ def test_compiled_layers_can_be_computed_again(checkpointing, model_folder, make
         close(found[name], gradient, name)
 
 
+@pytest.mark.full
 def test_layers_below_the_first_adapter_want_no_gradient(model_folder):
     model = PolicyModel.load(model_folder)
     layers = range(model.config.num_hidden_layers)

@@ -123,6 +123,7 @@ def test_compiled_layers_are_one_graph_for_all(checkpointing, folder_of, make_ba
     assert fresh_compiler["stats"]["unique_graphs"] == 0, "the trial's graphs do for every layer and length"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler", "kernels")
 def test_compiled_layers_keep_what_they_keep_without(monkeypatch, folder_of, make_batch):
     """As the compiler divides forward and backward; the plan counts no other."""
@@ -184,6 +185,7 @@ def test_a_layer_that_is_used_several_times_adds_all_of_them(compiler):
     repeating_gradients(compiler, [torch.randn(1, length, 6, requires_grad=True) for length in (5, 9)])
 
 
+@pytest.mark.full
 def test_the_compiler_that_runs_take_adds_all_of_them(fresh_compiler):
     """Half a minute of a C++ compiler."""
     repeating_gradients("inductor", [torch.randn(1, length, 6, requires_grad=True) for length in (5, 9, 7)])
