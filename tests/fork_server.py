@@ -42,6 +42,7 @@ KINDS = {
     "slipstream.inference.plugin.server": "engine",
     "slipstream.cli": "trainer",
     "slipstream.launch.rank": "trainer",
+    "tests.launch.quick_rank": "trainer",
 }
 """Modules whose processes are forked, and the server that forks them."""
 PRELOADED = {

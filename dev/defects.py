@@ -1,0 +1,201 @@
+"""How many of some defects do the tests find? Draws defects with a seed, puts each into a copy of the tree, runs tests.
+
+    make coverage TESTS=quick
+    .venv/bin/python dev/defects.py --seed 7 --num 60 --out defects.json
+
+A defect is one small change of one expression or statement in `PACKAGES`: a comparison, an operator, a constant, a
+condition, an argument or a call that is left out. Tests that run the place, by the coverage that `make coverage` has
+left, come first; a defect that they let pass meets all of `--tests`. What survives is for a person to judge: some
+changes change nothing, or nothing without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import coverage
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "slipstream"
+PACKAGES = ("algo", "trainer", "weights", "orchestrator", "inference/plugin")
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
+    ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
+}  # fmt: skip
+FIRST_S, ALL_S = 900, 3600
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """What may stand in the place of a node, and the change's name."""
+    other = copy.deepcopy(node)
+    match node:
+        case ast.Compare() if type(node.ops[0]) in COMPARISONS:
+            other.ops[0] = COMPARISONS[type(node.ops[0])]()
+            yield "comparison", other
+        case ast.BinOp() if type(node.op) in OPERATORS:
+            other.op = OPERATORS[type(node.op)]()
+            yield "operator", other
+        case ast.AugAssign() if type(node.op) in OPERATORS:
+            other.op = OPERATORS[type(node.op)]()
+            yield "operator", other
+        case ast.BoolOp():
+            other.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+            yield "and, or", other
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            yield "sign", copy.deepcopy(node.operand)
+        case ast.IfExp():
+            other.body, other.orelse = other.orelse, other.body
+            yield "branches", other
+        case ast.If():
+            other.test = ast.UnaryOp(ast.Not(), other.test)
+            yield "condition", other
+        case ast.Constant(value=bool()):
+            other.value = not node.value
+            yield "constant", other
+        case ast.Constant(value=int() | float()):
+            other.value = node.value + 1
+            yield "constant", other
+        case ast.Expr(value=ast.Call() | ast.Await()):
+            yield "call left out", ast.Pass()
+        case ast.Call() if node.keywords and node.keywords[-1].arg is not None:
+            other.keywords.pop()
+            yield "argument left out", other
+        case ast.Return() if node.value is not None and not isinstance(node.value, ast.Constant):
+            other.value = ast.Constant(None)
+            yield "result", other
+        case ast.Break():
+            yield "break", ast.Continue()
+        case ast.Continue():
+            yield "continue", ast.Break()
+
+
+def places(path: Path) -> list[tuple[int, int, str]]:
+    """(number of the node, line, change) of every possible defect."""
+    tree = ast.parse(path.read_text())
+    hidden = {id(part) for node in ast.walk(tree) for part in _no_behaviour(node)}
+    return [
+        (number, node.lineno, name)
+        for number, node in enumerate(ast.walk(tree))
+        if id(node) not in hidden
+        for name, _ in changes(node)
+    ]
+
+
+def _no_behaviour(node: ast.AST) -> Iterator[ast.AST]:
+    """Annotations, what is raised and said, and what only a type checker reads."""
+    match node:
+        case ast.arg(annotation=ast.AST() as part) | ast.AnnAssign(annotation=part):
+            yield from ast.walk(part)
+        case ast.Raise() | ast.Assert() | ast.JoinedStr():
+            yield from ast.walk(node)
+        case ast.FunctionDef(returns=ast.AST() as part) | ast.AsyncFunctionDef(returns=ast.AST() as part):
+            yield from ast.walk(part)
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            yield from ast.walk(node)
+
+
+def changed(path: Path, number: int) -> str:
+    """The file with that defect."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    node = list(ast.walk(tree))[number]
+    ((_, other),) = changes(node)
+    lines = text.encode().splitlines(keepends=True)
+    before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
+    after = lines[node.end_lineno - 1][node.end_col_offset :] + b"".join(lines[node.end_lineno :])
+    new = ast.unparse(ast.fix_missing_locations(other))
+    if isinstance(node, ast.stmt):
+        new = new.replace("\n", "\n" + " " * node.col_offset)
+    elif not isinstance(node, ast.Constant):
+        new = f"({new})"
+    return (before + new.encode() + after).decode()
+
+
+def run_tests(tree: Path, names: list[str], tests: str, timeout_s: float, at_once: int) -> tuple[int | None, str]:
+    """The exit code (None: it took too long) and the line that names what failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tests", tests, "-p", "no:cacheprovider"]
+    command += ["--numprocesses", str(at_once), "--dist", "loadfile", *names]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.communicate(timeout=60)
+        return None, f"more than {timeout_s:g} s"
+    said = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return process.returncode, (said or out.splitlines()[-1:])[0]
+
+
+def main() -> None:
+    """Draw, run, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--num", type=int, default=60)
+    parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage" / "data")
+    parser.add_argument("--tests", default="quick")
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    data = coverage.CoverageData(str(options.coverage))
+    data.read()
+    measured = {Path(file): data.contexts_by_lineno(file) for file in data.measured_files()}
+    candidates = []
+    for package in PACKAGES:
+        for path in sorted((SOURCE / package).rglob("*.py")):
+            candidates += [(path, *place) for place in places(path)]
+    drawn = random.Random(options.seed).sample(candidates, options.num)
+    print(f"{len(candidates)} possible defects, {len(drawn)} drawn", flush=True)
+    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+    for path, number, line, change in drawn[len(rows) :]:
+        rows.append(_try(path, number, line, change, measured.get(path, {}).get(line, []), options))
+        options.out.write_text(json.dumps(rows, indent=1))
+        print(len(rows), json.dumps(rows[-1]), flush=True)
+    found = sum(row["found"] for row in rows)
+    print(f"{found} of {len(rows)} found")
+
+
+def _try(path: Path, number: int, line: int, change: str, contexts: list[str], options: argparse.Namespace) -> dict:
+    name, began = str(path.relative_to(ROOT)), time.monotonic()
+    old, new = path.read_text(), changed(path, number)
+    shown = [text.splitlines()[line - 1].strip() for text in (old, new)]
+    with tempfile.TemporaryDirectory(prefix="slipstream-defect-") as folder:
+        tree = Path(folder) / "tree"
+        ignored = shutil.ignore_patterns(".git", ".venv", ".coverage", "runs", "models", "__pycache__")
+        shutil.copytree(ROOT, tree, ignore=ignored)
+        (tree / ".venv").symlink_to(ROOT / ".venv")
+        (tree / name).write_text(new)
+        tests = sorted({context.partition("[")[0] for context in contexts if context})
+        tests.sort(key=lambda test: ("engine/" in test or "system/" in test or "launch/" in test, test))
+        code, said, when = 0, "", "first"
+        if tests:
+            code, said = run_tests(tree, tests[:200], options.tests, FIRST_S, options.at_once)
+        if code == 0:
+            when = "all"
+            code, said = run_tests(tree, [], options.tests, ALL_S, options.at_once)
+    return {
+        "file": name, "line": line, "change": change, "was": shown[0], "is": shown[1], "found": code != 0,
+        "by": said, "when": when, "seconds": round(time.monotonic() - began),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
