@@ -3,6 +3,7 @@
 import os
 import subprocess
 import zlib
+from fnmatch import fnmatch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +32,11 @@ def pytest_addoption(parser):
         default="full",
         help="quick: without those marked full; 0 to 3: with that part of them; full: all (default)",
     )
+
+
+def pytest_itemcollected(item):
+    if (rows := item.get_closest_marker("quick")) and not any(fnmatch(item.callspec.id, row) for row in rows.args):
+        item.add_marker("full")
 
 
 def part_of(item):

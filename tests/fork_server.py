@@ -90,6 +90,8 @@ READ_LATER = {
     "VLLM_API_KEY",
     *ENVIRONMENT["engine"],
 }
+NUM_THREADS = "1"
+"""OpenMP gives every new thread what it has read when it was loaded, so a fork has as many threads as its server."""
 _FIRST_FREE = 64
 """Descriptors of a request are moved above this number before each gets the number that it is to have."""
 
@@ -99,6 +101,8 @@ def forks(command: list[str], environment: dict[str, str] | None) -> str | None:
     if environment is None:
         environment = dict(os.environ)
     if len(command) < 3 or command[:2] != [sys.executable, "-m"] or command[2] not in KINDS:
+        return None
+    if environment.get("OMP_NUM_THREADS") != NUM_THREADS:
         return None
     theirs, ours = ({k: v for k, v in each.items() if v and _is_read_early(k)} for each in (environment, _usual))
     return KINDS[command[2]] if theirs == ours else None
@@ -215,8 +219,7 @@ class ForkServers:
         listening.bind(str(self.folder / f"{kind}.sock"))
         listening.listen(64)
         program = f"from {__name__} import serve; serve({kind!r}, {listening.fileno()}, {str(self.folder)!r})"
-        # One thread until a fork asks for more: OpenBLAS, too, starts its threads when it is imported.
-        environment = {**os.environ, **ENVIRONMENT[kind], **PASSIVE, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ENVIRONMENT[kind], **PASSIVE, "OMP_NUM_THREADS": NUM_THREADS}
         with listening, (self.folder / f"{kind}.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-c", program],
@@ -366,15 +369,11 @@ def _take_descriptors(fds: list[int], numbers: list[int], own: int) -> int:
 
 def _run(command: list[str]) -> int:
     """`command` as the interpreter runs it; its exit code."""
-    import torch
-
     setproctitle.setproctitle(" ".join(command))
     tempfile.tempdir = None
     sys.orig_argv[:] = command
     sys.argv[:] = [command[2], *command[3:]]
     sys.path[0] = os.getcwd()
-    threads = os.environ.get("OMP_NUM_THREADS")
-    torch.set_num_threads(int(threads) if threads else len(os.sched_getaffinity(0)))
     gc.unfreeze()
     gc.enable()
     try:

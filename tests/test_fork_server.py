@@ -58,6 +58,8 @@ def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_pat
     environments = [each.pop("environment") for each in (real, ours)]
     for name in ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"):
         assert len({environment.pop(name) for environment in environments}) == 2, "each has its own"
+    # A library adds to it whenever it is imported.
+    assert len({frozenset(environment.pop("LD_LIBRARY_PATH").split(":")) for environment in environments}) == 1
     assert set(environments[0].items()) ^ set(environments[1].items()) == set()
     assert ours == real
     assert modules["real"] - modules["ours"] == set()
@@ -66,7 +68,8 @@ def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_pat
 
 
 def fork(*arguments, **options):
-    process = fork_server.ForkedPopen([*COMMAND, *arguments], **options)
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    process = fork_server.ForkedPopen([*COMMAND, *arguments], env=environment, **options)
     assert process._link is not None, "it was started"
     return process
 
@@ -99,9 +102,10 @@ def test_a_forked_command_is_killed_and_waited_for_as_any_other(tmp_path):
 
 
 def test_what_libraries_read_early_has_to_be_the_same():
-    environment = dict(os.environ)
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
     assert fork_server.forks(COMMAND, environment) == "trainer"
-    assert fork_server.forks(COMMAND, environment | {"OMP_NUM_THREADS": "7", "ANY": "1"}) == "trainer"
+    assert fork_server.forks(COMMAND, environment | {"ANY": "1", "PYTHONPATH": ""}) == "trainer"
+    assert fork_server.forks(COMMAND, environment | {"OMP_NUM_THREADS": "2"}) is None
     assert fork_server.forks(COMMAND, environment | {"PYTHONPATH": "/elsewhere"}) is None
     assert fork_server.forks(COMMAND, environment | {"VLLM_USE_V1": "0"}) is None
     assert fork_server.forks([sys.executable, "-c", "pass"], environment) is None

@@ -107,7 +107,7 @@ def settings_for(model: Path, dtype: str = "float32", **changes: Any) -> EngineS
         max_model_len=256,
         max_num_seqs=64,
         kv_cache_bytes=1 << 28,
-        threads=2,
+        threads=1,
         **changes,
     )
 

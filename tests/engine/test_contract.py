@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -283,24 +282,12 @@ def _started(kind: type[Case], architecture: Architecture, folder: Path) -> Iter
         case.stop()
 
 
-def cases(quick: str, names: Iterable[str], also: Iterable[tuple[str, str]] = ()) -> list[Any]:
-    """Every architecture with every name; those of `quick` are not left to the full tests, nor are those of `also`."""
-    return [
-        pytest.param(kind, name, marks=() if kind == quick or (kind, name) in also else pytest.mark.full)
-        for kind in ARCHITECTURES
-        for name in names
-    ]
-
-
-QUICK_UNTIED = [pytest.param(kind, marks=() if kind == "untied" else pytest.mark.full) for kind in ARCHITECTURES]
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
     yield from _started(WholeCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("whole"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterCase]:
     yield from _started(AdapterCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("adapted"))
 
@@ -310,23 +297,22 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
     yield from _started(WholeCase, DIVIDED, tmp_path_factory.mktemp("divided"))
 
 
-@pytest.mark.parametrize(
-    ("whole", "name"),
-    # In every architecture weights lie otherwise; that each bridge brings all of them, one shows.
-    cases("untied", BRIDGES, also=[("experts", "disk"), ("vision", "disk")]),
-    indirect=["whole"],
-)
+# In every architecture weights lie otherwise; that each bridge brings all of them, one shows.
+@pytest.mark.quick("untied-*", "experts-disk", "vision-disk")
+@pytest.mark.parametrize("name", BRIDGES)
 def test_the_engine_answers_as_one_started_on_the_version(whole: WholeCase, name: str):
     whole.check(name, *whole.attach(name))
     whole.held = Path(whole.ticket.location)
 
 
-@pytest.mark.parametrize(("adapted", "name"), cases("tied", ADAPTER_BRIDGES), indirect=["adapted"])
+@pytest.mark.quick("tied-*")
+@pytest.mark.parametrize("name", ADAPTER_BRIDGES)
 def test_the_engine_answers_as_one_started_with_the_adapter(adapted: AdapterCase, name: str):
     adapted.check(name, *adapted.attach(name))
 
 
-@pytest.mark.parametrize(("whole", "name"), cases("untied", ["disk", "broadcast"]), indirect=["whole"])
+@pytest.mark.quick("untied-*")
+@pytest.mark.parametrize("name", ["disk", "broadcast"])
 @torch.no_grad()
 def test_an_adapter_that_is_published_merged_is_the_model_that_an_export_makes_of_it(
     whole: WholeCase, name: str, tmp_path: Path
@@ -352,7 +338,7 @@ def test_an_adapter_that_is_published_merged_is_the_model_that_an_export_makes_o
     assert mean_difference(whole.live, policy, SAMPLING) < TOLERANCE[whole.dtype]
 
 
-@pytest.mark.parametrize("whole", QUICK_UNTIED, indirect=True)
+@pytest.mark.quick("untied")
 def test_one_flipped_bit_is_found_and_named_and_takes_the_engine_out_of_service(whole: WholeCase):
     check_flipped_bits(whole)
 
@@ -382,7 +368,7 @@ def check_flipped_bits(whole: WholeCase) -> None:
     assert whole.live.sample("again", SAMPLING)
 
 
-@pytest.mark.parametrize("whole", QUICK_UNTIED, indirect=True)
+@pytest.mark.quick("untied")
 def test_one_flipped_bit_in_shared_memory_is_found_and_named(whole: WholeCase):
     policy, bridge = whole.attach("single_copy")
     ticket, report = whole.publish(policy, bridge, FIRST)

@@ -202,6 +202,7 @@ def test_patches_that_cannot_be_read_take_the_engine_out_of_service_until_a_whol
     assert live.sample("again", SAMPLING)
 
 
+@pytest.mark.full
 @pytest.mark.real_start
 def test_an_engine_that_dies_is_started_on_the_whole_version_and_every_delta_since(untied, tmp_path):
     trainer = Trainer(untied, "disk", tmp_path)

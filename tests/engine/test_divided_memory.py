@@ -57,9 +57,8 @@ def shared_files(live: LiveEngine) -> set[str]:
     return set(re.findall(r" (/dev/shm/(?:torch|vllm)_\S+)", maps))
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("tied", 128), pytest.param("untied", None, marks=pytest.mark.full)], ids=["even", "uneven"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "words"), [("tied", 128), ("untied", None)], ids=["even", "uneven"])
 def test_what_ranks_train_is_what_the_workers_compute_with(kind: str, words: int | None, tmp_path: Path):
     architecture = ARCHITECTURES[kind]
     dtype, model = architecture.dtype, architecture.build(tmp_path / "model", architecture.dtype)

@@ -299,7 +299,9 @@ def on_rank_1(inputs):
     ("action", "says"),
     [
         ("raise KeyError('apple')", "trainer process 1 .of 0 to 1. failed .KeyError: 'apple'.: look at .*rank-1.log"),
-        ("time.sleep(60)", "compute gradients within 20 s .training.rank_timeout_s."),
+        pytest.param(
+            "time.sleep(60)", "compute gradients within 20 s .training.rank_timeout_s.", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_rank_that_fails_is_named(action, says, model, tmp_path):

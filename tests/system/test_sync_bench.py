@@ -29,6 +29,7 @@ def test_the_collective_alone_is_timed(num_receivers):
     assert 0 < raw_broadcast_s(1 << 20, "gloo", [()] * num_receivers, repeats=3, timeout_s=60) < 10
 
 
+@pytest.mark.full
 def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     (tmp_path / "scratch").mkdir()

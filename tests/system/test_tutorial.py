@@ -110,6 +110,7 @@ def test_commands_and_their_settings_exist(page, arguments, tmp_path):
     load_config(folder / bound.arguments["run_file"], bound.arguments.get("overrides", ()), algorithm=algorithm)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_the_tutorial(tmp_path):
     folder, programs = tmp_path / "tutorial", tmp_path / "bin"
