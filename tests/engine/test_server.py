@@ -1,6 +1,7 @@
 """The engine's server by itself, without vLLM: who may be answered, and when."""
 
 import asyncio
+import tempfile
 from types import SimpleNamespace
 
 import msgspec
@@ -8,6 +9,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from slipstream.errors import EngineError
+from slipstream.inference.client import EngineClient
 from slipstream.inference.plugin.clock import TokenClock
 from slipstream.inference.plugin.routes import errors_as_text, routes
 from slipstream.inference.plugin.server import EngineServer, OutOfService
@@ -105,6 +108,30 @@ async def test_requests_end_with_the_client_that_is_gone(server):
         async with asyncio.timeout(30):
             while len(ended) < 3:
                 await asyncio.sleep(0.01)
+
+
+async def test_requests_of_an_engine_whose_core_has_died_fail_at_once(server):
+    async def generate(request):
+        if request.id == "b":
+            raise RuntimeError("the engine died")
+        await asyncio.sleep(60)
+
+    server.generate = generate
+    app = web.Application(middlewares=[errors_as_text])
+    app.add_routes(routes(server))
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    with tempfile.TemporaryDirectory() as folder:
+        socket = f"{folder}/engine.sock"
+        await web.UnixSite(runner, socket).start()
+        client = EngineClient(socket, is_alive=lambda: False, describe=lambda: "its last lines")
+        requests = [GenerateRequest(name, [1], SamplingParams(1), timeout_s=60) for name in ("a", "b")]
+        async with asyncio.timeout(30):
+            found = await asyncio.gather(*map(client.generate, requests), return_exceptions=True)
+        await client.close()
+        await runner.cleanup()
+    assert [type(each) for each in found] == [EngineError, EngineError]
+    assert all("died during /generate" in str(each) and "its last lines" in str(each) for each in found)
 
 
 async def test_a_request_that_is_cancelled_before_it_began_never_begins(server):

@@ -61,6 +61,11 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
                         raise  # the client is gone, and with it go all of its requests
                     continue  # by /cancel: its client no longer waits for it
                 await response.write(len(frame).to_bytes(4, "big") + frame)
+        except Exception:
+            # The status is sent already: what tells the client that nothing more will come is the connection's end.
+            if request.transport is not None:
+                request.transport.abort()
+            raise
         finally:
             for id_, task in tasks.items():
                 task.cancel()
