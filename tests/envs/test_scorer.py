@@ -111,6 +111,29 @@ async def test_a_busy_event_loop_is_not_taken_for_a_slow_reward():
         assert pool.num_restarts == 0
 
 
+@pytest.mark.parametrize("how", ["returns", "raises", "writes"])
+async def test_a_child_that_comes_back_from_a_reward_answers_nothing(how):
+    """Neither for its own completion nor, with the pipes that it has from its parent, for those that follow."""
+    async with ScorerPool(config(timeout_s=5.0)) as pool:
+        await asyncio.gather(*(pool.score(task(), "number 1") for _ in range(60)))  # many are under way at once now
+        for _ in range(3):
+            asked = [f"fork {how}", *(f"number {number}" for number in range(1, 60))]
+            found = await asyncio.gather(*(pool.score(task(), text) for text in asked))
+            assert [score.reward for score in found] == [0.5, *map(float, range(1, 60))]
+        assert pool.num_restarts == 0
+
+
+async def test_an_answer_that_the_worker_did_not_give_is_believed_by_nobody():
+    async with ScorerPool(config(timeout_s=5.0)) as pool:
+        await asyncio.gather(*(pool.score(task(), "number 1") for _ in range(60)))
+        asked = ["number 0", "forge x", *(f"number {number}" for number in range(2, 60))]
+        found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
+        assert isinstance(found[1], RewardFailed)
+        assert "had an answer written that is not its own" in str(found[1])
+        assert [score.reward for score in found if score is not found[1]] == [0.0, *map(float, range(2, 60))]
+        assert pool.num_restarts == 1
+
+
 @pytest.mark.parametrize(
     ("completion", "said"), [("exit 0", "exit code 0"), ("exit 7", "exit code 7"), ("kill x", "SIGSEGV")]
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections import deque
 
@@ -42,8 +43,9 @@ class InlineScorer:
 class _Job:
     """One call waiting for its score."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    def __init__(self, task: Task, completion: str) -> None:
+        self.id = secrets.token_hex(16)
+        self.data = frame(Request(task, completion, self.id))
         self.future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: Exception) -> None:
@@ -119,7 +121,7 @@ class ScorerPool:
             raise self._fault
         if not self._servers:
             raise EnvironmentFault(f"the reward workers of {self._name} were not started: use 'async with'")
-        job = _Job(frame(Request(task, completion)))
+        job = _Job(task, completion)
         self._waiting.append(job)
         self._work.set()
         return await job.future
@@ -194,7 +196,13 @@ class ScorerPool:
                     said = f"the reward of {self._name} ended its process with {death}"
                     batch.popleft().fail(RewardFailed(said, worker.stderr_tail))
                     return False
-                batch.popleft().settle(answer)
+                job = batch.popleft()
+                if answer.id != job.id:
+                    await worker.kill()
+                    said = f"the reward of {self._name} had an answer written that is not its own"
+                    job.fail(RewardFailed(said, worker.stderr_tail))
+                    return False
+                job.settle(answer)
             quick = time.monotonic() - started < _BATCH_S
             self._share = min(_MAX_IN_FLIGHT, self._share * 2) if quick else max(1, self._share // 2)
             return True

@@ -1,7 +1,9 @@
 """One reward worker as a process, and what is said to it. The other half is `scorer_worker.py`.
 
 Frames of four bytes of length and a msgpack record go over its standard streams: `Setup` first, then `Request`s,
-each answered in order by an `Answer` that is written as soon as there is one. Every wait here has a deadline.
+each answered in order by an `Answer` that is written as soon as there is one. An answer repeats its request's `id`,
+which nobody can guess, so what another process writes to the pipe is taken for no reward. Every wait here has a
+deadline.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     task: Task
     completion: str
+    id: str
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +50,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     score: Score | None = None
     message: str = ""
     details: str = ""
+    id: str = ""
 
 
 def frame(record: msgspec.Struct) -> bytes:

@@ -2,7 +2,8 @@
 
 It makes the environment itself from its config, answers one request after another, and ends when its input closes
 or its parent dies, even in the middle of a reward. Rewards may print and read as they like: the protocol's
-pipes are moved away from the standard streams first. On SIGUSR1 it writes where it is, also from inside C code.
+pipes are moved away from the standard streams first, and closed in every process that a reward forks; one that comes
+back from the reward ends there. On SIGUSR1 it writes where it is, also from inside C code.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ def main() -> int:
         return 1
     _write_all(answers, frame(Answer("ready")))
     decoder = msgspec.msgpack.Decoder(Request)
+    own = os.getpid()
     while (data := _read_frame(requests)) is not None:
         request = decoder.decode(data)
         try:
-            answer = Answer("score", judge(environment, request.task, request.completion))
+            answer = Answer("score", judge(environment, request.task, request.completion), id=request.id)
         except RewardError as error:
-            answer = Answer("failed", None, str(error), error.details)
+            answer = Answer("failed", None, str(error), error.details, request.id)
+        if os.getpid() != own:
+            os._exit(0)  # the reward has forked, and this is its child: the parent answers
         _write_all(answers, frame(answer))
     return 0
 
@@ -65,6 +69,7 @@ def _take_standard_streams() -> tuple[BufferedReader, FileIO]:
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=lambda: (os.close(requests), os.close(answers)))
     return BufferedReader(FileIO(requests, "r")), FileIO(answers, "w")
 
 
