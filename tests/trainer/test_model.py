@@ -55,6 +55,36 @@ def test_packed_logits_equal_the_plain_model(name, save_model, tmp_path):
             torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
+ALONE = {
+    "soft-capping": ("Gemma2", {"head_dim": 8, "attn_logit_softcapping": 1.0, **WINDOW}),
+    "sinks": (
+        "GptOss",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW, "rope_parameters": None},
+    ),
+    "plain": ("Qwen3", {"head_dim": 8}),
+}
+"""Attention that packing refuses, and one that it does not."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_unpacked_logits_equal_the_plain_model(name, save_model, tmp_path):
+    """With all that its attention does: transformers' SDPA leaves some of it out."""
+    kind, changes = ALONE[name]
+    save_model(tmp_path, kind, **changes)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    if name != "plain":
+        with pytest.raises(ConfigError, match=r"which packed attention does not do: set training\.packing = false"):
+            PolicyModel.load(tmp_path)
+    model = PolicyModel.load(tmp_path, packing=False)
+    sequence = records.Sequence([(7 * j) % 64 for j in range(40)], [j > 0 for j in range(40)])
+    (micro,) = micro_batches(StepBatch([sequence]), 1000, packing=False)
+    with torch.no_grad():
+        expected = plain(input_ids=torch.tensor([sequence.token_ids])).logits[0, :-1]
+        torch.testing.assert_close(model.logits(micro), expected, atol=2e-5, rtol=1e-4)
+
+
 def test_named_weights_of_fused_experts_are_those_of_the_file(save_model, tmp_path):
     from safetensors.torch import load_file
 

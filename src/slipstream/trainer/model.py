@@ -80,7 +80,7 @@ class PolicyModel:
         hide_progress_bars()
         folder = resolve_folder(path)
         check_architecture(folder, trust_remote_code, packing=packing)
-        implementation = attention.register() if packing else "sdpa"
+        implementation = attention.register() if packing else _unpacked_attention(folder, trust_remote_code)
         network = load_network(
             folder, dtype, trust_remote_code, implementation=implementation, shared=shared, unread=unread
         )
@@ -388,6 +388,17 @@ def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise unusable(str(folder), error) from error
     _check_config(config, str(folder), packing)
+
+
+def _unpacked_attention(folder: Path, trust_remote_code: bool) -> str:
+    """Transformers' SDPA, which leaves out soft-capping and sinks without a word; its plain one where those are."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
+        return "eager"
+    (name, *_) = [*(getattr(config, "architectures", None) or []), ""]
+    return "sdpa" if getattr(getattr(transformers, name, None), "_supports_sdpa", True) else "eager"
 
 
 def _one_line(error: BaseException) -> str:
