@@ -174,6 +174,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             answer = self._link.recv(64, socket.MSG_DONTWAIT if wait_flags & os.WNOHANG else 0)
         except BlockingIOError:
             return 0, 0
+        self._link.close()
         # Without a server there is nobody to ask: it was killed, and its children are.
         return self.pid, int(answer) if answer else int(signal.SIGKILL)
 
