@@ -217,3 +217,28 @@ def test_the_adapter_is_measured_and_checked_without_the_models_weights(tmp_path
         measured(**fitting | {"rank": 4})
     with pytest.raises(ConfigError, match=r"is a LoRA adapter: give its base as model.path"):
         read_model(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_weights_that_lie_there_once_more_are_not_counted(num_files, tmp_path):
+    """As Mistral's own format beside the files of transformers."""
+    from safetensors.torch import save_file
+
+    from slipstream.trainer.new_model import new_model
+    from slipstream.weights.files import read_model_folder, stored_parameters
+
+    folder = new_model(tmp_path / "model", hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1)
+    weights = dict(read_model_folder(folder))
+    count, stored = read_model(str(folder)).num_parameters, stored_parameters(folder, "float32")
+    if num_files == 2:
+        names = list(weights)
+        parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+        for file, part in parts.items():
+            save_file({name: weights[name] for name in part}, folder / file)
+        index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "model.safetensors").unlink()
+    save_file({f"theirs.{name}": weight for name, weight in weights.items()}, folder / "consolidated.safetensors")
+    assert read_model(str(folder)).num_parameters == count
+    assert {spec.name for spec in stored_parameters(folder, "float32")} == {spec.name for spec in stored}
+    assert dict(read_model_folder(folder)).keys() == weights.keys()

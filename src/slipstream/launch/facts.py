@@ -311,10 +311,15 @@ def _library_config(path: str, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _count_parameters(folder: Path) -> int | None:
-    """Elements of all tensors in the folder's safetensors files; None when it has none."""
+    """Elements of all tensors in the model's files; None when there are none."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
+    from slipstream.weights.files import weight_files
+
+    try:
+        files = weight_files(folder)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"the index of {folder} cannot be read ({error}): save the model again") from None
     total = 0
     for file in files:
         try:

@@ -373,7 +373,8 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
+        # Mistral's own format: the same weights once more, which nobody reads.
+        return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*"))
     except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         raise ConfigError(f"model.path {str(path)!r} is no folder and the hub did not give it: {error}") from error
 

@@ -143,19 +143,29 @@ def read_tensors(path: Path, *, pinned: bool = False) -> dict[str, Tensor] | Non
     return found
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model in `folder`: those that its index names, else `model.safetensors`,
+    else all. What lies beside them holds the same tensors once more, under other names (`consolidated.safetensors`)."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(named)]
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of every safetensors file in `folder`, one at a time."""
-    for path in sorted(folder.glob("*.safetensors")):
+    """Every tensor of the model in `folder`, one at a time."""
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 yield name, file.get_tensor(name)
 
 
 def stored_parameters(folder: Path, dtype: str) -> tuple[ParameterSpec, ...]:
-    """Names and shapes of the floating-point tensors in `folder`'s safetensors files, as they are when loaded in
-    `dtype`; only headers are read, and the fingerprints are empty."""
+    """Names and shapes of the floating-point tensors of the model in `folder`, as they are when loaded in `dtype`; only
+    headers are read, and the fingerprints are empty."""
     found: list[ParameterSpec] = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 stored = file.get_slice(name)
