@@ -84,7 +84,6 @@ READ_EARLY = re.compile(
 )
 """Variables that libraries, or Python, read once, at import: a child whose differ is started for real."""
 READ_LATER = {
-    "TORCH_LOGS",
     "TORCHINDUCTOR_CACHE_DIR",
     "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_API_KEY",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -203,3 +204,14 @@ def test_model_new(slipstream, tmp_path):
     )
     assert (code, json.loads(out)) == (0, {"folder": "model"})
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("redirected", "code"), [(">/dev/full", 120), (">&-", 0), ("<&- >&- 2>&-", 0)])
+def test_output_that_is_lost_is_no_success_and_none_at_all_is_no_failure(redirected, code):
+    program = "from slipstream.inference.child import leave; print('said'); leave(0)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {redirected}"
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(["sh", "-c", command], env=buffered, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert ("error: the output cannot be written" in ended.stderr) == bool(code)
+    assert "Traceback" not in ended.stderr

@@ -59,8 +59,13 @@ def leave(code: int) -> NoReturn:
             finalizer.atexit = False
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        try:
+            if stream is not None and not stream.closed:  # pyright: ignore[reportUnnecessaryComparison]
+                stream.flush()
+        except OSError as error:  # what was printed is lost: no success, as Python has it
+            code = code or 120
+            with contextlib.suppress(OSError):
+                os.write(2, f"error: the output cannot be written ({error})\n".encode())
     os._exit(code)
 
 
