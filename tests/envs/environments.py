@@ -87,7 +87,8 @@ class Behaving(SingleTurn):
 
     def _fork(self, how):
         """The child comes back from the reward, as its parent does."""
-        if os.fork():
+        # From C, Python's own care for a forked child is left out.
+        if ctypes.PyDLL(None).fork() if how == "unseen" else os.fork():
             return 0.5
         if how == "raises":
             raise ValueError("the child")

@@ -111,7 +111,7 @@ async def test_a_busy_event_loop_is_not_taken_for_a_slow_reward():
         assert pool.num_restarts == 0
 
 
-@pytest.mark.parametrize("how", ["returns", "raises", "writes"])
+@pytest.mark.parametrize("how", ["returns", "raises", "writes", "unseen"])
 async def test_a_child_that_comes_back_from_a_reward_answers_nothing(how):
     """Neither for its own completion nor, with the pipes that it has from its parent, for those that follow."""
     async with ScorerPool(config(timeout_s=5.0)) as pool:
