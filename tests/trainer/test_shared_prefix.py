@@ -23,6 +23,26 @@ MODELS = {
         "Gemma3Text",
         {"head_dim": 8, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0, 1.0, 1.0, 1.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+        },
+    ),
 }
 OBJECTIVES = {
     "sft": SFTObjective(),

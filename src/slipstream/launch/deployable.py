@@ -129,7 +129,9 @@ def engine_config(
     facts = read_model(deployable.model, trust_remote_code=trust_remote_code)
     on_cpu = measure_gpus()[0] == 0
     dtype = "float32" if on_cpu and facts.num_parameters < SMALL_MODEL_PARAMETERS else "bfloat16"
-    length = max_model_len or min(facts.context_length, MAX_CPU_CONTEXT if on_cpu else MAX_CONTEXT)
+    # As vLLM does by itself: beyond its original context such a model has other factors for short sequences, too.
+    context = facts.original_context or facts.context_length
+    length = max_model_len or min(context, MAX_CPU_CONTEXT if on_cpu else MAX_CONTEXT)
     if length > facts.context_length:
         raise ConfigError(
             f"--max-model-len {length} is above the model's context of {facts.context_length} tokens: use at most that"

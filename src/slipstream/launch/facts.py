@@ -261,10 +261,20 @@ def _model_facts(
         head_dim=_first(shape, ("head_dim",)) or hidden // num_heads,
         dtype=str(dtype).removeprefix("torch."),
         num_experts=_first(shape, ("num_experts", "num_local_experts", "n_routed_experts")) or 0,
+        original_context=_original_context(shape),
     )
     if num_parameters is not None:
         return facts
     return dataclasses.replace(facts, num_parameters=_estimate_parameters(facts))
+
+
+def _original_context(shape: Mapping[str, Any]) -> int:
+    """See `ModelFacts`; `rope_scaling` is what older config files call it, and `su` the kind."""
+    given = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    for part in (given, *given.values()):
+        if isinstance(part, Mapping) and part.get("rope_type", part.get("type")) in ("longrope", "su"):
+            return int(_first({**shape, **part}, ("original_max_position_embeddings", "max_position_embeddings")) or 0)
+    return 0
 
 
 def _estimate_parameters(model: ModelFacts) -> int:

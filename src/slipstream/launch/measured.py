@@ -28,6 +28,8 @@ class ModelFacts:
     """In a layer; 0 for a dense model."""
     num_frozen: int = 0
     """Of the parameters, those of an image tower, which is not trained."""
+    original_context: int = 0
+    """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
 
     @property
     def num_decoding(self) -> int:

@@ -63,6 +63,7 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None, group: Ra
         unread=group is not None and group.rank > 0,
         checked=group is None,
         fp32_head=model.fp32_head,
+        max_model_len=None if config.inference.max_model_len == "auto" else config.inference.max_model_len,
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what reading and comparing took, some gigabytes that an engine may have on this card

@@ -36,6 +36,8 @@ from slipstream.launch.totals import (
     memory_notes,
     parameter_notes,
     rl_warnings,
+    rotary_notes,
+    rotary_warnings,
     trainer_bytes,
 )
 from slipstream.launch.trainer_room import WAYS, memory_settings, rows_of
@@ -138,6 +140,9 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
             draft.on_cpu,
             "on a CPU compiling takes longer than it saves" if draft.on_cpu else "CUDA graphs pay on a GPU",
         )
+    elif facts.model.original_context:
+        length = facts.data.max_sequence_tokens or 0
+        draft.derive_auto("inference.max_model_len", length, "the longest conversation: it decides the rotary factors")
     if isinstance(config.algorithm, RLConfig):
         without_effect = inapplicable(config)
         for choice in choices(config.algorithm):
@@ -156,8 +161,13 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
     planned = draft.config()
     if isinstance(planned.algorithm, RLConfig):
         draft.warnings += rl_warnings(planned, resolved(planned.algorithm))
-    draft.warnings += delta_warnings(planned)
-    notes = (*parameter_notes(facts), *batch_notes(planned, facts), *memory_notes(planned, facts))
+    draft.warnings += [*delta_warnings(planned), *rotary_warnings(planned, facts)]
+    notes = (
+        *rotary_notes(planned, facts),
+        *parameter_notes(facts),
+        *batch_notes(planned, facts),
+        *memory_notes(planned, facts),
+    )
     check_memory(planned, facts)
     return Plan(
         planned,
@@ -253,8 +263,8 @@ def _plan_lengths(draft: Draft) -> None:
     if data.max_turns > 1:
         reason = f"the model's context: how long {data.max_turns} turns get is not known before"
         draft.derive_auto("inference.max_model_len", context, reason)
-    draft.derive_auto(
-        "inference.max_model_len",
-        min(context, round_up(prompt + max_tokens, 16)),
-        f"longest prompt of {prompt} and completion of {max_tokens} tokens, in multiples of 16",
-    )
+    longest, reason = prompt + max_tokens, f"longest prompt of {prompt} and completion of {max_tokens} tokens"
+    trained = data.max_sequence_tokens or 0
+    if draft.facts.model.original_context and trained > longest:
+        longest, reason = trained, f"longest conversation of {trained} tokens: it decides the rotary factors"
+    draft.derive_auto("inference.max_model_len", min(context, round_up(longest, 16)), f"{reason}, in multiples of 16")

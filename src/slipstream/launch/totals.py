@@ -64,6 +64,28 @@ def trainer_bytes(config: RunConfig, facts: Facts) -> int:
     return trainer.kept + trainer.working
 
 
+def rotary_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
+    """Which factors of a rotary embedding that has two sets of them are trained with; the engine chooses alike."""
+    if original := facts.model.original_context:
+        length = int(config.inference.max_model_len)
+        which, side = ("long", "above") if length > original else ("short", "within")
+        how = (
+            f"longrope: inference.max_model_len = {length} is {side} it, so sequences of every length have the {which} "
+            f"factors; serve the model with a max_model_len {side} it, too"
+        )
+        yield Note("original context", original, "tokens", how)
+
+
+def rotary_warnings(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """Conversations beyond the original context that its short factors would be trained on."""
+    original, longest = facts.model.original_context, facts.data.max_sequence_tokens or 0
+    if original and int(config.inference.max_model_len) <= original < longest:
+        yield (
+            f"conversations of up to {longest} tokens are trained with the rotary factors for up to {original}: raise "
+            "inference.max_model_len, which decides them"
+        )
+
+
 def parameter_notes(facts: Facts) -> Iterator[Note]:
     """What LoRA trains."""
     if facts.adapter is not None:

@@ -27,6 +27,7 @@ from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.layers import Checkpointing, LayerOptions, dress_layers
 from slipstream.trainer.layout import SegmentLayout
 from slipstream.trainer.lora import Adapter
+from slipstream.trainer.rotary import fix_rotary
 from slipstream.trainer.towers import auto_class, freeze_towers, reads_images, text_config, unusable
 from slipstream.weights.adapter import AdapterConfig
 from slipstream.weights.files import stored_parameters
@@ -46,6 +47,8 @@ class PolicyModel:
         """The LoRA adapter, when only that is trained."""
         self.layers = LayerOptions()
         """How the decoder layers compute."""
+        self.max_model_len: int | None = None
+        """The engine's, where that is known."""
         self._uses_adapter = True
         self._fp32_head: nn.Linear | None = None
         self._stored: list[tuple[str, Tensor]] = []
@@ -68,6 +71,7 @@ class PolicyModel:
         unread: bool = False,
         checked: bool = True,
         fp32_head: bool = False,
+        max_model_len: int | None = None,
     ) -> PolicyModel:
         """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
         cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
@@ -75,7 +79,7 @@ class PolicyModel:
         what is dear (`selective`); with `offload` that input waits in the CPU's memory. With `shared` its parameters
         are these tensors, and the folder gives their names and the configuration. If `unread`, they take no memory and
         have no values yet. Without `checked`, whether packed sequences see one another is left to the caller to find
-        out. With `fp32_head` see `use_fp32_head`.
+        out. With `fp32_head` see `use_fp32_head`. The engine's `max_model_len` decides rotary frequencies (`rotary`).
         """
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -87,8 +91,9 @@ class PolicyModel:
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise ConfigError(f"{type(network).__name__} cannot restrict its logits to positions: use another model")
         freeze_towers(network)
+        fix_rotary(network, text_config(cast("Any", network).config), max_model_len)
         model = cls(network.to(device), folder, packing=packing)
-        model.layers = LayerOptions(checkpointing, offload)
+        model.layers, model.max_model_len = LayerOptions(checkpointing, offload), max_model_len
         dress_layers(network, model.layers)
         if packing and checked:
             check_isolation(model)
@@ -431,6 +436,11 @@ def _check_config(config: Any, path: str, packing: bool) -> None:
             f"model.path {path!r} has layers of kind {', '.join(sorted(kinds))}, in which packed sequences "
             "would see one another: set training.packing = false"
         )
+    if packing and getattr(text_config(config), "attn_temperature_tuning", False):
+        raise ConfigError(
+            f"model.path {path!r} scales its attention by the place in the row (attn_temperature_tuning), which packed "
+            "sequences share: set training.packing = false"
+        )
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -440,7 +450,8 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 @torch.no_grad()
 def check_isolation(model: PolicyModel) -> None:
     """Change the first of two packed sequences and look whether the second one's logits move: of two sequences
-    that share nothing, and of two that share their prompt, which must also give the same logits.
+    that share nothing, of which the first may also be at the end of the context, and of two that share their prompt,
+    which must also give the same logits.
 
     Raises ConfigError if they move, or if the attention never saw the layout or its sliding window.
     """
@@ -450,21 +461,30 @@ def check_isolation(model: PolicyModel) -> None:
     tokens, others, third = ([(place + k) % vocabulary for place in range(length)] for k in (0, 1, vocabulary // 2))
     name = type(model.network).__name__
 
-    def second(first: list[int]) -> tuple[Tensor, SegmentLayout]:
+    def second(first: list[int], start: int = 0) -> tuple[Tensor, SegmentLayout]:
         batch = StepBatch([records.Sequence(first, mask), records.Sequence(tokens, mask)])
         (row,) = micro_batches(batch, 2 * length, device=model.device)
+        place = row.sequences.index(1)
+        if start:
+            # As if it were so long: what its positions are is all that others may see of them.
+            row.position_ids_T.view(2, -1)[1 - place] += start
         logits = model.logits(row)
         assert isinstance(logits, Tensor)
-        return logits.float().split(row.counts)[row.sequences.index(1)], row.layout
+        return logits.float().split(row.counts)[place], row.layout
 
     alone, layout = second(others)
     if not layout.windows_seen:
         raise ConfigError(f"{name} does not use its attention interface: set training.packing = false")
     shared, _ = second(tokens[:prompt] + others[prompt:])
+    longest = min(filter(None, (model.max_model_len, getattr(config, "max_position_embeddings", None))), default=0)
     # Equal shapes give equal bits, except where work is regrouped by content (experts): hence a tolerance.
     tolerance = (1e-4 if model.dtype == torch.float32 else 3e-2) * alone.std()
-    for before, first in ((alone, third), (shared, tokens[:prompt] + third[prompt:])):
-        if (before - second(first)[0]).abs().max() > tolerance:
+    for before, after in (
+        (alone, second(third)),
+        (alone, second(others, max(0, longest - length))),
+        (shared, second(tokens[:prompt] + third[prompt:])),
+    ):
+        if (before - after[0]).abs().max() > tolerance:
             raise ConfigError(f"packed sequences see one another in {name}: set training.packing = false")
     # Other shapes round otherwise, in bfloat16 visibly; a prefix or a position that is lost changes everything.
     if (shared - alone).abs().max() > 10 * tolerance:
