@@ -59,29 +59,67 @@ def test_no_trainable_token_in_a_batch(scripted):
     assert "no trainable token" in report.message
 
 
-def test_nothing_but_truncated_completions_where_they_are_not_trained_on(scripted):
+def test_steps_of_truncated_completions_only_are_skipped_where_these_are_not_trained_on(scripted):
     settings = ("--environment.settings", "{coin = true}", "--sampling.max_tokens", "2")
-    report = scripted.run(
-        *settings, "--algorithm.train_on_truncated", "false", script=lambda prompt, seed: scripted.say("aaaaaa")
-    )
-    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)
+    limit = ("--run.max_steps_without_signal", "2", "--algorithm.train_on_truncated", "false")
+    report = scripted.run(*settings, *limit, script=lambda prompt, seed: scripted.say("aaaaaa"))
+    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 1)
+    assert "truncated ones are not trained on, in 2 consecutive steps" in report.message
+    assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[0]["eval/truncated_fraction"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("offset", "says"), [(200.0, "it is zero"), (math.nan, "NaN or infinite")], ids=["zero", "not finite"]
-)
-def test_a_gradient_that_is_zero_or_not_finite(scripted, offset, says):
-    def change(engine):
-        # Importance weights of exp(-200) are zero in float32; the probe sees honest values.
-        engine.on_request = lambda request: setattr(
-            engine, "logprob_offset", 0.0 if request.id.startswith("probe") else offset
-        )
+def off_by(offset, *, until=10**9):
+    """Log-probabilities of rollouts that are so far from the truth, up to request `until`; the probe sees honest
+    ones."""
 
-    report = scripted.run(*WITHOUT_EVALUATION, change=change)
-    assert report.error in ("TrainingError", "ZeroGradientError")
-    assert (report.exit_code, report.step) == (7, 0)
-    assert says in report.message
+    def change(engine):
+        def on_request(request):
+            is_off = not request.id.startswith("probe") and engine.num_requests <= until
+            engine.logprob_offset = offset if is_off else 0.0
+
+        engine.on_request = on_request
+
+    return change
+
+
+@pytest.mark.parametrize(("kind", "offset"), [("sequence_masked", -9.0), ("masked", -9.0), ("truncated", 200.0)])
+def test_steps_that_importance_sampling_leaves_nothing_of_are_skipped_up_to_the_limit(scripted, kind, offset):
+    """A weight of exp(-200) is zero in float32."""
+    settings = ("--run.max_steps_without_signal", "2", "--algorithm.importance_sampling", kind)
+    report = scripted.run(*WITHOUT_EVALUATION, *settings, change=off_by(offset))
+    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 1)
+    assert "importance sampling and clipping left no token a gradient in 2 consecutive steps" in report.message
+    (row,) = scripted.metrics[1:]
+    assert (row["train/skipped"], row["train/skipped_updates"], row["train/importance_weight"]) == (1.0, 1.0, 0.0)
+
+
+def test_a_step_that_importance_sampling_leaves_nothing_of_is_followed_by_others(scripted):
+    settings = ("--algorithm.importance_sampling", "sequence_masked")
+    report = scripted.run(*WITHOUT_EVALUATION, *settings, change=off_by(-9.0, until=18))
+    assert (report.status, report.step) == ("finished", 3)
+    assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0, None, None]
+    assert [row.get("train/learning_rate") for row in scripted.metrics] == [None, None, 1e-3, 1e-3]
+
+
+NOTHING = """
+def loss(inputs):
+    return 0.0 * inputs.logprobs_N
+"""
+
+
+def test_a_gradient_that_is_zero_though_nothing_was_masked_is_an_error(scripted, tmp_path):
+    loss = tmp_path / "losses.py"
+    loss.write_text(NOTHING)
+    report = scripted.run(*WITHOUT_EVALUATION, "--algorithm.loss", f"{loss}:loss")
+    assert (report.error, report.exit_code, report.step) == ("ZeroGradientError", 7, 0)
+    assert "it is zero" in report.message
+
+
+def test_a_gradient_that_is_not_finite_is_an_error(scripted):
+    report = scripted.run(*WITHOUT_EVALUATION, change=off_by(math.nan))
+    assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)
+    assert "NaN or infinite" in report.message
 
 
 def test_no_reward_variance_ends_the_run_at_the_limit(scripted):

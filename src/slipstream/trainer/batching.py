@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 
@@ -25,6 +25,8 @@ from slipstream.trainer.layout import SegmentLayout, segment_layout, to_device
 _LONGEST_SHARING = 256
 """The CPU's causal kernel skips what it masks, the masked one does not: measured on a model of 0.8 million
 parameters, a long continuation's attention then costs more than its share of the prompt saves."""
+_SILENT_SAMPLE = 8
+"""Of so many rollouts that teach nothing one is computed all the same, for the metrics."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,17 @@ class StepBatch:
     """Of each sequence's trainable tokens, by the frozen reference model."""
     value_targets: list[ValueTargets] | None = None
     """Of each sequence, where there is a critic."""
+    silent: list[records.Sequence] = field(default_factory=list[records.Sequence])
+    """What the loss is divided by as well, and not computed, as its gradient is exactly 0."""
 
     @property
     def num_tokens(self) -> int:
         """Trainable tokens."""
+        return sum(sequence.num_trainable for sequence in (*self.sequences, *self.silent))
+
+    @property
+    def num_computed(self) -> int:
+        """Those that are computed."""
         return sum(sequence.num_trainable for sequence in self.sequences)
 
     @property
@@ -66,7 +75,7 @@ class StepBatch:
     @property
     def num_sequences(self) -> int:
         """Sequences with at least one trainable token."""
-        return sum(any(sequence.mask) for sequence in self.sequences)
+        return sum(any(sequence.mask) for sequence in (*self.sequences, *self.silent))
 
 
 @dataclass
@@ -314,14 +323,16 @@ def make_step_batches(
     train_on_truncated: bool = True,
     carries_loss: Sequence[bool] | None = None,
     value_targets: Sequence[list[ValueTargets]] | None = None,
+    ignores_silent: bool = False,
 ) -> list[StepBatch]:
     """The optimizer steps that one batch makes: whole groups are dealt to `updates_per_batch` steps, `epochs`
     times.
 
     `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are left out,
     with `train_on_truncated=False` truncated ones too, and those whose `carries_loss` is false. `value_targets`: of
-    each rollout's sequences. A repeated epoch repeats the same objects, so that old log-probabilities filled in once
-    hold for all. Fewer groups than updates make fewer steps; without any, TrainingError.
+    each rollout's sequences. With `ignores_silent` most rollouts of advantage 0 are counted only (`StepBatch.silent`).
+    A repeated epoch repeats the same objects, so that old log-probabilities filled in once hold for all. Fewer groups
+    than updates make fewer steps, and none makes none.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
@@ -330,17 +341,18 @@ def make_step_batches(
         trained = rollout.outcome in records.TRAINABLE_OUTCOMES and (carries_loss is None or carries_loss[index])
         if trained and (train_on_truncated or rollout.outcome != "truncated"):
             groups.setdefault(rollout.group_id, []).append(index)
-    if not groups:
-        raise TrainingError(
-            f"none of the {len(batch.rollouts)} rollouts of batch {batch.step} may be trained on (all "
-            "are truncated, or none ended well): raise sampling.max_tokens, or set algorithm.train_on_truncated = true"
-        )
     members = list(groups.values())
     steps: list[StepBatch] = []
-    for part in split(len(members), min(updates_per_batch, len(members))):
+    for part in split(len(members), min(updates_per_batch, len(members))) if members else ():
         step = StepBatch([], None if advantages is None else [], value_targets=None if value_targets is None else [])
+        num_silent = 0
         for index in (index for group in part for index in members[group]):
             sequences = batch.rollouts[index].sequences
+            if ignores_silent and advantages is not None and advantages[index] == 0.0 and not _is_taught(sequences):
+                num_silent += 1
+                if num_silent % _SILENT_SAMPLE != 1:
+                    step.silent += sequences
+                    continue
             step.sequences += sequences
             if advantages is not None and step.advantages is not None:
                 step.advantages += [advantages[index]] * len(sequences)
@@ -348,3 +360,8 @@ def make_step_batches(
                 step.value_targets += value_targets[index]
         steps.append(step)
     return steps * epochs
+
+
+def _is_taught(sequences: Iterable[records.Sequence]) -> bool:
+    """Whether anything but the rollout's advantage teaches its tokens."""
+    return any(each.advantages is not None or each.teacher_logprobs is not None for each in sequences)

@@ -71,6 +71,8 @@ def _values(model: PolicyModel, micro: MicroBatch) -> Tensor:
 class ValueObjective:
     """The mean of `algo.values.value_loss` over all trainable tokens of the step."""
 
+    ignores_silent = False
+
     def __init__(self, clip: float) -> None:
         self._clip = clip
 

@@ -11,7 +11,6 @@ in which nothing could be learned is an error.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -36,8 +35,21 @@ from slipstream.trainer.critic import Critic
 from slipstream.trainer.differences import differences_of, worst_mean
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, Scorer
+from slipstream.trainer.metrics import any_cut, rollout_metrics
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optimizer import learning_rate_at
+
+_QUIET = {
+    "no group had any reward variance": "make the task easier or harder, or start from a better model",
+    "no completion ended before the limit, and truncated ones are not trained on,": (
+        "raise sampling.max_tokens, or set algorithm.train_on_truncated = true"
+    ),
+    "importance sampling and clipping left no token a gradient": (
+        "look at mismatch/kl and mismatch/abs_logprob_diff, and raise algorithm.importance_cap or make fewer updates"
+    ),
+}
+"""Why a batch teaches nothing, and what helps."""
+_NO_VARIANCE, _TRUNCATED, _CUT = _QUIET
 
 
 class Reader(Protocol):
@@ -138,6 +150,7 @@ class TrainingLoop:
     """Whether the evaluations say that the run is done."""
 
     _quiet_steps: int = 0
+    _quiet_reason: str = _NO_VARIANCE
     _trained_steps: int = 0
     _saved_step: int = -1
     _evaluated_step: int = -1
@@ -255,7 +268,7 @@ class TrainingLoop:
             credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
             metrics |= credit.metrics
             if not credit.has_signal and self.critic is None:
-                return metrics | self._skip(batch.step)
+                return metrics | self._skip(batch.step, _NO_VARIANCE)
         planned = make_step_batches(
             batch,
             credit.advantages if credit else None,
@@ -264,7 +277,10 @@ class TrainingLoop:
             train_on_truncated=not isinstance(algorithm, RLConfig) or algorithm.train_on_truncated,
             carries_loss=credit.carries_loss if credit else None,
             value_targets=credit.value_targets if credit else None,
+            ignores_silent=self.critic is None and self.objective.ignores_silent,
         )
+        if not planned:
+            return metrics | self._skip(batch.step, _TRUNCATED)
         if self.critic is not None and credit is not None:
             metrics |= self.critic.train(planned)
             if batch.step < self.critic.config.warmup_steps:
@@ -276,33 +292,36 @@ class TrainingLoop:
         if isinstance(algorithm, RLConfig):
             metrics["train/skipped_updates"] = float(len(planned) - len(steps))
             if not steps:
-                return metrics | self._skip(batch.step)
-        self._quiet_steps = 0
+                return metrics | self._skip(batch.step, _NO_VARIANCE)
         if credit is not None and not self._kl_in_reward:
             self._fill_references([step for _, step in steps])
         if credit is not None and algorithm.kind != "sft" and algorithm.old_policy == "trainer":
             self.learner.fill_old_logprobs([step for _, step in steps], self.sampling)
         self.progress.phase("train", len(steps))
         each = training.updates_per_batch * training.epochs_per_batch
-        rows: list[dict[str, float]] = []
+        made: list[dict[str, float]] = []
+        cut: list[dict[str, float]] = []
         for place, step in steps:
-            try:
-                rows.append(self._update(step, batch.step * each + place))
-            except ZeroGradientError:
-                # After the first update of a batch, the clipped ratio of every token may have left its range.
-                if not rows:
-                    raise
-                self.learner.optimizer.discard_gradients()
-                metrics["train/skipped_updates"] += 1.0
+            row, is_made = self._update(step, batch.step * each + place, may_be_zero=bool(made))
+            (made if is_made else cut).append(row)
+        if cut:
+            metrics["train/skipped_updates"] = metrics.get("train/skipped_updates", 0.0) + len(cut)
+        metrics |= {name: statistics.fmean(row[name] for row in made or cut) for name in (made or cut)[0]}
+        if not made:
+            return metrics | self._skip(batch.step, _CUT)
+        self._quiet_steps = 0
         self._trained_steps += 1
         if credit is not None:
             self._keep_samples(batch, credit)
-        return metrics | {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
+        return metrics
 
-    def _update(self, step: StepBatch, number: int) -> dict[str, float]:
-        """Optimizer step `number` of the run, those left out for want of signal counted."""
+    def _update(self, step: StepBatch, number: int, *, may_be_zero: bool) -> tuple[dict[str, float], bool]:
+        """Optimizer step `number` of the run, those left out for want of signal counted; and whether it was made. Its
+        gradient may be zero where tokens were masked or clipped, and if `may_be_zero`, as after the first update of a
+        batch, where the clipped ratio of every token may have left its range."""
         training = self.config.training
         metrics = self.learner.forward_backward(step, self.objective)
+        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         rate = learning_rate_at(
             number,
             peak=training.learning_rate,
@@ -310,12 +329,17 @@ class TrainingLoop:
             warmup_steps=training.warmup_steps,
             num_steps=training.steps * training.updates_per_batch * training.epochs_per_batch,
         )
-        stats = self.learner.optim_prepare(rate)
+        try:
+            stats = self.learner.optim_prepare(rate)
+        except ZeroGradientError:
+            if not (may_be_zero or any_cut(metrics)):
+                raise
+            self.learner.optimizer.discard_gradients()
+            return named, False
         if self.engine is not None:
             self.engine.fence()
         self.learner.optim_commit()
-        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
-        return named | {"train/learning_rate": stats.learning_rate, "train/grad_norm": stats.grad_norm}
+        return named | {"train/learning_rate": stats.learning_rate, "train/grad_norm": stats.grad_norm}, True
 
     def _fill_references(self, steps: list[StepBatch]) -> None:
         if self.reference is None:
@@ -350,24 +374,23 @@ class TrainingLoop:
                 f"{staleness} allows none before {self.step - staleness} and none after {self.step}"
             )
 
-    def _skip(self, step: int) -> dict[str, float]:
-        """A batch whose groups all agree teaches nothing: counted, not trained on, and fatal when it goes
-        on."""
+    def _skip(self, step: int, reason: str) -> dict[str, float]:
+        """A batch that teaches nothing: counted, not trained on, and fatal when it goes on."""
         self._quiet_steps += 1
+        self._quiet_reason = reason
         limit = self.config.run.max_steps_without_signal
-        self.log.warning(f"no group of step {step} had any reward variance: nothing to learn", step=step)
+        self.log.warning(f"step {step} teaches nothing: {reason}", step=step)
         if self._quiet_steps >= limit:
             raise TrainingError(
-                f"no group had any reward variance in {self._quiet_steps} consecutive steps "
-                f"(run.max_steps_without_signal = {limit}): make the task easier or harder, or start from a better "
-                "model"
+                f"{reason} in {self._quiet_steps} consecutive steps (run.max_steps_without_signal = {limit}): "
+                f"{_QUIET[reason]}"
             )
         return {"train/skipped": 1.0}
 
     def _check_learned(self) -> None:
         if self._trained_steps == 0:
             raise TrainingError(
-                f"nothing was trained in {self.step} steps: no batch had a group with reward variance"
+                f"nothing was trained in {self.step} steps: {self._quiet_reason}: {_QUIET[self._quiet_reason]}"
                 if self.step
                 else "nothing was trained: the run made no step"
             )
@@ -445,29 +468,3 @@ class TrainingLoop:
         proof = self.store.read_fingerprints(path)
         digest = proof.digest if proof else ""
         self.log.event("checkpoint", step=self.step, path=str(path.relative_to(self.log.folder)), digest=digest)
-
-
-def rollout_metrics(batch: records.Batch) -> dict[str, float]:
-    """What the batch looks like before training: rewards, lengths, outcomes."""
-    rollouts = [rollout for rollout in batch.rollouts if rollout.outcome in records.TRAINABLE_OUTCOMES]
-    metrics = {f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()}
-    if not rollouts:
-        return metrics
-    rewards = [rollout.reward for rollout in rollouts]
-    lengths = [rollout.num_sampled for rollout in rollouts]
-    components: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.metrics.items():
-            components.setdefault(name, []).append(value)
-    metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in components.items()}
-    metrics |= {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "rollout/length": statistics.fmean(lengths),
-        "rollout/length_max": float(max(lengths)),
-        "rollout/truncated_fraction": statistics.fmean(r.outcome == "truncated" for r in rollouts),
-        "rollout/num": float(len(rollouts)),
-    }
-    if any(thinking := [rollout.num_thinking for rollout in rollouts]):
-        metrics["rollout/thinking_length"] = statistics.fmean(thinking)
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -28,6 +28,11 @@ from slipstream.trainer.model import PolicyModel
 class Objective(Protocol):
     """A loss whose terms add up over micro-batches."""
 
+    @property
+    def ignores_silent(self) -> bool:
+        """Whether the gradient of a sequence whose advantage is 0 is exactly 0."""
+        ...
+
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Divisors over the whole optimizer step."""
         ...
@@ -45,6 +50,8 @@ class Objective(Protocol):
 
 class SFTObjective:
     """Mean cross-entropy over all trainable tokens of the step."""
+
+    ignores_silent = False
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
         """Trainable tokens."""
@@ -83,11 +90,24 @@ class PolicyObjective:
         self._loss: LossFunction = LOSSES.get(self.config.loss) or user_function("loss", self.config.loss)
         self._has_kl_term = config.kl_coef > 0.0 and self.config.kl_in == "loss"
 
+    @property
+    def ignores_silent(self) -> bool:
+        """See `Objective`: where nothing but advantages makes a gradient. Who wrote the loss knows what a user's does
+        with 0."""
+        has_other_terms = self._has_kl_term or self.config.entropy_coef > 0.0 or self._teacher_coef is not None
+        return self.config.loss in LOSSES and not has_other_terms
+
     def counts(self, batch: StepBatch) -> dict[str, float]:
-        """Trainable tokens, sequences that have any, and what the loss is divided by."""
+        """Trainable tokens, those of them that are computed, sequences that have any, and what the loss is divided
+        by."""
         tokens, sequences = float(batch.num_tokens), float(batch.num_sequences)
         loss = {"token": tokens, "sequence": sequences, "constant": sequences * self.sampling.max_tokens}
-        return {"tokens": tokens, "sequences": sequences, "loss": loss[self.config.normalize]}
+        return {
+            "tokens": tokens,
+            "computed": float(batch.num_computed),
+            "sequences": sequences,
+            "loss": loss[self.config.normalize],
+        }
 
     def terms(
         self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
@@ -183,11 +203,17 @@ class PolicyObjective:
         )
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
-        """Token means, whatever the loss is normalised by; `loss` itself as it was minimised."""
-        tokens = divisors["tokens"]
+        """Means over the tokens that were computed, whatever the loss is normalised by; `loss` itself as it was
+        minimised."""
+        tokens = divisors["computed"]
         vectors = {key: sums[key] for key in ("ratio_histogram", "mismatch_histogram") if key in sums}
         numbers = {key: value.item() for key, value in sums.items() if key not in vectors}
-        metrics = {"loss": numbers["loss"], "num_tokens": tokens, "num_sequences": divisors["sequences"]}
+        metrics = {
+            "loss": numbers["loss"],
+            "num_tokens": divisors["tokens"],
+            "num_sequences": divisors["sequences"],
+            "silent_fraction": 1.0 - tokens / divisors["tokens"],
+        }
         names = {
             "importance": "importance_weight",
             "importance_capped": "importance_capped_fraction",

@@ -1,0 +1,107 @@
+"""Rollouts of advantage 0 are counted and, but for a sample, not computed: gradients are those of computing them."""
+
+import random
+
+import pytest
+import torch
+
+from slipstream import records
+from slipstream.config.schema import RLConfig
+from slipstream.trainer.batching import make_step_batches
+from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+
+SAMPLING = records.SamplingParams(max_tokens=24, temperature=0.8)
+
+
+def batch_of(num_groups=6, size=6, seed=0):
+    """Groups of which every second one agrees, and of the others one rollout in three is average; with lengths that
+    differ, so that the divisors do."""
+    rng = random.Random(seed)
+    rollouts, advantages = [], []
+    for group in range(num_groups):
+        prompt = [rng.randrange(1, 97) for _ in range(rng.randint(3, 20))]
+        for number in range(size):
+            length = rng.randint(1, 24)
+            mask = [False] * len(prompt) + [True] * length
+            ids = prompt + [rng.randrange(1, 97) for _ in range(length)]
+            logprobs = [rng.uniform(-6.0, -3.0) if trained else 0.0 for trained in mask]
+            sequence = records.Sequence(ids, mask, logprobs)
+            rollouts.append(records.Rollout(f"{group}-{number}", f"{group}", f"{group}", [sequence], 0.0, "done"))
+            advantages.append(0.0 if group % 2 or number % 3 == 0 else rng.gauss(0, 1))
+    return records.Batch(0, records.Version(0, 0), rollouts), advantages
+
+
+OBJECTIVES = {
+    "token": RLConfig(),
+    "sequence": RLConfig(normalize="sequence"),
+    "constant": RLConfig(normalize="constant"),
+    "masked": RLConfig(importance_sampling="masked"),
+    "gspo": RLConfig(loss="gspo"),
+    "cispo": RLConfig(loss="cispo"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_are_those_of_computing_them(name, make_learner, gradients_of):
+    objective = PolicyObjective(OBJECTIVES[name], SAMPLING)
+    assert objective.ignores_silent
+    batch, advantages = batch_of()
+    found = []
+    for ignores in (False, True):
+        learner = make_learner()
+        (step,) = make_step_batches(batch, advantages, ignores_silent=ignores)
+        found.append((step, learner.forward_backward(step, objective), gradients_of(learner)))
+    (whole, whole_metrics, expected), (step, metrics, gradients) = found
+    assert (step.num_tokens, step.num_sequences) == (whole.num_tokens, whole.num_sequences)
+    assert sum(advantage == 0.0 for advantage in advantages) == 24
+    assert len(step.silent) == 24 - 3
+    for key in ("loss", "num_tokens", "num_sequences"):
+        assert metrics[key] == pytest.approx(whole_metrics[key], rel=1e-5, abs=1e-7)
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(gradients[parameter], gradient, atol=2e-7, rtol=1e-5)
+    assert metrics["num_row_tokens"] < 0.6 * whole_metrics["num_row_tokens"]
+
+
+def test_metrics_are_means_over_what_was_computed(make_learner):
+    objective, (batch, advantages) = PolicyObjective(RLConfig(), SAMPLING), batch_of()
+    (step,) = make_step_batches(batch, advantages, ignores_silent=True)
+    metrics = make_learner().forward_backward(step, objective)
+    (alone,) = make_step_batches(batch, advantages, ignores_silent=True)
+    alone.silent = []
+    expected = make_learner().forward_backward(alone, objective)
+    for key in ("entropy", "ratio", "mismatch/abs_logprob_diff", "mismatch/kl", "effective_sample_size"):
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-6)
+    left_out = sum(sequence.num_trainable for sequence in step.silent)
+    assert metrics["silent_fraction"] == pytest.approx(left_out / step.num_tokens)
+    assert expected["silent_fraction"] == 0.0
+
+
+def test_a_step_of_silent_rollouts_keeps_a_sample_and_has_no_signal():
+    batch, advantages = batch_of(num_groups=2)
+    steps = make_step_batches(batch, advantages, updates_per_batch=2, epochs=2, ignores_silent=True)
+    assert [step.has_signal for step in steps] == [True, False] * 2
+    assert [len(step.sequences) for step in steps] == [5, 1] * 2
+    assert steps[0] is steps[2]
+
+
+def test_whatever_else_teaches_them_keeps_them():
+    batch, advantages = batch_of(num_groups=2)
+    for rollout in batch.rollouts:
+        rollout.sequences[0].teacher_logprobs = [0.0] * len(rollout.sequences[0].token_ids)
+    (step,) = make_step_batches(batch, advantages, ignores_silent=True)
+    assert not step.silent
+    for config, coef in (
+        (RLConfig(kl_coef=0.1), None),
+        (RLConfig(entropy_coef=0.1), None),
+        (RLConfig(), 0.5),
+    ):
+        assert not PolicyObjective(config, SAMPLING, coef).ignores_silent
+    assert PolicyObjective(RLConfig(kl_coef=0.1, kl_in="reward"), SAMPLING).ignores_silent
+    assert not SFTObjective().ignores_silent
+    own = PolicyObjective(RLConfig(loss=f"{__file__}:own_loss"), SAMPLING)
+    assert not own.ignores_silent
+
+
+def own_loss(inputs):
+    """Teaches sequences of any advantage."""
+    return -inputs.logprobs_N
