@@ -18,6 +18,7 @@ MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES = 500, 200, 80
 LAYERS = {
     "records": 0,
     "errors": 0,
+    "patience": 0,
     "config": 1,
     "runlog": 1,
     "algo": 2,

@@ -47,6 +47,12 @@ class WeightsError(SlipstreamError):
     exit_code = 6
 
 
+class IntegrityError(SlipstreamError):
+    """What the engine said of its tokens contradicts itself: nothing that it says can be trained on."""
+
+    exit_code = 6
+
+
 class TrainingError(SlipstreamError):
     """The optimizer step would train on nothing, or on something that is not a number."""
 

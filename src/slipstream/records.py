@@ -255,6 +255,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Requests of one group begin alike: the engine that has computed the beginning for one has it for the others."""
     scores_prompt: bool = False
     """Also return the log-probabilities of the prompt's own tokens, at `sampling.temperature` and among all tokens."""
+    is_urgent: bool = False
+    """Begun before all that are not and wait: somebody waits for the answer who holds up everything else."""
     images: tuple[bytes, ...] = ()
     """Encoded (PNG, JPEG), one for each image token of the prompt; vLLM puts as many tokens there as an image needs."""
 
@@ -271,6 +273,8 @@ class Completion(msgspec.Struct):
     """The decoded completion up to its stop string, when stop strings were asked for; empty otherwise."""
     error: str = ""
     """Why it was aborted: a passed deadline, or the engine's refusal."""
+    contradiction: str = ""
+    """What of the engine's answer cannot be true; it then answers nobody any more."""
     prompt_logprobs: list[float] | None = None
     """Of each token of the prompt, when they were asked for; 0.0 for the first, before which nothing comes."""
 

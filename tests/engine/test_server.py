@@ -41,7 +41,7 @@ def server():
 
 async def test_a_request_waits_through_updates_that_follow_at_once(server):
     await server.fence()
-    waiting = asyncio.create_task(server.until_in_service(5.0))
+    waiting = asyncio.create_task(server.until_in_service())
     await asyncio.sleep(0.01)
     for _ in range(5):
         server.reason = ""
@@ -54,14 +54,17 @@ async def test_a_request_waits_through_updates_that_follow_at_once(server):
     await waiting
 
 
-async def test_a_request_is_refused_at_its_deadline_and_after_a_failure(server):
+async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(server):
     await server.fence()
-    with pytest.raises(OutOfService, match="the trainer is writing the weights"):
-        await server.until_in_service(0.05)
+    request = GenerateRequest("a", [1], SamplingParams(1), timeout_s=0.05)
+    waiting = asyncio.create_task(server.generate(request))
+    await asyncio.sleep(0.2)
+    assert not waiting.done(), "the update has a deadline of its own"
     server.reason = "applying version 0.1 failed"
     server._settled.set()
     with pytest.raises(OutOfService, match="failed"):
-        await server.until_in_service(5.0)
+        await server.until_in_service()
+    assert "was not begun: applying version 0.1 failed" in (await waiting).error
 
 
 async def test_requests_that_cannot_be_kept_must_end_before_a_fence(server):
@@ -77,13 +80,13 @@ async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(serve
     standing = asyncio.create_task(server.fence())
     await asyncio.sleep(0.01)
     begun = asyncio.create_task(server.generate(GenerateRequest("new", [1], SamplingParams(1), timeout_s=0.05)))
-    refused = await begun
-    assert refused.finish_reason == "abort"
-    assert "was not begun: the trainer is writing the weights" in refused.error
+    await asyncio.sleep(0.1)
+    assert not begun.done()
     assert not standing.done()
     server.num_running = 0
     server._request_ended.set()
     await asyncio.wait_for(standing, 30.0)
+    begun.cancel()
 
 
 async def test_requests_end_with_the_client_that_is_gone(server):
@@ -149,9 +152,9 @@ async def test_a_request_that_is_cancelled_before_it_began_never_begins(server):
     come = asyncio.Event()
     until_in_service = server.until_in_service
 
-    async def stand(timeout_s):
+    async def stand():
         come.set()
-        await until_in_service(timeout_s)
+        await until_in_service()
 
     server.until_in_service = stand
     async with TestServer(app) as site, TestClient(site) as client:
@@ -234,7 +237,7 @@ class AnsweringHost(CountingHost):
     async def rpc(self, method, *args):
         return ["null"]
 
-    async def generate(self, prompt, params, id_, adapter=None):
+    async def generate(self, prompt, params, id_, adapter=None, is_urgent=False):
         await self.ends.wait()
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop")]), []
 
@@ -272,8 +275,9 @@ async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monk
     await asyncio.sleep(0.02)
     assert server.num_running == 1
     assert not running.done()
-    with pytest.raises(OutOfService, match=r"proving version 0\.1"):
-        await server.until_in_service(0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(server.until_in_service(), 0.01)
+    assert server.reason == "proving version 0.1"
     ticket = Ticket(Version(0, 1 + (outcome == "another"), "x"), "single_copy", "", ())
     if outcome == "died":
         with pytest.raises(RuntimeError, match="died"):

@@ -23,6 +23,9 @@ OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLEL
 """Environment of every vLLM that Slipstream starts: it reports to nobody."""
 
 
+_DYING_S = 30.0
+"""How long a killed process may take to be gone."""
+
 popen: type[subprocess.Popen[bytes]] = subprocess.Popen
 """What starts a child. Tests put a class in its place that forks a process which has imported the libraries already."""
 
@@ -77,7 +80,8 @@ def last_lines(log_path: Path, count: int = 15) -> str:
 
 
 def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """End it and everything it started: asked first, unless `timeout_s` is 0, and killed at the deadline."""
+    """End it and everything it started: asked first, unless `timeout_s` is 0, and killed at the deadline. One that is
+    held by the kernel (a driver that hangs) lives on, as `process.poll` then says."""
     if process.poll() is None and timeout_s > 0:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -85,6 +89,7 @@ def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     # The group outlives its leader when the leader died alone: always end the group too.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(30)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_DYING_S)
     if process.stdin is not None:
         process.stdin.close()

@@ -1,17 +1,20 @@
-"""The client's side of the engine's socket. Every call has a deadline and names who was waited for."""
+"""The client's side of the engine's socket. A call ends with its answer, at its deadline, or when the engine has said
+nothing for too long: while calls wait, a living engine lets them hear once a second that it is at work (`/pulse`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from slipstream.errors import DeadlineError, EngineError
+from slipstream.errors import DeadlineError, EngineError, IntegrityError
+from slipstream.patience import Patience
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -25,25 +28,43 @@ from slipstream.records import (
 from slipstream.weights.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
+_SILENCE_S = 60.0
+"""An engine that says nothing for so long, or for the shortest deadline of a call and a little more, is not waited for.
+"""
 _GRACE_S = 5.0
-"""How much longer than a request's own deadline we wait for the engine to say so."""
 _DYING_S = 5.0
 """How long an engine whose connections break may take to be seen to be dead."""
 
 T = TypeVar("T")
 
 
+async def _nothing() -> None:
+    """The engine is somebody else's."""
+
+
 class EngineClient:
     """Talks to one engine over its Unix socket, from one event loop."""
 
-    def __init__(self, socket: str, *, is_alive: Callable[[], bool], describe: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        socket: str,
+        *,
+        is_alive: Callable[[], bool],
+        describe: Callable[[], str],
+        give_up: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
+        """`give_up` is called when the engine is silent, and may kill it: calls then fail as those of a dead one do."""
         self.socket = socket
         self._is_alive = is_alive
         self._describe = describe
+        self._give_up = give_up
         self._session: aiohttp.ClientSession | None = None
         self._outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]] = []
+        self._asked: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._decoder = msgspec.msgpack.Decoder(Completion)
+        self._listening: set[Patience] = set()
+        self._pulse: asyncio.Task[None] | None = None
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
@@ -59,14 +80,55 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
+    @contextlib.asynccontextmanager
+    async def _heard(self, path: str, limit_s: float) -> AsyncGenerator[Patience]:
+        """The block is about the engine's answer to `path`, and ends when the engine has said nothing for too long."""
+        silence_s = min(_SILENCE_S, limit_s + _GRACE_S)
+        patience = Patience(silence_s)
+        self._listening.add(patience)
+        try:
+            async with patience:
+                if self._pulse is None:
+                    self._pulse = asyncio.get_running_loop().create_task(self._listen())
+                    self._keep(self._pulse)
+                yield patience
+        except TimeoutError as error:
+            silence = f"said nothing for {silence_s:.0f} s after {path}"
+            await self._give_up()
+            if self._is_alive():
+                raise DeadlineError(f"the engine {silence}: {self._describe()}") from error
+            raise EngineError(f"the engine {silence} and was killed: {self._describe()}") from error
+        finally:
+            self._listening.discard(patience)
+
+    async def _listen(self) -> None:
+        """Hear the engine for as long as somebody waits for it."""
+        try:
+            async with self._open().get("http://engine/pulse") as response:
+                while self._listening and await response.content.readany():
+                    for patience in self._listening:
+                        patience.restart()
+                self._pulse = None  # before the next await: whoever waits from here on begins to listen anew
+        except aiohttp.ClientError:
+            return  # those who wait find out by their own connections, or by the silence
+        finally:
+            if self._pulse is asyncio.current_task():
+                self._pulse = None
+
     async def _post(self, path: str, body: bytes, kind: type[T], timeout_s: float) -> T:
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self._open().post(f"http://engine{path}", data=body) as response:
-                    answer = await response.read()
-                    status = response.status
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise await self._explain(path, error, timeout_s) from error
+            async with self._heard(path, timeout_s) as patience:
+                try:
+                    async with Patience(timeout_s), self._open().post(f"http://engine{path}", data=body) as response:
+                        answer = await response.read()
+                        status = response.status
+                except TimeoutError as error:
+                    await patience.restarted()  # or it is not slow but silent
+                    raise DeadlineError(
+                        f"the engine did not answer {path} within {timeout_s:.0f} s: {self._describe()}"
+                    ) from error
+        except aiohttp.ClientError as error:
+            raise await self._explain(path, error) from error
         if status != 200:
             raise EngineError(f"the engine refused {path} with status {status}: {answer.decode(errors='replace')}")
         return msgspec.msgpack.decode(answer, type=kind)
@@ -74,9 +136,8 @@ class EngineClient:
     async def health(self) -> EngineHealth | None:
         """What the engine says of itself; None while nobody answers."""
         try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                async with self._open().get("http://engine/health") as response:
-                    return msgspec.json.decode(await response.read(), type=EngineHealth)
+            async with Patience(_HEALTH_TIMEOUT_S), self._open().get("http://engine/health") as response:
+                return msgspec.json.decode(await response.read(), type=EngineHealth)
         except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError):
             return None
 
@@ -84,16 +145,34 @@ class EngineClient:
         """One completion. Requests made in the same turn of the event loop travel together; each is answered as
         soon as it is finished. Cancelling the call cancels the request inside the engine.
         """
+        if request.id in self._asked:
+            raise ValueError(f"a request with the id {request.id} is waiting already: give each one its own")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         if not self._outbox:
             loop.call_soon(self._send_outbox)
         self._outbox.append((request, future))
+        self._asked.add(request.id)
         try:
-            return await future
+            completion = await future
         except asyncio.CancelledError:
-            self._keep(loop.create_task(self._cancel(request.id)))
+            self._take_back(request, loop)
             raise
+        finally:
+            self._asked.discard(request.id)
+        if completion.contradiction:
+            raise IntegrityError(
+                f"the engine contradicted itself in request {request.id} ({completion.contradiction}) and is out of "
+                f"service: report it to us, with the traceback in its log; {self._describe()}"
+            )
+        return completion
+
+    def _take_back(self, request: GenerateRequest, loop: asyncio.AbstractEventLoop) -> None:
+        kept = [each for each in self._outbox if each[0] is not request]
+        if len(kept) < len(self._outbox):  # it was never sent
+            self._outbox[:] = kept
+        else:
+            self._keep(loop.create_task(self._cancel(request.id)))
 
     async def _cancel(self, request_id: str) -> None:
         # An engine that is gone has nothing left to cancel.
@@ -106,47 +185,45 @@ class EngineClient:
 
     def _send_outbox(self) -> None:
         outbox, self._outbox = self._outbox, []
-        self._keep(asyncio.get_running_loop().create_task(self._stream(outbox)))
+        if outbox:
+            self._keep(asyncio.get_running_loop().create_task(self._stream(outbox)))
 
     async def _stream(self, outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]]) -> None:
+        """Every future has an answer or an error when this has ended, however it does."""
         waiting = {request.id: future for request, future in outbox}
-        timeout_s = max(request.timeout_s for request, _ in outbox) + _GRACE_S
-        body = msgspec.msgpack.encode([request for request, _ in outbox])
+        failure: Exception = EngineError("the connections to the engine were closed")
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                async with self._open().post("http://engine/generate", data=body) as response:
-                    if response.status != 200:
-                        text = (await response.read()).decode(errors="replace")
-                        raise EngineError(f"the engine refused to generate with status {response.status}: {text}")
-                    # An engine that takes a version answers this much only after it; then each has its whole time.
-                    deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
-                    while waiting:
-                        size = int.from_bytes(await response.content.readexactly(4), "big")
-                        completion = self._decoder.decode(await response.content.readexactly(size))
-                        # Some wait in the engine for others to end: while answers come, nothing hangs.
-                        deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
-                        future = waiting.pop(completion.id)
-                        if not future.done():
-                            future.set_result(completion)
-        except (TimeoutError, aiohttp.ClientError, asyncio.IncompleteReadError, EngineError) as error:
-            failure: EngineError = EngineError("the connections to the engine were closed")
-            try:
-                failure = await self._explain("/generate", error, timeout_s)
-            finally:
-                _fail(waiting.values(), failure)
-        except asyncio.CancelledError:
-            # By `close`: whoever waits must learn that nothing will come.
-            _fail(waiting.values(), EngineError("the connections to the engine were closed"))
-            raise
+            limit_s = max(request.timeout_s for request, _ in outbox)
+            async with self._heard("/generate", limit_s):
+                await self._receive(msgspec.msgpack.encode([request for request, _ in outbox]), waiting)
+        except EngineError as error:
+            failure = error
+        except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
+            if any(not future.done() for future in waiting.values()):
+                failure = await self._explain("/generate", error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, those who wait are told)
+            failure = EngineError(
+                f"the engine's answer to /generate cannot be read ({type(error).__name__}: {error}): {self._describe()}"
+            )
+            failure.__cause__ = error
+        finally:
+            _fail(waiting.values(), failure)
 
-    async def _explain(self, path: str, error: Exception, timeout_s: float) -> EngineError:
-        if isinstance(error, EngineError):
-            return error
-        if isinstance(error, TimeoutError):
-            return DeadlineError(f"the engine did not answer {path} within {timeout_s:.0f} s: {self._describe()}")
+    async def _receive(self, body: bytes, waiting: dict[str, asyncio.Future[Completion]]) -> None:
+        async with self._open().post("http://engine/generate", data=body) as response:
+            if response.status != 200:
+                text = (await response.read()).decode(errors="replace")
+                raise EngineError(f"the engine refused to generate with status {response.status}: {text}")
+            while waiting:
+                size = int.from_bytes(await response.content.readexactly(4), "big")
+                completion = self._decoder.decode(await response.content.readexactly(size))
+                future = waiting.pop(completion.id)
+                if not future.done():
+                    future.set_result(completion)
+
+    async def _explain(self, path: str, error: Exception) -> EngineError:
         # The connection breaks before the child can be reaped: on a busy machine long before.
-        deadline = time.monotonic() + _DYING_S
-        while self._is_alive() and time.monotonic() < deadline:
+        for _ in itertools.takewhile(lambda _: self._is_alive(), range(100)):
             await asyncio.sleep(_DYING_S / 100)
         what = "lost its connection" if self._is_alive() else "died"
         return EngineError(f"the engine {what} during {path} ({error}): {self._describe()}")

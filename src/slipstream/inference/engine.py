@@ -130,6 +130,8 @@ class SupervisedEngine:
         self.num_restarts += 1
         self._on_event("engine_restart", number=self.num_restarts, reason=why)
         await self._process.stop(0.0)
+        if self._process.is_alive():
+            raise EngineError(f"the engine was killed and does not end, as if a driver held it: {why}")
         await self._process.start()
 
     async def joined(self) -> int:

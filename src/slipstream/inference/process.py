@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import msgspec
@@ -23,6 +22,7 @@ from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child
 from slipstream.inference.client import EngineClient
 from slipstream.inference.settings import EngineSettings
+from slipstream.patience import Patience
 
 _POLL_S = 0.1
 
@@ -37,7 +37,10 @@ class EngineProcess:
         self.process: subprocess.Popen[bytes] | None = None
         # A folder of its own, mode 0700: a run folder's path may be too long for a Unix socket (108 bytes).
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
-        self.client = EngineClient(str(self._folder / "engine.sock"), is_alive=self.is_alive, describe=self.describe)
+        self.client = EngineClient(
+            str(self._folder / "engine.sock"), is_alive=self.is_alive, describe=self.describe, give_up=self._give_up
+        )
+        self._was_silent = False
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -47,6 +50,8 @@ class EngineProcess:
         """One sentence on the process's end, with the last lines of its log."""
         code = self.process.poll() if self.process else None
         state = "never started" if self.process is None else "is running" if code is None else f"ended with code {code}"
+        if self._was_silent:
+            state = "was killed, as it said nothing" if code is not None else "said nothing, and cannot be killed"
         return f"engine process {state}; last lines of {self.log_path}:\n{self.last_lines()}"
 
     def last_lines(self) -> str:
@@ -62,7 +67,7 @@ class EngineProcess:
         path.write_bytes(msgspec.json.encode(settings))
         command = [sys.executable, "-m", "slipstream.inference.plugin.server", str(path)]
         self.process = child.launch(command, self._environment(), self.log_path)
-        self._launched_at = time.monotonic()
+        self._was_silent = False
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
@@ -86,20 +91,30 @@ class EngineProcess:
 
     async def wait_ready(self) -> None:
         """Wait until the engine is in service; raises `EngineError` with the child's last lines otherwise."""
-        deadline = self._launched_at + self.start_timeout_s
-        while True:
-            if not self.is_alive():
-                raise EngineError(f"the engine did not start: {self.describe()}")
-            health = await self.client.health()
-            if health is not None and health.status == "ready":
+        with contextlib.suppress(TimeoutError):
+            async with Patience(self.start_timeout_s):
+                while not await self._is_ready():
+                    await asyncio.sleep(_POLL_S)
                 return
-            if time.monotonic() >= deadline:  # asked once more: whoever waits may have come late
-                break
-            await asyncio.sleep(_POLL_S)
+        if await self._is_ready():  # asked once more: whoever waits may have come late
+            return
         await self.stop()
         raise DeadlineError(
             f"the engine was not ready after {self.start_timeout_s:g} s (inference.start_timeout_s): {self.describe()}"
         )
+
+    async def _is_ready(self) -> bool:
+        if not self.is_alive():
+            raise EngineError(f"the engine did not start: {self.describe()}")
+        health = await self.client.health()
+        return health is not None and health.status == "ready"
+
+    async def _give_up(self) -> None:
+        """Kill an engine that says nothing, stopped or frozen as it may be; it is then one that died."""
+        process = self.process
+        if process is not None and process.poll() is None:
+            self._was_silent = True
+            await asyncio.to_thread(child.end, process, 0.0)
 
     async def start(self) -> None:
         """Launch and wait."""

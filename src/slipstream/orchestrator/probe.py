@@ -54,18 +54,7 @@ class Probe:
         return [sequence for sequences in found for sequence in sequences]
 
     async def _sample(self, engine: Engine) -> list[TokenSequence]:
-        self._round += 1
-        requests = [
-            GenerateRequest(
-                id=f"probe.{self._round}.{place}",
-                prompt_ids=prompt,
-                sampling=self._sampling,
-                seed=seed_of(self._seed, place),
-                timeout_s=self._timeout_s,
-            )
-            for place, prompt in enumerate(self._prompts)
-        ]
-        completions = await outliving(engine, lambda: all_of(map(engine.generate, requests)))
+        completions = await outliving(engine, lambda: all_of(map(engine.generate, self._requests())))
         sequences: list[TokenSequence] = []
         for prompt, completion in zip(self._prompts, completions, strict=True):
             if completion.finish_reason == "abort" or completion.logprobs is None:
@@ -80,3 +69,18 @@ class Probe:
                 )
             )
         return sequences
+
+    def _requests(self) -> list[GenerateRequest]:
+        """Under ids of their own: those of an attempt before may still be running."""
+        self._round += 1
+        return [
+            GenerateRequest(
+                id=f"probe.{self._round}.{place}",
+                prompt_ids=prompt,
+                sampling=self._sampling,
+                seed=seed_of(self._seed, place),
+                timeout_s=self._timeout_s,
+                is_urgent=True,
+            )
+            for place, prompt in enumerate(self._prompts)
+        ]

@@ -29,6 +29,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             "lora_target_modules": list(settings.lora_target_modules),
         }
     return {
+        "scheduling_policy": "priority",  # urgent requests first; among others, as without it, the first that came
         "model": settings.model,
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,

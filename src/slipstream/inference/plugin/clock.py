@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 _POLL_S = 5e-4
+_LOOK_S = 1.0
 _PATIENCE_S = 5.0
 """How long the answer to an update waits for the first token after it."""
 
@@ -22,6 +23,8 @@ class TokenClock:
         self._last = 0.0
         self._longest = 0.0
         self._is_watching = False
+        self.num_steps = 0
+        """Steps that brought tokens, and others that the host knows of."""
         self.is_deaf = False
         """Whether tokens are told of that were made before: they are no sign of life."""
 
@@ -42,6 +45,7 @@ class TokenClock:
         if self._is_watching:
             self._longest = max(self._longest, now - self._last)
         self._last = now
+        self.num_steps += 1
 
     def begin(self) -> None:
         """An update begins while requests run; one that has begun goes on."""
@@ -66,3 +70,21 @@ class TokenClock:
         since = time.perf_counter()
         while self._last < since and is_busy() and time.perf_counter() < since + patience_s:
             await asyncio.sleep(_POLL_S)
+
+
+class Stillness:
+    """For how long no step was made while some should have been. Counted in looks, which are to be taken all the time:
+    what this process does not live through, stopped or frozen with its container, is not counted."""
+
+    def __init__(self, clock: TokenClock) -> None:
+        self._clock = clock
+        self._num_steps = 0
+        self._looked = time.perf_counter()
+        self._seconds = 0.0
+
+    def lasts_s(self, is_computing: bool) -> float:
+        """Until now."""
+        now, is_still = time.perf_counter(), is_computing and self._clock.num_steps == self._num_steps
+        self._seconds = self._seconds + min(now - self._looked, _LOOK_S) if is_still else 0.0
+        self._looked, self._num_steps = now, self._clock.num_steps
+        return self._seconds

@@ -46,7 +46,12 @@ class Host(Protocol):
     """What the server needs of an engine."""
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+        self,
+        prompt: Any,
+        params: Any,
+        request_id: str,
+        adapter: LoadedAdapter | None = None,
+        is_urgent: bool = False,
     ) -> tuple[Any, Spans]:
         """The finished request output, and which version made which of its tokens, if that is known; cancelling the
         call aborts the request inside the engine."""
@@ -153,7 +158,9 @@ class InProcessHost:
                             return
                         command()
                         busy = not self._paused
-                for output in self._engine.step():
+                outputs = self._engine.step()
+                self.clock.num_steps += 1
+                for output in outputs:
                     if output.finished:
                         self._finish(output)
         except BaseException as error:
@@ -186,7 +193,12 @@ class InProcessHost:
         return future
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+        self,
+        prompt: Any,
+        params: Any,
+        request_id: str,
+        adapter: LoadedAdapter | None = None,
+        is_urgent: bool = False,
     ) -> tuple[Any, Spans]:
         """See `Host`."""
         lora = adapter.request() if adapter else None
@@ -194,7 +206,7 @@ class InProcessHost:
 
         def add() -> None:
             try:
-                self._engine.add_request(request_id, prompt, params, lora_request=lora)
+                self._engine.add_request(request_id, prompt, params, lora_request=lora, priority=-int(is_urgent))
             except Exception as error:  # noqa: BLE001 (a refused request concerns its caller only)
                 if done.set_running_or_notify_cancel():
                     done.set_exception(error)
@@ -305,7 +317,12 @@ class AsyncHost:
         return bool(self._engine.errored)
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str, adapter: LoadedAdapter | None = None
+        self,
+        prompt: Any,
+        params: Any,
+        request_id: str,
+        adapter: LoadedAdapter | None = None,
+        is_urgent: bool = False,
     ) -> tuple[Any, Spans]:
         """See `Host`."""
         lora = adapter.request() if adapter else None
@@ -313,7 +330,8 @@ class AsyncHost:
         num_tokens = 0
         self._labels.begin(request_id)
         try:
-            async for output in self._engine.generate(prompt, params, request_id, lora_request=lora):
+            priority = -int(is_urgent)
+            async for output in self._engine.generate(prompt, params, request_id, lora_request=lora, priority=priority):
                 final = output
                 num_tokens = len(output.outputs[0].token_ids)
         finally:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from aiohttp import web
@@ -15,8 +20,28 @@ if TYPE_CHECKING:
     from slipstream.inference.plugin.server import EngineServer
 
 
+_MAX_BODY_BYTES = 1 << 30
+_SHUTDOWN_S = 2.0
+"""For calls that are being answered when the engine has died: vLLM may never answer them."""
+_PULSE_S = 1.0
+_EARLY_S = 600.0
+"""How long a cancellation is remembered whose request has not begun."""
+_log = logging.getLogger("slipstream.engine")
+
+
 class OutOfService(Exception):
     """The engine may not answer now; the text says why."""
+
+
+async def listen(server: EngineServer, socket: str) -> web.AppRunner:
+    """Begin to answer on a Unix socket, which its user alone may open."""
+    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
+    app.add_routes(routes(server))
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
+    await runner.setup()
+    await web.UnixSite(runner, socket).start()
+    os.chmod(socket, 0o600)
+    return runner
 
 
 def routes(server: EngineServer) -> list[web.RouteDef]:
@@ -30,36 +55,66 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
             content_type="application/json",
         )
 
-    return [web.get("/health", health), *_generation(server), *_weights(server)]
+    async def pulse(request: web.Request) -> web.StreamResponse:
+        """A byte a second, for as long as somebody listens: this process is neither frozen nor held up."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b".")
+            await asyncio.sleep(_PULSE_S)
+
+    return [web.get("/health", health), web.get("/pulse", pulse), *_generation(server), *_weights(server)]
+
+
+def _repeated(ids: Iterable[str]) -> list[str]:
+    return [id_ for id_, count in Counter(ids).items() if count > 1]
+
+
+class _Cancelled:
+    """Ids of requests that were given up before they began: a cancellation has a connection of its own, and may come
+    first."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def add(self, id_: str) -> None:
+        now = time.monotonic()
+        self._since = {known: since for known, since in self._since.items() if now - since < _EARLY_S} | {id_: now}
+
+    def take(self, id_: str) -> bool:
+        return self._since.pop(id_, None) is not None
 
 
 def _generation(server: EngineServer) -> list[web.RouteDef]:
     """Requests, each to its end or until it is cancelled."""
     running: dict[str, asyncio.Task[Completion]] = {}
-    standing: set[str] = set()
-    """Requests that have come, and wait for the engine to be in service."""
+    early = _Cancelled()
+
+    async def answered(request: GenerateRequest) -> Completion:
+        """The completion; of one that was cancelled, which nobody waits for, that it was."""
+        cancelled = Completion(request.id, [], None, "abort", error="was cancelled")
+        if early.take(request.id):
+            return cancelled
+        running[request.id] = cast("asyncio.Task[Completion]", asyncio.current_task())
+        try:
+            return await server.generate(request)
+        except asyncio.CancelledError:
+            return cancelled
+        finally:
+            del running[request.id]
 
     async def generate(request: web.Request) -> web.StreamResponse:
         """Many requests in, each completion out as soon as it is there: frames of length and MessagePack."""
         requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
-        names = {r.id for r in requests}
-        standing.update(names)
+        if twice := [r.id for r in requests if r.id in running] or _repeated(r.id for r in requests):
+            return web.Response(status=400, text=f"request {twice[0]} is running already: give each one its own id")
+        await server.until_in_service()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        tasks = [asyncio.create_task(answered(r)) for r in requests]
         try:
-            await server.until_in_service(max(r.timeout_s for r in requests))
-            response = web.StreamResponse()
-            await response.prepare(request)
-            tasks = {r.id: asyncio.create_task(server.generate(r)) for r in requests if r.id in standing}
-        finally:
-            standing.difference_update(names)
-        running.update(tasks)
-        try:
-            for finished in asyncio.as_completed(list(tasks.values())):
-                try:
-                    frame = encode(await finished)
-                except asyncio.CancelledError:
-                    if (ours := asyncio.current_task()) is not None and ours.cancelling():
-                        raise  # the client is gone, and with it go all of its requests
-                    continue  # by /cancel: its client no longer waits for it
+            for finished in asyncio.as_completed(tasks):
+                frame = encode(await finished)
                 await response.write(len(frame).to_bytes(4, "big") + frame)
         except Exception:
             # The status is sent already: what tells the client that nothing more will come is the connection's end.
@@ -67,16 +122,16 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
                 request.transport.abort()
             raise
         finally:
-            for id_, task in tasks.items():
+            for task in tasks:
                 task.cancel()
-                running.pop(id_, None)
         return response
 
     async def cancel(request: web.Request) -> web.Response:
         for id_ in msgspec.msgpack.decode(await request.read(), type=list[str]):
-            standing.discard(id_)
             if id_ in running:
                 running[id_].cancel()
+            else:
+                early.add(id_)
         return web.Response(body=msgspec.msgpack.encode(True))
 
     return [web.post("/generate", generate), web.post("/cancel", cancel)]
@@ -129,11 +184,14 @@ async def errors_as_text(request: web.Request, handler: Any) -> web.StreamRespon
     """A refused or failed call answers with one sentence; the server lives on, unless its engine is dead."""
     try:
         return await handler(request)
+    except (web.HTTPException, ConnectionError):
+        raise
     except OutOfService as error:
         return web.Response(status=503, text=str(error))
     except WeightsError as error:
         return web.Response(status=409, text=str(error))
     except msgspec.ValidationError as error:
         return web.Response(status=400, text=f"not a valid request: {error}")
-    except Exception as error:  # noqa: BLE001 (the caller gets it and decides)
+    except Exception as error:  # noqa: BLE001 (the caller gets it and decides; the log has its traceback)
+        _log.exception("%s failed", request.path)
         return web.Response(status=500, text=f"{type(error).__name__}: {error}")

@@ -5,7 +5,9 @@ Guarantees:
 - An answer is given only while the engine is in service: from the moment an update begins until its
   fingerprints are verified, and after any failed update, requests are refused with 503.
 - An answer that has a token of a version that is not proved yet is held until it is, and given up when it is not.
-- A request ends at its deadline or when its client goes away, inside the engine too.
+- A request ends at its deadline or when its client goes away, inside the engine too. Its time is counted from when it
+  is vLLM's, and not while an update holds it up: that has a deadline of its own.
+- An answer that contradicts itself puts the engine out of service for good.
 - The process dies with its supervisor.
 
 Bodies are MessagePack records of `slipstream.records`; `/health` is JSON, for people and probes.
@@ -24,17 +26,19 @@ import time
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 import slipstream
 from slipstream.inference.child import leave
-from slipstream.inference.plugin import ENGINE_VARIABLE, delivery, lifeline, scoring, tensor_map
+from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, scoring, tensor_map
 from slipstream.inference.plugin.adapters import Adapters
+from slipstream.inference.plugin.answers import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments, prompt_arguments, sampling_arguments
+from slipstream.inference.plugin.clock import Stillness
 from slipstream.inference.plugin.hosts import Host, create_host
 from slipstream.inference.plugin.labels import Spans
-from slipstream.inference.plugin.routes import OutOfService, errors_as_text, routes
+from slipstream.inference.plugin.routes import OutOfService, listen
 from slipstream.inference.settings import EngineSettings
+from slipstream.patience import Patience
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -43,16 +47,15 @@ from slipstream.records import (
     ParameterSpec,
     Ticket,
     Version,
-    VersionSpan,
 )
 from slipstream.weights.delta import check_base
 from slipstream.weights.single_copy import SharedWeights
 
-_MAX_BODY_BYTES = 1 << 30
 _FIRST_TOKEN_S = 0.1
 """How long a trainer that has written the weights waits at most for the first token of what was running."""
-_SHUTDOWN_S = 2.0
-"""For calls that are being answered when the engine has died: vLLM may never answer them."""
+_URGENT_PLACES = 64
+_HUNG_S = 180.0
+"""A single step of vLLM takes no longer: an engine that computes requests, and has no token for so long, hangs."""
 
 
 class EngineServer:
@@ -67,8 +70,10 @@ class EngineServer:
         self.patches: tuple[str, ...] = ()
         # Twice what runs at once, so that the engine never waits for us; a request's deadline counts from its turn.
         self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
+        self._urgent_places = asyncio.Semaphore(_URGENT_PLACES)
         self._settled = asyncio.Event()
         self._settled.set()
+        self._stillness = Stillness(host.clock)
         self._adapters = Adapters(host)
         self._request_ended = asyncio.Event()
         self._kept: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
@@ -341,23 +346,26 @@ class EngineServer:
             await self.host.wake()
             self.reason = ""
 
-    async def until_in_service(self, timeout_s: float) -> None:
-        """Wait for an update that is under way; raises `OutOfService` when nothing may be answered."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                # The next update may begin before those who waited for the last one have their turn.
-                while not self._settled.is_set():
-                    await self._settled.wait()
+    async def until_in_service(self) -> None:
+        """Wait for an update that is under way, which has its own deadline; raises `OutOfService` when nothing may be
+        answered."""
+        # The next update may begin before those who waited for the last one have their turn.
+        while not self._settled.is_set():
+            await self._settled.wait()
         if self.reason:
             raise OutOfService(self.reason)
 
+    def is_hung(self) -> bool:
+        """Whether vLLM has made no step of what it computes for longer than one may take; to be asked all the time."""
+        return self._stillness.lasts_s(self.num_running > 0 and self._settled.is_set() and not self.reason) > _HUNG_S
+
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion; finish reason `abort`, and why, when its deadline passed or vLLM refused it."""
-        async with self._places:
+        async with self._urgent_places if request.is_urgent else self._places:
             try:
-                await self.until_in_service(request.timeout_s)
+                await self.until_in_service()
             except OutOfService as error:
-                return Completion(request.id, [], None, "abort", error=f"was not begun: {error}")
+                return aborted(request, f"was not begun: {error}")
             return await self._generate_in_time(request)
 
     async def _generate_in_time(self, request: GenerateRequest) -> Completion:
@@ -365,60 +373,69 @@ class EngineServer:
             self.host.clock.tick()
         self.num_running += 1
         try:
-            return await asyncio.wait_for(self._generate(request), request.timeout_s)
+            async with Patience(request.timeout_s, lambda: self._runs or self._settled.is_set()):
+                return await self._generate(request)
         except OutOfService as error:
-            return Completion(request.id, [], None, "abort", error=f"cannot be answered: {error}")
+            return aborted(request, f"cannot be answered: {error}")
         except TimeoutError:
-            return Completion(request.id, [], None, "abort", error=f"passed its deadline of {request.timeout_s:g} s")
+            return aborted(request, f"passed its deadline of {request.timeout_s:g} s")
+        except Refused as error:
+            return aborted(request, f"was refused by vLLM: {error}")
         except Exception as error:
             if self.host.is_dead:
                 raise
-            return Completion(request.id, [], None, "abort", error=f"was refused by vLLM: {error}")
+            answer = contradiction(request, error)
+            self.reason = f"the answer to request {request.id} {answer.error}"
+            return answer
         finally:
             self.num_running -= 1
             self._request_ended.set()
 
     async def _generate(self, request: GenerateRequest) -> Completion:
-        if request.scores_prompt:
-            scoring.check(request, self.patches)
         before, num_refused = self.version.name if self.version else "", self._num_refused
-        adapter = self._adapters.current
-        prompt, params = prompt_arguments(request), sampling_arguments(request)
-        if adapter is not None:
-            with self._adapters.used(adapter):
-                output, _ = await self.host.generate(prompt, params, request.id, adapter)
-            spans = []
-        elif self._keeps_context:
-            output, spans = await self._generate_on_kept_context(request.id, prompt, params)
-        else:
-            output, spans = await self.host.generate(prompt, params, request.id)
-        out = output.outputs[0]
-        versions = [VersionSpan(start, version) for start, version in spans or [(0, before)]]
+        output, spans = await self._output(request)
         while self._unproved:
             await self._settled.wait()
         if self._num_refused != num_refused:
             raise OutOfService(f"it ran with a version that had no proof ({self.reason or 'another is in service'})")
-        token_ids = list(out.token_ids)
-        logprobs = delivery.sampled_logprobs(out.logprobs, token_ids)
-        reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
-        text = out.text if request.sampling.stop else ""
-        scores = scoring.prompt_logprobs(output, request) if request.scores_prompt else None
-        return Completion(request.id, token_ids, logprobs, reason, versions, text, prompt_logprobs=scores)
+        return completion(request, output, spans or [(0, before)])
 
-    async def _generate_on_kept_context(self, id_: str, prompt: dict[str, Any], params: Any) -> tuple[Any, Spans]:
+    async def _output(self, request: GenerateRequest) -> tuple[Any, Spans]:
+        """vLLM's output for a request; raises `Refused` for what it will not compute."""
+        adapter = self._adapters.current
+        try:
+            if request.scores_prompt:
+                scoring.check(request, self.patches)
+            prompt, params = prompt_arguments(request), sampling_arguments(request)
+            if adapter is not None:
+                with self._adapters.used(adapter):
+                    output, _ = await self.host.generate(prompt, params, request.id, adapter, request.is_urgent)
+                return output, []
+            if self._keeps_context:
+                return await self._generate_on_kept_context(request, prompt, params)
+            return await self.host.generate(prompt, params, request.id, is_urgent=request.is_urgent)
+        except refusals() as error:
+            if self.host.is_dead:
+                raise
+            raise Refused(str(error)) from error
+
+    async def _generate_on_kept_context(
+        self, request: GenerateRequest, prompt: dict[str, Any], params: Any
+    ) -> tuple[Any, Spans]:
         """Blocks of the prefix cache are told apart by the version that they are begun with; see `_begin_anew`."""
         ours = asyncio.current_task()
         while True:
             salt = f"{self.version.name}-{self.version.digest}" if self.version else "none"
             salted = {**prompt, "cache_salt": salt}
-            self._kept[id_] = task = asyncio.create_task(self.host.generate(salted, params, id_))
+            computing = self.host.generate(salted, params, request.id, is_urgent=request.is_urgent)
+            self._kept[request.id] = task = asyncio.create_task(computing)
             try:
                 return await task
             except asyncio.CancelledError:
                 if ours is None or ours.cancelling():
                     raise
             finally:
-                del self._kept[id_]
+                del self._kept[request.id]
 
     def health(self) -> EngineHealth:
         """What this engine says of itself."""
@@ -444,20 +461,17 @@ async def serve(settings: EngineSettings) -> bool:
     gc.collect()
     gc.freeze()  # what was imported stays: to look through it takes longer than an update may
     gc.enable()
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
-    app.add_routes(routes(server))
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
-    await runner.setup()
-    await web.UnixSite(runner, settings.socket).start()
-    os.chmod(settings.socket, 0o600)
+    runner = await listen(server, settings.socket)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    while not stop.is_set() and not server.host.is_dead:
-        try:
+    while not (stop.is_set() or server.host.is_dead or server.is_hung()):
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), 0.2)
-        except TimeoutError:
-            continue
+    if server.is_hung():
+        print(f"vLLM has made no token for {_HUNG_S:.0f} s while it computes requests: it hangs", file=sys.stderr)
+        lifeline.remove_files()
+        os._exit(1)  # what hangs would not let itself be shut down
     died = server.host.is_dead
     await runner.cleanup()
     server.host.shutdown()
