@@ -66,10 +66,16 @@ class Message(msgspec.Struct, frozen=True):
     media: tuple[Media, ...] = ()
     tool_calls: tuple[dict[str, Any], ...] = ()
     tool_call_id: str = ""
+    extra: dict[str, Any] = {}
+    """Its other fields (`reasoning_content`, `name`), for the chat template; made of JSON types."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Of a conversation's first message: the functions that may be called in it, as JSON schemas."""
+    carries_loss: bool = True
+    """False: SFT does not train on it."""
 
     def as_chat(self) -> dict[str, Any]:
         """The dictionary that chat templates expect."""
-        chat: dict[str, Any] = {"role": self.role, "content": self.content}
+        chat: dict[str, Any] = {"role": self.role, "content": self.content, **self.extra}
         if self.tool_calls:
             chat["tool_calls"] = list(self.tool_calls)
         if self.tool_call_id:

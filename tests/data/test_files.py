@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from slipstream.data.files import read_conversations
+from slipstream.data.files import Columns, read_conversations, read_problems
 from slipstream.errors import DataError
 from slipstream.records import Message
 
@@ -68,3 +68,63 @@ def test_a_bad_file_is_named(tmp_path):
     (tmp_path / "rows.csv").touch()
     with pytest.raises(DataError, match="is not a JSONL file"):
         read_conversations(tmp_path / "rows.csv")
+
+
+def test_a_message_keeps_all_of_its_fields_and_a_row_its_tools(tmp_path):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    messages = [
+        {"role": "user", "content": "2+2?", "name": "ann", "audio": None},
+        {"role": "assistant", "content": "5", "weight": 0},
+        {"role": "assistant", "content": "4", "reasoning_content": "two and two", "weight": 1},
+    ]
+    rows = [{"messages": messages, "tools": tools} for tools in ([tool], json.dumps([tool]))]
+    first, second = read_conversations(write(tmp_path, *rows))
+    assert first == second
+    assert first[0] == Message("user", "2+2?", extra={"name": "ann"}, tools=(tool,))
+    assert first[2].as_chat() == {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
+    assert [message.carries_loss for message in first] == [True, False, True]
+
+
+def test_a_system_column_is_the_system_message(tmp_path):
+    row = {
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}],
+        "system": "Be brief.",
+    }
+    plain = {"system_prompt": "Be brief.", "question": "hi", "response": "hello"}
+    found = read_conversations(write(tmp_path, row, plain))
+    assert found == [(Message("system", "Be brief."), Message("user", "hi"), Message("assistant", "hello"))] * 2
+    both = {"messages": [{"role": "system", "content": "Be long."}], **GOOD, "system": "Be brief."}
+    both["messages"].append({"role": "assistant", "content": "x"})
+    with pytest.raises(DataError, match="column system, which differ"):
+        read_conversations(write(tmp_path, both))
+
+
+def test_columns_that_nobody_reads_are_counted(tmp_path):
+    unread = {}
+    alpaca = {"instruction": "add", "input": "1 2", "output": "3", "id": 7, "source": ""}
+    read_conversations(write(tmp_path, GOOD, alpaca, {**GOOD, "id": 8, "source": "web"}), unread=unread)
+    assert unread == {"column id, not read": 2, "column source, not read": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"images": ["a.png"]}, "images is not empty"),
+        ({"history": [["a", "b"]]}, "history is not empty"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, r"model\.chat_template_kwargs"),
+        ({"tools": "search"}, "not a list of functions"),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "neither 0"),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "nothing to train on"),
+    ],
+)
+def test_what_would_change_a_row_and_cannot_be_read_is_refused(tmp_path, more, said):
+    with pytest.raises(DataError, match=f"row 1 of .*{said}"):
+        read_conversations(write(tmp_path, GOOD | more))
+
+
+def test_a_problem_has_its_rows_system_prompt_and_tools(tmp_path):
+    tool = {"type": "function", "function": {"name": "add"}}
+    (problem,) = read_problems(write(tmp_path, {**GOOD, "system": "Be brief.", "tools": [tool]}), Columns())
+    assert problem.prompt == (Message("system", "Be brief.", tools=(tool,)), Message("user", "hi"))
+    with pytest.raises(DataError, match="images is not empty"):
+        read_problems(write(tmp_path, {**GOOD, "images": ["a.png"]}), Columns())

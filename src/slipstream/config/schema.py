@@ -87,7 +87,8 @@ class DataConfig(Section):
 
     path: str
     """JSON lines, parquet, or a folder: of such files, or of `datasets.save_to_disk`. A row has messages
-    (`[{"role", "content"}, ...]`), or a prompt and a completion."""
+    (`[{"role", "content"}, ...]`), or a prompt and a completion; and perhaps `tools` and `system`. All fields of a
+    message reach the chat template; a `weight` of 0 keeps one out of the loss. What is not read is counted."""
     split: str = ""
     """Which split of a folder that has several. Not set: `train`, or the only one."""
     messages_column: str = ""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from slipstream.data.fields import Watched
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
 from slipstream.records import Sequence as TokenSequence
@@ -100,11 +101,12 @@ class ChatTokenizer:
     def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"] = "all") -> TokenSequence:
         """The tokens of a conversation, up to the end of its last assistant turn.
 
-        The mask is set on the content and end token of the last assistant turn, or of all of them. The tokens are made
-        turn by turn: `render(messages before the turn)` must begin the turn's tokens, and each turn's tokens the
-        next one's. Raises `DataError` otherwise, and for content that holds an end token.
+        The mask is set on the content and end token of the last assistant turn, or of all of them, but for messages
+        that carry no loss. The tokens are made turn by turn: `render(messages before the turn)` must begin the turn's
+        tokens, and each turn's tokens the next one's. Raises `DataError` otherwise, and for content that holds an end
+        token.
         """
-        turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
+        turns = [place for place, message in enumerate(messages) if _is_trained(message)]
         if not turns:
             raise DataError("a conversation has no assistant message, so nothing to train on: add one or remove it")
         token_ids: list[int] = []
@@ -138,13 +140,34 @@ class ChatTokenizer:
             )
         return target
 
-    def _apply(self, messages: Sequence[Message], *, generation_prompt: bool) -> list[int]:
-        chat = [message.as_chat() for message in messages]
+    def fields_read(self, messages: Sequence[Message]) -> set[tuple[str, str]]:
+        """Role and name of the fields that the template looks at while it renders these messages."""
+        read: set[tuple[str, str]] = set()
+        self._apply(messages, generation_prompt=messages[-1].role != "assistant", read=read)
+        return read
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the template has a place for a conversation's tools."""
+        return "tools" in template_variables(self._tokenizer.chat_template)
+
+    def _apply(
+        self, messages: Sequence[Message], *, generation_prompt: bool, read: set[tuple[str, str]] | None = None
+    ) -> list[int]:
+        chat: list[dict[str, Any]] = [message.as_chat() for message in messages]
+        if read is not None:
+            chat = [Watched(message, read) for message in chat]
+        tools = list(messages[0].tools) if messages else []
         if self._system and (not chat or chat[0]["role"] != "system"):
             chat = self._system + chat
         try:
             return self._tokenizer.apply_chat_template(
-                chat, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False, **self.template_kwargs
+                chat,
+                tools=tools or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **self.template_kwargs,
             )
         except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
             raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
@@ -189,6 +212,10 @@ class ChatTokenizer:
             named = None
         found.update(named if isinstance(named, list) else [] if named is None else [named])
         return tuple(sorted(found))
+
+
+def _is_trained(message: Message) -> bool:
+    return message.role == "assistant" and message.carries_loss
 
 
 def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:

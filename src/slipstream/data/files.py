@@ -1,5 +1,5 @@
 """Conversations and problems from rows. A row that cannot be used is an error with its file, number and column,
-never left out.
+never left out; a message keeps all of its fields, for the chat template.
 
 Columns are found by their usual names, or named by the caller; a dot leads into a column (`reward_model.ground_truth`).
 """
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from slipstream.data.plain import not_plain
+import msgspec
+
+from slipstream.data.plain import not_plain, plain_or_text
 from slipstream.data.tables import Row, columns_of, read_rows
 from slipstream.errors import DataError
 from slipstream.records import Message, Role
@@ -24,9 +26,18 @@ MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
 COMPLETIONS = ("completion", "response", "output", "solution", "answer")
 ANSWERS = ("answer", "ground_truth", "target", "label", "completion", "response", "output", "solution")
+SYSTEMS = ("system", "system_prompt")
 _FORMS = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool", "observation": "tool"}
 """What the ShareGPT format calls them."""
+_FIELDS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "weight")
+"""Fields of a message that are not passed on as they are."""
+_REFUSED = {
+    **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), "only text is trained on: remove it"),
+    "chat_template_kwargs": "variables of the template are the run's: set model.chat_template_kwargs",
+    "history": "earlier turns are read from messages alone: give the row as messages",
+}
+"""Columns that change what a row says, and are not read."""
 
 
 @dataclass(frozen=True)
@@ -54,38 +65,50 @@ class Problem:
     extra: dict[str, Any] | None = None
 
 
-def read_conversations(path: str | Path, columns: Columns | None = None, split: str = "") -> list[Conversation]:
-    """The conversations of a file or folder, in its order; each has at least one assistant turn.
+def read_conversations(
+    path: str | Path, columns: Columns | None = None, split: str = "", unread: dict[str, int] | None = None
+) -> list[Conversation]:
+    """The conversations of a file or folder, in its order; each has at least one assistant turn to train on.
 
-    A row has messages, or a prompt and a completion, where either is a text or a list of messages; other columns are
-    ignored, and so are blank lines. Raises `DataError`.
+    A row has messages, or a prompt and a completion, where either is a text or a list of messages; and perhaps `tools`
+    and a system prompt. Rows that have another column are counted in `unread`, by the column; blank lines are skipped.
+    Raises `DataError`.
     """
     rows = read_rows(path, split)
     columns = columns or Columns()
+    unread = {} if unread is None else unread
     _check_named(rows, (columns.messages, columns.prompt, columns.answer))
-    return [conversation_from(row.values, row.where, columns) for row in rows]
+    found: list[Conversation] = []
+    for row in rows:
+        conversation, read = _conversation(row, columns)
+        found.append(conversation)
+        for name, value in row.values.items():
+            if value not in (None, "", [], {}) and name not in read:
+                unread[f"column {name}, not read"] = unread.get(f"column {name}, not read", 0) + 1
+    return found
 
 
-def conversation_from(row: dict[str, Any], where: str, columns: Columns | None = None) -> Conversation:
-    """The conversation in one row."""
-    columns = columns or Columns()
-    named = Row(where, row)
-    messages = columns.messages or ("" if columns.prompt or columns.answer else _first_of(row, MESSAGES))
+def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
+    """The conversation in one row, and the columns that it was made of."""
+    where = row.where
+    messages = columns.messages or ("" if columns.prompt or columns.answer else _first_of(row.values, MESSAGES))
     if messages:
-        turns = _messages(value_at(named, messages), messages, None, where)
+        turns, read = _messages(value_at(row, messages), messages, None, where), [messages]
     else:
-        prompt = columns.prompt or _first_of(row, PROMPTS)
-        completion = columns.answer or _first_of(row, COMPLETIONS)
+        prompt = columns.prompt or _first_of(row.values, PROMPTS)
+        completion = columns.answer or _first_of(row.values, COMPLETIONS)
         if not prompt or not completion:
-            keys = ", ".join(sorted(row)) or "none"
+            keys = ", ".join(sorted(row.values)) or "none"
             raise DataError(f"{where} has the keys {keys}: give {_FORMS}, or name the columns in [data]")
         turns = [
-            *_prompt(named, prompt, is_found=not columns.prompt),
-            *_messages(value_at(named, completion), completion, "assistant", where),
+            *_prompt(row, prompt, is_found=not columns.prompt),
+            *_messages(value_at(row, completion), completion, "assistant", where),
         ]
-    if not any(turn.role == "assistant" for turn in turns):
+        read = [prompt, completion, *(["input"] if prompt == "instruction" and not columns.prompt else [])]
+    if not any(turn.role == "assistant" and turn.carries_loss for turn in turns):
         raise DataError(f"{where} has no assistant message, so nothing to train on: add one or remove the row")
-    return tuple(turns)
+    read = {name if name in row.values else name.partition(".")[0] for name in read}
+    return tuple(_completed(turns, row)), read | {"tools", *SYSTEMS}
 
 
 def read_problems(
@@ -146,15 +169,12 @@ def _form_of(row: Row, columns: Columns) -> Literal["verl", "messages", "prompt-
 
 def _verl_problem(row: Row, columns: Columns) -> Problem:
     where = row.where
-    for name in ("images", "videos"):
-        if row.values.get(name):
-            raise DataError(f"{where}: {name} is not empty, and only text is trained on: use text problems")
     prompt = columns.prompt or "prompt"
     answer = columns.answer or "reward_model.ground_truth"
     extra = row.values.get("extra_info")
     return Problem(
         where,
-        tuple(_prompt(row, prompt, is_found=False)),
+        tuple(_completed(_prompt(row, prompt, is_found=False), row)),
         _given(row, answer),
         _gold(row, columns, _given(row, answer)),
         _text_at(row, "data_source"),
@@ -175,7 +195,7 @@ def _plain_problem(row: Row, columns: Columns) -> Problem:
     extra = row.values.get("extra_info")
     return Problem(
         row.where,
-        tuple(_prompt(row, prompt, is_found=not columns.prompt)),
+        tuple(_completed(_prompt(row, prompt, is_found=not columns.prompt), row)),
         _given(row, answer),
         _gold(row, columns, _given(row, answer)),
         str(row.values.get("data_source") or ""),
@@ -190,7 +210,7 @@ def _messages_problem(row: Row, columns: Columns) -> Problem:
     if turns[-1].role != "assistant" or len(turns) < 2:
         raise DataError(f"{row.where}: {column} does not end with an assistant's answer to something: add one")
     answer = _given(row, columns.answer) if columns.answer else turns[-1].content
-    return Problem(row.where, tuple(turns[:-1]), answer, _gold(row, columns, turns[-1].content))
+    return Problem(row.where, tuple(_completed(turns[:-1], row)), answer, _gold(row, columns, turns[-1].content))
 
 
 def _given(row: Row, column: str) -> Any:
@@ -223,6 +243,35 @@ def _prompt(row: Row, column: str, *, is_found: bool) -> list[Message]:
     return _messages(value, column, "user", row.where)
 
 
+def _completed(turns: list[Message], row: Row) -> list[Message]:
+    """The turns with what else the row says of their conversation: its system prompt and its tools."""
+    for name, reason in _REFUSED.items():
+        if row.values.get(name):
+            raise DataError(f"{row.where}: {name} is not empty, and {reason}")
+    column = next((name for name in SYSTEMS if row.values.get(name)), "")
+    if column and (turns[0].role, turns[0].content) != ("system", text := _text_at(row, column)):
+        if turns[0].role == "system":
+            raise DataError(f"{row.where} has a system message and the column {column}, which differ: keep one of them")
+        turns = [Message("system", text), *turns]
+    tools = _tools(row)
+    return [msgspec.structs.replace(turns[0], tools=tools), *turns[1:]] if tools else turns
+
+
+def _tools(row: Row) -> tuple[dict[str, Any], ...]:
+    """JSON schemas of functions; some data sets hold them as JSON text."""
+    tools: Any = row.values.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
+        raise DataError(
+            f"{row.where}: tools = {row.values['tools']!r:.60} is not a list of functions' JSON schemas: correct it"
+        )
+    return tuple(cast("list[dict[str, Any]]", tools))
+
+
 def _check_named(rows: Sequence[Row], names: Sequence[str]) -> None:
     """A column that no row has is one mistake in the settings, not one in every row."""
     known = columns_of(rows)
@@ -248,7 +297,8 @@ def _messages(value: Any, key: str, text_role: Role | None, where: str) -> list[
 def _message(turn: Any, path: str, where: str) -> Message:
     if not isinstance(turn, dict):
         raise DataError(f"{where}: {path} is a {type(turn).__name__}: give {{'role': ..., 'content': ...}}")
-    entry = dict(cast("dict[str, Any]", turn))
+    # In a parquet file every message has every field.
+    entry = {name: value for name, value in cast("dict[str, Any]", turn).items() if value is not None}
     if "from" in entry and "role" not in entry:
         said = entry["from"]
         entry["role"] = _ROLES.get(said, said) if isinstance(said, str) else said
@@ -266,4 +316,9 @@ def _message(turn: Any, path: str, where: str) -> Message:
             content = "".join(str(part.get("text", "")) for part in parts)
     if not isinstance(content, str):
         raise DataError(f"{where}: {path}.content = {content!r:.60} is not text: give it as text")
-    return Message(cast("Role", role), content, tool_calls=calls, tool_call_id=str(entry.get("tool_call_id") or ""))
+    weight = entry.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"{where}: {path}.weight = {weight!r:.60} is neither 0 (no loss) nor 1: give one of these")
+    extra = {name: plain_or_text(value) for name, value in entry.items() if name not in _FIELDS}
+    id_ = str(entry.get("tool_call_id") or "")
+    return Message(cast("Role", role), content, (), calls, id_, extra, carries_loss=bool(weight))

@@ -25,3 +25,8 @@ def not_plain(value: Any, path: str) -> str:
                 return complaint
         return ""
     return f"{path} is a {type(value).__name__}"
+
+
+def plain_or_text(value: Any) -> Any:
+    """The value if it is plain, otherwise its text (a date, say)."""
+    return str(value) if not_plain(value, "") else value

@@ -180,5 +180,8 @@ def _as_messages(prompt: Any, where: str) -> tuple[Message, ...]:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
         if role not in get_args(Role) or not isinstance(content, str):
             raise DataError(f"{where} has a message {turn!r:.80}: give {{'role': 'user', 'content': 'text'}}")
-        messages.append(Message(cast("Role", role), content))
+        extra = {str(key): value for key, value in turn.items() if key not in ("role", "content")}
+        if complaint := not_plain(extra, "a message"):
+            raise DataError(f"{where}: {complaint}: keep to text, numbers, booleans, lists and dictionaries")
+        messages.append(Message(cast("Role", role), content, extra=extra))
     return tuple(messages)

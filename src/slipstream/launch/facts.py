@@ -196,7 +196,7 @@ def measure_data(
 
 
 def _num_bytes(turns: Sequence[Message]) -> int:
-    return sum(len(turn.content.encode()) for turn in turns)
+    return sum(len(str([turn.as_chat(), turn.tools]).encode(errors="surrogatepass")) for turn in turns)
 
 
 def read_trained_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:

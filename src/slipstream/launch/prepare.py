@@ -12,6 +12,7 @@ from typing import TypeVar
 from slipstream.config import Loaded, RunConfig
 from slipstream.config.traits import uses_engine
 from slipstream.data.chat import ChatTokenizer
+from slipstream.data.fields import check_fields
 from slipstream.data.files import Columns, read_conversations
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
@@ -113,6 +114,8 @@ def prepare(loaded: Loaded) -> Prepared:
         conversations = _conversations(config, environment, train_tasks, dropped)
         conversations = _not_held_out(conversations, _question, held_out, dropped)
         conversations = _short_enough(conversations, tokenizer, config, context, dropped)
+    said = conversations or [task.prompt for task in train_tasks]
+    check_fields(tokenizer, [*said, *(task.prompt for task in eval_tasks)], dropped)
     gold = environment.gold if environment else (lambda task: task.answer)
     facts = gather_facts(
         config,
@@ -217,7 +220,7 @@ def _conversations(
     if config.data is not None:
         data = config.data
         columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
-        return [list(conversation) for conversation in read_conversations(data.path, columns, data.split)]
+        return [*read_conversations(data.path, columns, data.split, dropped)]
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []
     for task in tasks:
