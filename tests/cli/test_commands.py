@@ -215,3 +215,53 @@ def test_output_that_is_lost_is_no_success_and_none_at_all_is_no_failure(redirec
     assert ended.returncode == code, ended.stderr
     assert ("error: the output cannot be written" in ended.stderr) == bool(code)
     assert "Traceback" not in ended.stderr
+
+
+UMLAUTS = """
+def tasks(split, num_tasks, seed, answers="ü", questions="Say {i}"):
+    rows = [{"prompt": f"{split} " + questions.format(i=i), "answer": f"{answers}{i}"} for i in range(20)]
+    return rows[:num_tasks]
+
+def reward(task, completion):
+    return float(completion == task.answer)
+"""
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_characters_without_a_token_are_said_before_anything_is_trained_on_them(slipstream, run_file, tmp_path, kind):
+    (tmp_path / "umlauts.py").write_text(UMLAUTS)
+    common = (run_file, "--environment.name", tmp_path / "umlauts.py", "--algorithm.kind", kind)
+    code, out, err = slipstream("plan", *common)
+    assert code == 3
+    assert "'ü' (U+00FC); first: task train/0)" in err
+    assert f"{20 if kind == 'sft' else 40} of" in err
+    code, out, err = slipstream("env", "test", *common, "--num-tasks", "8")
+    assert code == 4
+    assert "8 of 8" in err
+    assert "'ü' (U+00FC)" in err
+    prompts = ("--environment.settings.answers", "u", "--environment.settings.questions", "Säg {i}")
+    code, out, err = slipstream("plan", *common, *prompts, "--json")
+    assert code == 0, err
+    (warning,) = (text for text in json.loads(out)["warnings"] if "tokenizer" in text)
+    assert "of 40 prompts" in warning
+    assert "'ä' (U+00E4)" in warning
+    code, out, err = slipstream("env", "test", *common, *prompts, "--num-tasks", "8")
+    assert code == 0, err
+    assert "warning: 8 of 8 prompts" in out
+
+
+def test_sft_on_rows_with_characters_without_a_token_names_the_row(slipstream, model, run_file, tmp_path):
+    rows = [{"prompt": f"{i}?", "completion": "é" if i == 2 else "e"} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    run_file.write_text(SFT.format(model=model))
+    code, _, err = slipstream("sft", run_file, "--data", "rows.jsonl", "--no-evaluation", "--run.folder", "runs/one")
+    assert code == 3
+    assert "1 of 4 answers" in err
+    assert "row 4 of" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_env_test_says_when_there_is_no_model_to_look_into_yet(slipstream, run_file):
+    code, out, err = slipstream("env", "test", run_file, "--model.path", "models/later", "--num-tasks", "8")
+    assert code == 0, err
+    assert "models/later has no tokenizer.json" in out

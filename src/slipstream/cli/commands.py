@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from slipstream.errors import ConfigError, EnvironmentFault
+from slipstream.errors import ConfigError, DataError, EnvironmentFault
+
+if TYPE_CHECKING:
+    from slipstream.config import RunConfig
+    from slipstream.envs import Environment, Task
 
 Overrides = Annotated[
     str,
@@ -231,7 +236,10 @@ def env_test(
     num_tasks: Annotated[int, Parameter(help="How many training tasks to grade.")] = 64,
     json: Json = False,
 ) -> int:
-    """Grade gold answers and deliberate junk; fails when the rewards cannot tell them apart."""
+    """Grade gold answers and deliberate junk; fails when the rewards cannot tell them apart.
+
+    It also fails when the model's tokenizer has no token for what is to be learnt, if the model is there already.
+    """
     import asyncio
 
     from slipstream.config import load_config
@@ -243,6 +251,7 @@ def env_test(
     from slipstream.envs.check import check_environment
     from slipstream.envs.registry import load_environment
     from slipstream.envs.scorer import ScorerPool
+    from slipstream.envs.single_turn import make_tasks
 
     section = config.environment
     environment = load_environment(section)
@@ -253,13 +262,15 @@ def env_test(
             return await check_environment(environment, scorer, num_tasks, threshold=threshold)
 
     result = asyncio.run(check())
+    notes, unsaid = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
+    failures = [*result.failures, *([unsaid] if unsaid else [])]
     if json:
         kinds = [
             {"kind": r.kind, "mean_reward": r.mean_reward, "accuracy": r.accuracy, "num_scored": r.num_scored}
             | {"num_failed": r.num_failed, "num_timeouts": r.num_timeouts, "first_failure": r.first_failure}
             for r in result.results
         ]
-        summary = {"environment": result.environment, "passed": result.passed, "failures": result.failures}
+        summary = {"environment": result.environment, "passed": not failures, "failures": failures, "notes": notes}
         _print_json({**summary, "num_tasks": result.num_tasks, "threshold": result.threshold, "results": kinds})
     else:
         from rich.console import Console
@@ -271,11 +282,28 @@ def env_test(
             for r in result.results
         ]
         Console().print(render_table(rows, ["answers", "mean reward", "right, %", "graded"]))
-        if result.passed:
+        for text in notes:
+            print(text)
+        if not failures:
             print(f"passed: the rewards of {environment.name} tell right answers from wrong ones")
-    if not result.passed:
-        raise EnvironmentFault(f"environment {environment.name} cannot be trained on: {'; '.join(result.failures)}")
+    if failures:
+        raise EnvironmentFault(f"environment {environment.name} cannot be trained on: {'; '.join(failures)}")
     return 0
+
+
+def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:
+    """Warnings, and what the model cannot learn of the environment."""
+    from slipstream.data.vocabulary import read_vocabulary
+    from slipstream.launch.unknown import unknown_in_tasks
+
+    vocabulary = read_vocabulary(Path(config.model.path))
+    if vocabulary is None:
+        missing = f"{config.model.path} has no tokenizer.json here"
+        return [f"{missing}: slipstream plan looks whether the model has a token for every character"], ""
+    try:
+        return [f"warning: {text}" for text in unknown_in_tasks(config, environment, vocabulary, tasks)], ""
+    except DataError as error:
+        return [], str(error)
 
 
 @model_app.command(name="new")

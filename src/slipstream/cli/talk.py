@@ -7,7 +7,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -91,12 +91,14 @@ def chat(
     with contextlib.ExitStack() as stack:
         with screen.status(f"starting vLLM on {escape(deployable.name)}"):
             talk = stack.enter_context(talk_to(deployable, tokenizer, options))
+        unknown = tokenizer.vocabulary.unknown_in
         if is_terminal:
-            return _talk_in_terminal(talk, deployable.name, Console(highlight=False, soft_wrap=True))
+            return _talk_in_terminal(talk, unknown, deployable.name, Console(highlight=False, soft_wrap=True))
         for text in [message] if message is not None else _lines():
             if text == "/new":
                 talk.restart()
                 continue
+            _warn_of(unknown(text), screen)
             _print_answer(text, talk.ask(text), screen, as_json=json)
     return 0
 
@@ -115,12 +117,18 @@ def _print_answer(text: str, answer: Answer, screen: Console, *, as_json: bool) 
         screen.print(f"warning: the answer was cut at {answer.num_tokens} tokens", markup=False)
 
 
+def _warn_of(unknown: Sequence[str], screen: Console) -> None:
+    if unknown:
+        named = ", ".join(map(repr, unknown))
+        screen.print(f"warning: the model does not see {named}: its tokenizer has no token for it", markup=False)
+
+
 def _as_dict(answer: Answer) -> dict[str, Any]:
     found = dataclasses.asdict(answer)
     return {"answer": found.pop("text")} | found
 
 
-def _talk_in_terminal(talk: Talk, name: str, screen: Console) -> int:
+def _talk_in_terminal(talk: Talk, unknown: Callable[[str], Sequence[str]], name: str, screen: Console) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - `input` gets a line editor
 
@@ -133,6 +141,7 @@ def _talk_in_terminal(talk: Talk, name: str, screen: Console) -> int:
                 talk.restart()
                 screen.print("[dim]a new conversation[/]")
             elif text:
+                _warn_of(unknown(text), screen)
                 _show_answer(talk, text, screen)
     screen.print()
     return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from slipstream.data.fields import Watched
+from slipstream.data.vocabulary import Vocabulary
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
 from slipstream.records import Sequence as TokenSequence
@@ -85,6 +86,11 @@ class ChatTokenizer:
     def plain_tokens(self, text: str) -> list[int]:
         """The tokens of a text by itself, outside any conversation."""
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Which characters have no token."""
+        return Vocabulary(self.plain_tokens, self._tokenizer.unk_token_id)
 
     def differs_from(self, path: str | Path, trust_remote_code: bool = False) -> str:
         """How the vocabulary of the tokenizer in `path` differs from this one's; empty when every token is the same.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from slipstream.config import Loaded, RunConfig
@@ -23,6 +23,7 @@ from slipstream.launch.facts import gather_facts, read_model
 from slipstream.launch.model_folder import check_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.launch.teacher import check_teacher
+from slipstream.launch.unknown import unknown_characters
 from slipstream.records import Message, SamplingParams, Task
 from slipstream.sinks import require_sinks
 
@@ -112,6 +113,8 @@ def prepare(loaded: Loaded) -> Prepared:
     conversations: list[Sequence[Message]] = []
     if is_sft:
         conversations = _conversations(config, environment, train_tasks, dropped)
+    unknown = unknown_characters(config, environment, tokenizer.vocabulary, conversations, train_tasks, eval_tasks)
+    if is_sft:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
         conversations = _short_enough(conversations, tokenizer, config, context, dropped)
     said = conversations or [task.prompt for task in train_tasks]
@@ -128,6 +131,7 @@ def prepare(loaded: Loaded) -> Prepared:
         num_requested_tasks=requested,
     )
     plan = make_plan(config, facts)
+    plan = replace(plan, warnings=(*plan.warnings, *unknown))
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
 
 

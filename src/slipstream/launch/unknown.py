@@ -1,0 +1,70 @@
+"""Looks for what a model has no token for in all that a run would have it learn, say or read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from slipstream.config import RunConfig
+from slipstream.data.tables import read_rows
+from slipstream.data.vocabulary import Text, Vocabulary, check_vocabulary
+from slipstream.envs.base import Environment
+from slipstream.records import Message, Task
+
+
+def unknown_characters(
+    config: RunConfig,
+    environment: Environment | None,
+    vocabulary: Vocabulary,
+    conversations: Sequence[Sequence[Message]],
+    train_tasks: Sequence[Task],
+    eval_tasks: Sequence[Task],
+) -> list[str]:
+    """See `check_vocabulary`. `conversations` are all that SFT could imitate: the rows of `data.path` in their order,
+    or the gold answers of `train_tasks`."""
+    trained: list[Text] = []
+    read: list[Text] = []
+    for place, conversation in enumerate(conversations):
+        where = partial(_source, config, environment, train_tasks, place)
+        turns = _trained_turns(config, conversation)
+        trained.append((where, "".join(turn.content for turn in turns)))
+        read.append((where, "".join(turn.content for turn in conversation if turn not in turns)))
+    tasks = [*([] if conversations else train_tasks), *eval_tasks]
+    read += task_prompts(config, tasks)
+    answers = gold_answers(environment, tasks)
+    return check_vocabulary(vocabulary, trained=trained, answers=answers, read=read)
+
+
+def unknown_in_tasks(
+    config: RunConfig, environment: Environment, vocabulary: Vocabulary, tasks: Sequence[Task]
+) -> list[str]:
+    """The same of some training tasks."""
+    answers = gold_answers(environment, tasks)
+    trained = answers if config.algorithm.kind == "sft" and config.data is None else []
+    return check_vocabulary(vocabulary, trained=trained, answers=answers, read=task_prompts(config, tasks))
+
+
+def task_prompts(config: RunConfig, tasks: Sequence[Task]) -> list[tuple[str, str]]:
+    """All that the model is told before it speaks."""
+    system = config.environment.system_prompt if config.environment else ""
+    prompts = [(f"task {task.id}", "".join(turn.content for turn in task.prompt)) for task in tasks]
+    return [*([("environment.system_prompt", system)] if system else []), *prompts]
+
+
+def gold_answers(environment: Environment | None, tasks: Sequence[Task]) -> list[tuple[str, str]]:
+    """Those that are known."""
+    golds = [(task.id, environment.gold(task) if environment else task.answer) for task in tasks]
+    return [(f"task {name}", gold) for name, gold in golds if gold is not None]
+
+
+def _trained_turns(config: RunConfig, conversation: Sequence[Message]) -> list[Message]:
+    turns = [turn for turn in conversation if turn.role == "assistant"]
+    is_last = config.algorithm.kind == "sft" and config.algorithm.train_on == "last"
+    return turns[-1:] if is_last else turns
+
+
+def _source(config: RunConfig, environment: Environment | None, tasks: Sequence[Task], place: int) -> str:
+    if config.data is not None:
+        return read_rows(config.data.path, config.data.split)[place].where
+    assert environment is not None, "the config check asks for data or an environment"
+    return gold_answers(environment, tasks)[place][0]
