@@ -3,8 +3,10 @@ import sys
 import pytest
 
 from slipstream.config.schema import EnvironmentConfig
+from slipstream.envs.base import RewardFailed, judge
 from slipstream.envs.registry import load_environment
-from slipstream.errors import ConfigError
+from slipstream.envs.single_turn import gold_of, make_tasks
+from slipstream.errors import ConfigError, DataError, EnvironmentFault
 
 CLASSES = """
 from slipstream.envs import SingleTurn
@@ -120,3 +122,57 @@ def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[reasoning-gym\]'"):
         load_environment(EnvironmentConfig(name="reasoning_gym/spell_backward"))
+
+
+STRICT = """
+import json
+import random
+from slipstream.envs import SingleTurn
+
+class Strict(SingleTurn):
+    def __init__(self, seed=0, length=5):
+        super().__init__(seed)
+        self.length = length
+        json.dumps(length if length != "set" else {1})
+
+    def tasks(self, split, num_tasks):
+        return [{"prompt": "p", "answer": "x" * random.Random(0).randrange(1, self.length)}]
+
+    def gold(self, task):
+        return random.choice([]) if self.length == 7 else 3
+
+    def reward(self, task, completion):
+        return json.loads(completion)
+"""
+
+
+def line_of(text):
+    return STRICT.splitlines().index(next(line for line in STRICT.splitlines() if text in line)) + 1
+
+
+def test_what_the_librarys_code_raises_is_named_by_the_users_line_and_settings(load):
+    with pytest.raises(ConfigError, match=rf"line {line_of('json.dumps')} of .*mine.py; .*settings.length = 'set'"):
+        load(STRICT, length="set")
+    with pytest.raises(EnvironmentFault, match=rf"line {line_of('randrange')} of .*mine.py; .*settings.length = 'abc'"):
+        make_tasks(load(STRICT, length="abc"), "train", 1)
+    environment = load(STRICT, length=7)
+    (task,) = make_tasks(environment, "train", 1)
+    with pytest.raises(EnvironmentFault, match=rf"task train/0 \(line {line_of('random.choice')} of .*mine.py; "):
+        gold_of(environment, task)
+    with pytest.raises(RewardFailed, match=rf"JSONDecodeError.*\(line {line_of('json.loads')} of .*mine.py\)"):
+        judge(environment, task, "{")
+    with pytest.raises(DataError, match="returned a int for task train/0"):
+        gold_of(load(STRICT), task)
+
+
+def test_functions_are_named_by_their_line_and_secrets_are_not_shown(load, tmp_path):
+    (tmp_path / "helps.py").write_text("import math\n\ndef root(number):\n    return math.sqrt(number)\n")
+    text = (
+        "import helps\ndef tasks(split, num_tasks, seed, api_key, x):\n    helps.root(x)\ndef reward(task, text): ...\n"
+    )
+    with pytest.raises(EnvironmentFault) as raised:
+        make_tasks(load(text, api_key="hunter2-hunter2", x="four"), "train", 1)
+    assert "line 4 of" in str(raised.value)
+    assert "helps.py" in str(raised.value)
+    assert "settings.x = 'four'" in str(raised.value)
+    assert "hunter2" not in str(raised.value)

@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.algo.losses import LossInputs, PolicyLoss
 from slipstream.config.keys import closest
 from slipstream.config.recipes import BUILT_IN
-from slipstream.config.user_file import import_file, last_line
+from slipstream.config.user_file import import_file, last_line, place_of
 from slipstream.errors import ConfigError
 
 GROUPS = {"advantage": "slipstream.advantages", "loss": "slipstream.losses"}
@@ -76,7 +76,9 @@ def check_user_function(kind: Kind, name: str) -> None:
         else:
             result = function(LossInputs(logprobs_N, old_N, advantages_N, index_N, 3, 0.2, 0.28, None, old_N - 0.02))
     except Exception as error:  # the user's code, whatever it raises
-        raise ConfigError(f"{setting} raised {last_line(error)} on six made-up tokens: correct it") from error
+        raise ConfigError(
+            f"{setting} raised {last_line(error)} on six made-up tokens ({place_of(error)}): correct it"
+        ) from error
     values = result.loss_N if isinstance(result, PolicyLoss) else result
     size, unit = (3, "reward") if kind == "advantage" else (6, "token")
     if not isinstance(values, Tensor) or values.shape != (size,):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -39,3 +41,20 @@ def import_file(path: Path, setting: str) -> ModuleType:
 def last_line(error: BaseException) -> str:
     """What an exception says, in one line."""
     return " ".join(traceback.format_exception_only(error)[-1].split())
+
+
+def place_of(error: BaseException) -> str:
+    """Where the user's code raised `error`, such as `line 12 of /home/me/count.py`: its last line before the call went
+    into Python's library, into other packages, or into this one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    paths = sysconfig.get_paths()
+    python, packages = [paths["stdlib"], paths["platstdlib"]], [paths["purelib"], paths["platlib"]]
+    # The code of an environment that is installed is in a package too.
+    theirs = _outside(frames, [*python, *packages]) or _outside(frames, python) or frames
+    return f"line {theirs[-1].lineno} of {theirs[-1].filename}"
+
+
+def _outside(frames: Sequence[traceback.FrameSummary], folders: Sequence[str]) -> list[traceback.FrameSummary]:
+    hidden = [Path(folder).resolve() for folder in (*folders, Path(__file__).parents[1])]
+    files = [(frame, Path(frame.filename).resolve()) for frame in frames if not frame.filename.startswith("<")]
+    return [frame for frame, file in files if not any(file.is_relative_to(folder) for folder in hidden)]

@@ -14,10 +14,12 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
+from slipstream.config.user_file import place_of
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Task
 
@@ -93,6 +95,8 @@ class Environment(ABC):
     """Used in messages and reports; the class's name when empty."""
     max_turns: ClassVar[int] = 1
     """Most turns of the policy in one episode."""
+    given_settings: Mapping[str, Any] = MappingProxyType({})
+    """`environment.settings` of the run file, for messages; set by whoever makes the environment."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -148,11 +152,10 @@ def judge(environment: Environment, task: Task, completion: str) -> Score:
     except RewardError:
         raise
     except (Exception, SystemExit) as error:  # a reward that raises is an outcome, and the caller counts it
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         lines = _their_traceback(error).splitlines()
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise RewardFailed(
-            f"the reward of {environment.name} raised {said} (line {frame.lineno} of {frame.filename})",
+            f"the reward of {environment.name} raised {said} ({place_of(error)})",
             "\n".join(lines[-12:]),
         ) from error
 

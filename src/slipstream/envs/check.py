@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from slipstream.envs.base import Environment, RewardError, RewardTimeout, Scorer
-from slipstream.envs.single_turn import make_tasks
+from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.records import Task
 
 Kind = Literal["gold", "empty", "shuffled", "other_row", "prompt"]
@@ -99,7 +99,7 @@ async def check_environment(
     Stops playing after three timeouts: a reward that hangs would take a deadline for each.
     """
     tasks = make_tasks(environment, "train", num_tasks)
-    golds = [environment.gold(task) for task in tasks]
+    golds = [gold_of(environment, task) for task in tasks]
     known = [(task, gold) for task, gold in zip(tasks, golds, strict=True) if gold is not None]
     if not known:
         said = f"none of {len(tasks)} tasks has a gold answer, so nothing can be said about the reward: give them"

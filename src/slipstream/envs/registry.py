@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.config.user_file import import_file, last_line
+from slipstream.config.user_file import import_file, last_line, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import Rows
-from slipstream.envs.single_turn import FunctionEnvironment
+from slipstream.envs.single_turn import FunctionEnvironment, said_settings
 from slipstream.envs.suggest import did_you_mean
 from slipstream.errors import ConfigError, SlipstreamError
 
@@ -29,6 +29,12 @@ _FORMS = f"{PREFIX}<task>, {ROWS}, path/to/file.py, path/to/file.py:Class, or an
 
 def load_environment(config: EnvironmentConfig) -> Environment:
     """The environment that `config` names, with its settings and seed."""
+    environment = _load(config)
+    environment.given_settings = config.settings
+    return environment
+
+
+def _load(config: EnvironmentConfig) -> Environment:
     name = config.name
     if name.startswith(PREFIX):
         return ReasoningGym(name.removeprefix(PREFIX), config.seed, config.settings)
@@ -93,7 +99,10 @@ def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
     except SlipstreamError:
         raise
     except Exception as error:  # the user's code, whatever it raises
-        raise ConfigError(f"environment.settings: class {name} refused its settings: {last_line(error)}") from error
+        raise ConfigError(
+            f"environment.settings: class {name} refused its settings: {last_line(error)} ({place_of(error)}"
+            f"{said_settings(config.settings)})"
+        ) from error
     if not hasattr(environment, "seed"):
         raise ConfigError(f"environment.name: class {name} does not call super().__init__(seed): add the call")
     return environment

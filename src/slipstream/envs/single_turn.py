@@ -13,17 +13,17 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
-from slipstream.config.user_file import last_line
+from slipstream.config.user_file import last_line, place_of
 from slipstream.data.plain import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, as_score
 from slipstream.errors import DataError, EnvironmentFault, SlipstreamError
 from slipstream.records import Message, Role, Task
+from slipstream.runlog.redaction import redact
 
 RawTask = Task | Mapping[str, Any]
 TASKS_TIMEOUT_S = 120.0
@@ -119,11 +119,32 @@ def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[T
     except SlipstreamError:
         raise
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise EnvironmentFault(
-            f"tasks({split!r}, {num_tasks}) of {environment.name} raised {last_line(error)} (line {frame.lineno} of "
-            f"{frame.filename}): correct it"
+            f"tasks({split!r}, {num_tasks}) of {environment.name} raised {last_line(error)} ({place_of(error)}"
+            f"{said_settings(environment.given_settings)}): correct it"
         ) from error
+
+
+def gold_of(environment: Environment, task: Task) -> str | None:
+    """The task's right answer, if it is known; what the environment's code raises is an `EnvironmentFault`."""
+    try:
+        answer: Any = environment.gold(task)
+    except SlipstreamError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code, whatever it raises
+        raise EnvironmentFault(
+            f"gold() of {environment.name} raised {last_line(error)} on task {task.id} ({place_of(error)}"
+            f"{said_settings(environment.given_settings)}): correct it"
+        ) from error
+    if answer is not None and not isinstance(answer, str):
+        raise DataError(f"gold() of {environment.name} returned {_kind_of(answer)} for task {task.id}: return text")
+    return answer
+
+
+def said_settings(settings: Mapping[str, Any]) -> str:
+    """`; environment.settings.length = 'abc'` and so on, as what raised may have been called with them."""
+    named = cast("Mapping[str, object]", redact(settings))
+    return "".join(f"; environment.settings.{name} = {value!r:.60}" for name, value in named.items())
 
 
 def _kind_of(value: object) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from slipstream.config import Loaded, RunConfig
@@ -16,7 +17,7 @@ from slipstream.data.fields import check_fields
 from slipstream.data.files import Columns, read_conversations
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.single_turn import make_tasks
+from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engine_options import check_options
 from slipstream.launch.facts import gather_facts, read_model
@@ -119,7 +120,7 @@ def prepare(loaded: Loaded) -> Prepared:
         conversations = _short_enough(conversations, tokenizer, config, context, dropped)
     said = conversations or [task.prompt for task in train_tasks]
     check_fields(tokenizer, [*said, *(task.prompt for task in eval_tasks)], dropped)
-    gold = environment.gold if environment else (lambda task: task.answer)
+    gold = partial(gold_of, environment) if environment else (lambda task: task.answer)
     facts = gather_facts(
         config,
         train_tasks,
@@ -228,7 +229,7 @@ def _conversations(
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []
     for task in tasks:
-        answer = environment.gold(task)
+        answer = gold_of(environment, task)
         if answer is not None:
             found.append([*task.prompt, Message(role="assistant", content=answer)])
     if len(found) < len(tasks):

@@ -9,6 +9,7 @@ from slipstream.config import RunConfig
 from slipstream.data.tables import read_rows
 from slipstream.data.vocabulary import Text, Vocabulary, check_vocabulary
 from slipstream.envs.base import Environment
+from slipstream.envs.single_turn import gold_of
 from slipstream.records import Message, Task
 
 
@@ -53,7 +54,7 @@ def task_prompts(config: RunConfig, tasks: Sequence[Task]) -> list[tuple[str, st
 
 def gold_answers(environment: Environment | None, tasks: Sequence[Task]) -> list[tuple[str, str]]:
     """Those that are known."""
-    golds = [(task.id, environment.gold(task) if environment else task.answer) for task in tasks]
+    golds = [(task.id, gold_of(environment, task) if environment else task.answer) for task in tasks]
     return [(f"task {name}", gold) for name, gold in golds if gold is not None]
 
 
