@@ -143,6 +143,23 @@ def test_plan_says_what_was_left_out(slipstream, run_file):
     assert "(train_prompt_too_long)" in out
 
 
+def test_plan_says_which_split_of_the_rows_is_held_out(slipstream, run_file, tmp_path):
+    for split, rows in (("train", "abcdefgh"), ("test", "xyz")):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        lines = (json.dumps({"question": f"{row}?", "answer": row}) + "\n" for row in rows)
+        (tmp_path / "data" / split / "0.jsonl").write_text("".join(lines))
+    settings = '{path = "data", eval_path = "data"}'
+    common = ("--environment.name", "rows", "--environment.settings", settings)
+    code, out, err = slipstream("plan", run_file, *common, "--evaluation.num_tasks", "3", "--json")
+    assert code == 0, err
+    notes = {note["name"]: note for note in json.loads(out)["notes"]}
+    assert notes["held-out tasks"]["value"] == 3
+    assert notes["held-out tasks"]["how"].startswith("split 'test' of ")
+    code, out, _ = slipstream("plan", run_file, *common)
+    assert "split 'test' of" in " ".join(out.split())
+    assert "left out" not in out
+
+
 def test_runs_lists_none(slipstream):
     assert slipstream("runs", "--json")[:2] == (0, "[]\n")
     assert slipstream("runs")[0] == 0

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream.data.files import Columns, read_conversations, read_problems, value_at
-from slipstream.data.tables import Row, read_rows
+from slipstream.data.tables import Row, held_out_split, read_rows
 from slipstream.errors import DataError
 from slipstream.records import Message
 
@@ -159,3 +159,16 @@ def test_what_a_reward_worker_cannot_be_sent_is_named(tmp_path):
 def test_value_at():
     row = Row("row 1", {"a.b": 1, "a": {"b": 2, "c": {"d": 3}}})
     assert [value_at(row, name) for name in ("a.b", "a.c.d")] == [1, 3]
+
+
+def test_the_split_that_is_meant_for_tests(tmp_path):
+    meant = {"train test validation": "test", "train valid": "validation", "train": "", "test": "", "a eval": "eval"}
+    for names, found in meant.items():
+        folder = tmp_path / names.replace(" ", "_")
+        for name in names.split():
+            write(folder / name / "0.jsonl", ROWS)
+        assert held_out_split(folder) == found
+    saved = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": saved, "dev": saved}).save_to_disk(tmp_path / "saved")
+    assert held_out_split(tmp_path / "saved") == "dev"
+    assert held_out_split(tmp_path / "train_test_validation", but="test") == "validation"

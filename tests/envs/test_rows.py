@@ -152,3 +152,21 @@ def test_wrong_settings(make, settings, said):
         make(**settings)
     with pytest.raises(ConfigError, match=r"environment.settings.path is missing"):
         Rows(0, {})
+
+
+def test_a_folder_of_splits_holds_out_the_one_that_is_meant_for_it(tmp_path):
+    for split, first in (("train", 0), ("test", 100), ("validation", 120)):
+        (tmp_path / split).mkdir()
+        rows = "".join(json.dumps(row) + "\n" for row in QUESTIONS[first : first + 20])
+        (tmp_path / split / "0.jsonl").write_text(rows)
+    path = str(tmp_path)
+
+    def held_out(**settings):
+        environment = Rows(0, {"path": path, "eval_path": path, **settings})
+        return environment.tasks("eval", 1)[0].answer, environment.eval_source
+
+    assert held_out() == ("101", f"split 'test' of {path}")
+    assert held_out(split="test") == ("121", f"split 'validation' of {path}")
+    assert held_out(eval_split="validation") == ("121", f"split 'validation' of {path}")
+    assert held_out(path=f"{path}/train", eval_path=f"{path}/test") == ("101", f"{path}/test")
+    assert Rows(0, {"path": path}).eval_source == f"one question in ten of {path}, by its text"

@@ -151,8 +151,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
-    """The folder's files, in order: those of one split where their names tell splits apart."""
+def splits_of(folder: Path, setting: str = "data.path") -> dict[str, list[Path]]:
+    """The files of each split that a folder of data has, in order; under an empty name those that name none."""
     by_split: dict[str, list[Path]] = {}
     saved = folder / "dataset_dict.json"
     if saved.is_file():
@@ -165,6 +165,20 @@ def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
             by_split.setdefault(_split_of_file(file.relative_to(folder)), []).append(file)
     if not by_split:
         raise DataError(f"{folder} holds no data file: give {_FORMS} in {setting}")
+    return by_split
+
+
+def held_out_split(folder: Path, but: str = "", setting: str = "data.path") -> str:
+    """The split of a folder with several that is meant for tests: test, else validation, else eval, by whichever of
+    its usual names, and not `but`; empty where there is none."""
+    names = list(splits_of(folder, setting))
+    meant = {_SPLITS.get(name.lower(), name): name for name in names if name != but}
+    return next((meant[kind] for kind in ("test", "validation", "eval") if kind in meant and len(names) > 1), "")
+
+
+def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
+    """The folder's files, in order: those of one split where their names tell splits apart."""
+    by_split = splits_of(folder, setting)
     if not split and len(by_split) == 1:
         return next(iter(by_split.values()))
     wanted = split or "train"

@@ -107,6 +107,11 @@ class Environment(ABC):
         """How many training tasks are asked for when the run file does not say: all there are, or enough."""
         return 10_000
 
+    @property
+    def eval_source(self) -> str:
+        """Where the held-out tasks are from, for the plan to say; empty when nothing is to be said."""
+        return ""
+
     @abstractmethod
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """The first `num_tasks` tasks of a split: the same ones for the same seed, fewer if there are no more.

@@ -5,7 +5,8 @@ Settings: `path` (JSON lines, parquet, or a folder; see `data/tables.py`), `spli
 `messages_column`, `gold_column`, `reward` and `strip_thinking`.
 
 Held out are the rows of `eval_path`, or of `eval_split`, and without both one question in ten, by its text
-(`split.split_of`). Only what is asked for is read: the reward worker reads no row.
+(`split.split_of`). Where `eval_path` is a folder of several splits and `eval_split` is not set, its `test`,
+`validation` or `eval` is taken, in this order. Only what is asked for is read: the reward worker reads no row.
 
 A reward is `exact` (the answer's text, white space aside), `number` (the last number), or `path/to/file.py:function`, a
 function as verl calls it: `compute_score(data_source, solution_str, ground_truth, extra_info)` gives a number, or a
@@ -26,6 +27,7 @@ from typing import Any, cast, get_args
 
 from slipstream.config.user_file import import_file
 from slipstream.data.files import Columns, Form, Problem, read_problems
+from slipstream.data.tables import held_out_split
 from slipstream.envs.answers import final_answer, last_number, same_text
 from slipstream.envs.base import Environment, Episode, Policy, RewardFailed, Score, Split, as_score
 from slipstream.envs.split import split_of
@@ -102,12 +104,34 @@ class Rows(Environment):
     def _eval(self) -> list[Task]:
         if not self._has_own_eval:
             return [task for task in self._main if split_of(_question(task)) == "eval"]
-        which = "eval_path" if "eval_path" in self._settings else "path"
-        return self._read(which, self._settings.get("eval_split", ""))
+        return self._read(self._eval_setting, self._eval_split)
 
     @cached_property
     def _main(self) -> list[Task]:
         return self._read("path", self._settings.get("split", ""))
+
+    @property
+    def _eval_setting(self) -> str:
+        return "eval_path" if "eval_path" in self._settings else "path"
+
+    @cached_property
+    def _eval_split(self) -> str:
+        """`eval_split`; where that is not set, the split of the folder that is meant for tests and not trained on."""
+        settings = self._settings
+        folder = Path(settings[self._eval_setting])
+        if "eval_split" in settings or not folder.is_dir():
+            return settings.get("eval_split", "")
+        is_same = folder.resolve() == Path(settings["path"]).resolve()
+        trained = settings.get("split", "train") if is_same else ""
+        return held_out_split(folder, trained, f"environment.settings.{self._eval_setting}")
+
+    @property
+    def eval_source(self) -> str:
+        """See `Environment`."""
+        if not self._has_own_eval:
+            return f"one question in ten of {self._settings['path']}, by its text"
+        split = f"split {self._eval_split!r} of " if self._eval_split else ""
+        return f"{split}{self._settings[self._eval_setting]}"
 
     @property
     def _has_own_eval(self) -> bool:

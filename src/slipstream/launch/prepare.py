@@ -24,6 +24,7 @@ from slipstream.launch.facts import gather_facts, read_model
 from slipstream.launch.model_folder import check_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.launch.teacher import check_teacher
+from slipstream.launch.totals import Note
 from slipstream.launch.unknown import unknown_characters
 from slipstream.records import Message, SamplingParams, Task
 from slipstream.sinks import require_sinks
@@ -132,7 +133,9 @@ def prepare(loaded: Loaded) -> Prepared:
         num_requested_tasks=requested,
     )
     plan = make_plan(config, facts)
-    plan = replace(plan, warnings=(*plan.warnings, *unknown))
+    notes = [Note("held-out tasks", len(eval_tasks), "", environment.eval_source)] if environment and eval_tasks else []
+    notes = [note for note in notes if note.how]
+    plan = replace(plan, warnings=(*plan.warnings, *unknown), notes=(*plan.notes, *notes))
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
 
 

@@ -1,0 +1,37 @@
+"""The terminal, as a run uses it: `slipstream.view` has what implements this."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """See the module."""
+
+    def start(self, title: str, total_steps: int, step: int = 0) -> None:
+        """The run begins."""
+        ...
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """What is going on now."""
+        ...
+
+    def advance(self, n: int = 1) -> None:
+        """Part of the phase is done."""
+        ...
+
+    def end_phase(self) -> None:
+        """The calling thread's phase is over."""
+        ...
+
+    def step(self, step: int, metrics: Any) -> None:
+        """A step is done."""
+        ...
+
+    def message(self, text: str, level: Any = "info") -> None:
+        """Something worth reading."""
+        ...
+
+    def stop(self) -> None:
+        """The run is over."""
+        ...
