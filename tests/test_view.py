@@ -390,3 +390,24 @@ def test_sparklines_fit_and_reach_from_bottom_to_top(values, width):
     if len(values) <= width and values and max(values) > min(values):
         assert line[values.index(min(values))] == BLOCK_LEVELS[0]
         assert line[values.index(max(values))] == BLOCK_LEVELS[-1]
+
+
+def test_a_step_without_loss_says_why(plain, rich, clock):
+    for view in (plain, rich):
+        view.start(TITLE, 9)
+        view.step(1, ROW)
+        clock.now += 3
+        view.step(2, {"reward/mean": 0.0, "train/skipped": 1.0})
+    skipped = lines_of(plain.console)[-1]
+    assert "loss       -" in skipped
+    assert "skipped: no group" in skipped
+    assert "skipped: no group" in picture_of(rich)
+    clock.now += 3
+    rich.step(3, ROW)
+    assert "skipped" not in picture_of(rich)
+
+
+def test_a_tiny_probe_difference_is_not_rounded_to_nothing(plain):
+    plain.start(TITLE, 1)
+    plain.step(1, {"probe/abs_logprob_diff": 6.2e-7})
+    assert "probe diff 6.2e-07" in lines_of(plain.console)[-1]

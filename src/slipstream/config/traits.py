@@ -57,3 +57,8 @@ def starts_teacher(config: RunConfig) -> bool:
 def engine_workers(config: RunConfig) -> int:
     """How many GPUs, or processes on a CPU, all engines have together."""
     return num_replicas(config) * config.inference.tensor_parallel_size
+
+
+def update_phase(config: RunConfig) -> str:
+    """What the terminal calls bringing a new version to the engine."""
+    return "start vLLM on the new weights" if config.weights.bridge == "restart" else "update weights"

@@ -12,9 +12,9 @@ from slipstream.errors import ConfigError, Interrupted
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import create_engine, engine_settings
 from slipstream.launch.facts import adapter_config
-from slipstream.launch.local import Progress
 from slipstream.launch.models import load_model, with_adapter
 from slipstream.launch.prepare import Prepared
+from slipstream.launch.progress import Progress
 from slipstream.launch.stop import StopRequest
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.rollouts import RolloutRunner
@@ -60,7 +60,8 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
         logs,
         lambda kind, **fields: progress.message(f"{kind}: {fields}", "warning"),
     )
-    progress.phase("start the engine")
+    progress.message("starting vLLM")
+    progress.phase("start vLLM")
     try:
         engine.launch()
         await engine.wait_ready()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
-from slipstream.config.traits import apply_timeout_s, publishes_adapter
+from slipstream.config.traits import apply_timeout_s, publishes_adapter, update_phase
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
@@ -22,6 +22,7 @@ from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, eng
 from slipstream.launch.models import Trained, build, build_objective, build_sharded, open_shared, share_weights
 from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
+from slipstream.launch.progress import Progress
 from slipstream.launch.ranks import RankCrew, rank_threads
 from slipstream.launch.resume import changed_settings, refuse_to_resume
 from slipstream.launch.sleep import Turns
@@ -46,38 +47,6 @@ if TYPE_CHECKING:
 
 _START_GRACE_S = 60.0
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
-
-
-class Progress(Protocol):
-    """The terminal, as a run uses it."""
-
-    def start(self, title: str, total_steps: int, step: int = 0) -> None:
-        """The run begins."""
-        ...
-
-    def phase(self, name: str, total: int | None = None) -> None:
-        """What is going on now."""
-        ...
-
-    def advance(self, n: int = 1) -> None:
-        """Part of the phase is done."""
-        ...
-
-    def end_phase(self) -> None:
-        """The calling thread's phase is over."""
-        ...
-
-    def step(self, step: int, metrics: Any) -> None:
-        """A step is done."""
-        ...
-
-    def message(self, text: str, level: Any = "info") -> None:
-        """Something worth reading."""
-        ...
-
-    def stop(self) -> None:
-        """The run is over."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -187,6 +156,8 @@ class _Run:
     def carry_out(self, resume: bool) -> RunResult:
         """Start what is needed, train, and say what came of it."""
         config = self.config
+        begins = f"starting vLLM (its log: {self.folder / 'logs'}) and " if self.prepared.uses_engine else ""
+        self.progress.message(f"{begins}loading the model")
         if self.prepared.uses_engine and config.weights.bridge != "restart":
             self._launch_engine()
         if config.teacher is not None:
@@ -384,6 +355,7 @@ class _Run:
             on_evaluated=self._evaluated,
             publishes_again=repeats_updates(config, engine, self.log),
             start=start,
+            starting=contextlib.nullcontext if config.weights.bridge == "restart" else self._starting,
             waits=Waits(
                 # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
                 apply_s=apply_timeout_s(config)
@@ -395,6 +367,13 @@ class _Run:
         )
         if config.algorithm.kind != "sft":
             loop.reader = self._rollouts(thread, versions, runner, loop.step, turns)
+
+    @contextlib.contextmanager
+    def _starting(self) -> Generator[None]:
+        """The first update waits for the engine: that is told as what it is."""
+        self.progress.phase("start vLLM")
+        yield
+        self.progress.phase(update_phase(self.config))
 
     def _probe(self, engine: RunEngine) -> Probe:
         """Prompts of the first held-out tasks, or of the first training tasks."""

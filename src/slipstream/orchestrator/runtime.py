@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -111,12 +112,14 @@ class Orchestrator:
         on_applied: Callable[[ApplyReport], None],
         start: Callable[[], Awaitable[None]],
         waits: Waits,
+        starting: Callable[[], AbstractContextManager[None]] = nullcontext,
         wake: Callable[[], None] = lambda: None,
         rest: Callable[[], None] = lambda: None,
         on_evaluated: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
         publishes_again: Callable[[SlipstreamError], bool] = lambda error: False,
     ) -> None:
-        """`start` ends when engine and rewards are ready for the first version; awaited before that is applied. `wake`
+        """`start` ends when engine and rewards are ready for the first version; awaited, within `starting`, before that
+        is applied. `wake`
         is called before each update and `rest` after each release, both by the trainer's thread. `publishes_again` says
         whether an update that failed is made a second time."""
         self._thread = thread
@@ -127,6 +130,7 @@ class Orchestrator:
         self._on_applied = on_applied
         self._on_evaluated = on_evaluated
         self._start: Callable[[], Awaitable[None]] | None = start
+        self._starting = starting
         self._waits = waits
         self._wake = wake
         self._rest = rest
@@ -137,7 +141,8 @@ class Orchestrator:
         """See the loop's `Engine`."""
         if self._start is not None:
             start, self._start = self._start, None
-            self._thread.call(_awaited(start), self._waits.start_s, "the engine to start")
+            with self._starting():
+                self._thread.call(_awaited(start), self._waits.start_s, "the engine to start")
         self._wake()
         try:
             return self._bring(step)

@@ -24,7 +24,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
-from slipstream.config.traits import num_replicas
+from slipstream.config.traits import num_replicas, update_phase
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.runlog import sample_of
 from slipstream.trainer import garbage
@@ -38,6 +38,7 @@ from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.metrics import any_cut, rollout_metrics
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optimizer import learning_rate_at
+from slipstream.trainer.watch import SignalWatch
 
 _QUIET = {
     "no group had any reward variance": "make the task easier or harder, or start from a better model",
@@ -157,6 +158,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self.early_stop = EarlyStop(self.config.evaluation)
+        self._watch = SignalWatch(self.config)
 
     def resume(self, checkpoint: Path) -> None:
         """Continue after `checkpoint`."""
@@ -398,7 +400,7 @@ class TrainingLoop:
     def _synchronise(self, evaluate: bool) -> dict[str, float]:
         """Bring the live weights to the engine, compare both sides' log-probabilities, evaluate if asked."""
         assert self.engine is not None
-        self.progress.phase("update weights")
+        self.progress.phase(update_phase(self.config))
         with self.log.phase("update"):
             sequences = self.engine.update(self.step)
         with self.log.phase("probe"):
@@ -436,7 +438,11 @@ class TrainingLoop:
 
     def _report(self, metrics: dict[str, float]) -> None:
         row = self.log.metrics(self.step, metrics)
-        self.progress.step(self.step, {name: value for name, value in row.items() if value is not None})
+        told = {name: value for name, value in row.items() if value is not None}
+        self.progress.step(self.step, told)
+        for text in self._watch.observe(told):
+            self.log.warning(text, step=self.step)
+            self.progress.message(text, "warning")
 
     def _observe(self, metrics: Mapping[str, float]) -> None:
         """Let an evaluation have its say; the best one's checkpoint is kept where `patience` asks for it."""

@@ -43,12 +43,19 @@ ACCURACY_COLUMN = Column("accuracy", (ACCURACY,), ".3f")
 COLUMNS = (
     REWARD_COLUMN,
     ACCURACY_COLUMN,
-    Column("probe diff", ("probe/abs_logprob_diff",), ".4f"),
+    Column("probe diff", ("probe/abs_logprob_diff",), ".2g"),
     Column("loss", ("train/loss",), ".4f"),
     Column("grad norm", ("train/grad_norm",), ".3g"),
     Column("tokens/s", ("throughput/generated_tokens_per_s", "throughput/tokens_per_s"), ",.0f"),
     Column("step s", (STEP_TIME,), ".1f"),
 )
+
+
+def why_untrained(row: Mapping[str, float]) -> str:
+    """Why a step has neither loss nor gradient; empty where it has them."""
+    if row.get("train/skipped"):
+        return "skipped: no group had better and worse answers"
+    return "the critic alone was trained" if row.get("value/warmup") else ""
 
 
 class RunView(Protocol):
@@ -138,6 +145,8 @@ class StatefulView:
         self.first_step = 0
         self.row: dict[str, float] = {}
         """The newest value of every metric."""
+        self.why_untrained = ""
+        """Of the newest step."""
         self.rewards: deque[float] = deque(maxlen=400)
         self.warnings: deque[tuple[str, str, str]] = deque(maxlen=3)
         """Time of day, level and text."""
@@ -190,6 +199,7 @@ class StatefulView:
             self.last_step_at = now
             self.steps_done = step
             self.row |= row
+            self.why_untrained = why_untrained(row)
             if REWARD in row:
                 self.rewards.append(row[REWARD])
             ended = self.phases.pop(threading.get_ident(), None)

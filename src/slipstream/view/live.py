@@ -46,6 +46,8 @@ class RichView(StatefulView):
         """The whole picture as it is now."""
         with self._lock:
             parts: list[RenderableType] = [self._bars(), Text(), self._numbers()]
+            if self.why_untrained:
+                parts += [Text(f"last step {self.why_untrained}", "dim")]
             if len(self.rewards) > 1:
                 parts += [Text(), self._reward_line()]
             if self.warnings:

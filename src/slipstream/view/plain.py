@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from slipstream.view.base import ACCURACY_COLUMN, COLUMNS, Phase, StatefulView
+from slipstream.view.base import ACCURACY_COLUMN, COLUMNS, Phase, StatefulView, why_untrained
 
 LONG_PHASE_S = 10.0
 QUICK_STEP_S = 2.0
@@ -41,7 +41,7 @@ class PlainView(StatefulView):
         width = len(str(self.total_steps))
         shown = [column for column in COLUMNS if column.of(self.row) is not None]
         cells = [f"{column.label} {column.text(column.of(row)):>7}" for column in shown]
-        self._line(f"step {self.steps_done:>{width}}/{self.total_steps}", *cells)
+        self._line(f"step {self.steps_done:>{width}}/{self.total_steps}", *cells, why_untrained(row))
 
     def _on_message(self, text: str, level: str) -> None:
         self._line(text if level == "info" else f"{level}: {text}")

@@ -1,0 +1,59 @@
+"""When a run is told, while it goes on, that it has nothing to learn from."""
+
+import pytest
+
+from slipstream.config import RunConfig
+from slipstream.trainer.watch import STEPS, SignalWatch
+
+CONFIG = {"model": {"path": "m"}, "environment": {"name": "reasoning_gym/spell_backward"}, "training": {"steps": 9}}
+
+
+@pytest.fixture
+def watch():
+    def make(kind="grpo", **values):
+        return SignalWatch(RunConfig.model_validate({**CONFIG, "algorithm": {"kind": kind}, **values}))
+
+    return make
+
+
+def said(watch, signal, entropy, reward=0.3):
+    """How often each step says something, over series of numbers."""
+    rows = zip(signal, entropy, strict=True)
+    found = []
+    for part, nats in rows:
+        row = {"reward/mean": reward, "reward/signal_fraction": part}
+        found.append(watch.observe(row if nats is None else row | {"train/entropy": nats}))
+    return found
+
+
+def test_no_signal_for_several_steps_is_said_once_and_again_after_a_while(watch):
+    found = said(watch(), [0.9, 0.0, 0.05, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0], [0.5] * 9)
+    assert [len(texts) for texts in found] == [0, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert "5 % of the groups" in found[3][0]
+    assert STEPS == 3
+
+
+def test_a_collapse_of_the_entropy_is_said(watch):
+    found = said(watch(), [0.5] * 7, [0.5, 0.65, 0.3, 0.06, 0.05, 0.04, 0.04])
+    assert [len(texts) for texts in found] == [0, 0, 0, 0, 0, 1, 0]
+    assert "from 0.65 to 0.04" in found[5][0]
+
+
+def test_a_batch_that_was_skipped_has_no_entropy(watch):
+    assert [len(texts) for texts in said(watch(), [0.0] * 4, [None] * 4)] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"evaluation": {"threshold": 0.5}}])
+def test_a_run_that_has_solved_its_tasks_is_left_alone(watch, evaluation):
+    reward = 0.45 if evaluation else 0.9
+    assert said(watch(**evaluation), [0.05] * 6, [0.6, 0.5, 0.01, 0.01, 0.01, 0.01], reward) == [[]] * 6
+
+
+def test_nothing_is_said_of_sft(watch):
+    assert watch("sft").observe({"train/entropy": 0.0}) == []
+    assert watch("sft").observe({"reward/mean": 0.0, "reward/signal_fraction": 0.0}) == []
+
+
+def test_groups_are_left_alone_where_nothing_is_compared_within_them(watch):
+    assert said(watch("reinforce_pp"), [0.0] * 6, [0.5] * 6) == [[]] * 6
+    assert said(watch("distill", teacher={"path": "t"}), [0.0] * 6, [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]) == [[]] * 6
