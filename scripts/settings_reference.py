@@ -46,7 +46,8 @@ def _section(section: str, model: dict[str, Any]) -> str:
     lines = [title, "", text, "", "| key | value | default | meaning |", "|---|---|---|---|"]
     for name, spec in properties.items():
         takes = all_keys()[f"{section}.{name}"].requirement.replace("|", "\\|")
-        default = "required" if name in model.get("required", ()) else _default(spec.get("default"))
+        is_required = all_keys()[f"{section}.{name}"].required or name in model.get("required", ())
+        default = "required" if is_required else _default(spec.get("default"))
         lines.append(f"| `{name}` | {takes} | {default} | {_joined(spec.get('description', ''))} |")
     return "\n".join([*lines, ""])
 

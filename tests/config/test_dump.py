@@ -24,7 +24,8 @@ from slipstream.config.dump import toml_value
 from .conftest import MINIMAL
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
-scalars = texts | st.integers() | st.booleans() | st.floats(allow_nan=False) | st.dates() | st.datetimes() | st.times()
+integers = st.integers(-(2**63), 2**63 - 1)  # as TOML has them
+scalars = texts | integers | st.booleans() | st.floats(allow_nan=False) | st.dates() | st.datetimes() | st.times()
 trees = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=8)
 
 
@@ -99,7 +100,7 @@ def test_round_trip_with_derived_values(run_file):
     assert again.config.inference.kv_cache_gib == 0.25
 
 
-positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+positive = st.floats(min_value=0, max_value=1, exclude_min=True)
 configs = st.builds(
     RunConfig,
     model=st.builds(ModelConfig, path=st.just("org/name"), trust_remote_code=st.booleans()),
@@ -108,10 +109,10 @@ configs = st.builds(
         name=st.just("x"),
         settings=st.dictionaries(texts, trees, max_size=3),
         system_prompt=texts,
-        seed=st.integers(),
+        seed=st.integers(0, 2**32 - 1),
     ),
     algorithm=st.builds(RLConfig, clip_low=positive, kl_coef=st.just(0.5)) | st.builds(SFTConfig),
-    training=st.builds(TrainingConfig, steps=st.integers(min_value=1), learning_rate=positive),
+    training=st.builds(TrainingConfig, steps=st.integers(1, 10**8), learning_rate=positive),
     sampling=st.builds(SamplingConfig, stop=st.lists(texts.filter(bool)).map(tuple)),
     evaluation=st.builds(EvaluationConfig, threshold=st.floats(allow_nan=False, allow_infinity=False)),
 )

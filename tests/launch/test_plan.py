@@ -105,6 +105,7 @@ def test_every_auto_gets_its_value_and_reason():
     assert {item.name: item.value for item in made.derived} == {
         "model.dtype": "float32",
         "weights.bridge": "disk",
+        "training.learning_rate": 1e-3,
         "sampling.max_tokens": 19,  # 1.25 * 12 + 4
         "inference.max_model_len": 80,  # 60 + 19, in multiples of 16
         "inference.replicas": 1,
@@ -151,6 +152,7 @@ def test_what_the_user_set_stays():
         "inference.sleep": False,
         "run.placement": "shared",
         "environment.num_train_tasks": 500,
+        "training.learning_rate": 3e-4,
         "training.micro_batch_tokens": 512,
         "training.gradient_checkpointing": False,
         "training.compile": False,
@@ -228,8 +230,8 @@ class TestBatch:
     def test_updates_have_to_divide_the_lowered_batch(self):
         assert plan({"training.updates_per_batch": 4}, num_train_tasks=12).config.training.prompts_per_batch == 12
         message = refusal({"training.updates_per_batch": 8}, num_train_tasks=12)
-        assert "does not divide training.prompts_per_batch = 12: use 6 or 12" in message
-        assert "lowered from 32" in message
+        assert message.startswith("training.prompts_per_batch = 32 is more than the 12 prompts")
+        assert message.endswith("use training.prompts_per_batch = 8")
 
     def test_no_tasks(self):
         assert "no tasks" in refusal(num_train_tasks=0)
@@ -496,7 +498,7 @@ class TestSFT:
         assert autos(made.config) == []
         assert made.config.inference == InferenceConfig()
         assert {item.name for item in made.derived} == {
-            "model.dtype", "environment.num_train_tasks", "training.micro_batch_tokens",
+            "model.dtype", "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
             "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
         }  # fmt: skip
         assert [note.name for note in made.notes if note.unit] == ["memory of the trainer"]

@@ -56,11 +56,12 @@ def main(arguments: list[str] | None = None) -> Any:
     # Read when torch is loaded. OpenMP threads that spin while they wait make a step many times longer wherever
     # something else needs the cores: the engine at staleness 1, or another program.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+    stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     try:
         code = app(sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        stderr.print(f"[red]error:[/] {str(error).strip()}  (slipstream --help)", markup=True)
+        stderr.print("[red]error:[/] ", end="")
+        stderr.print(f"{str(error).strip()}  (slipstream --help)", markup=False)
         code = USAGE_EXIT_CODE
     except SlipstreamError as error:
         stderr.print("[red]error:[/] ", end="")

@@ -171,7 +171,7 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
     if json:
         print(plan_as_json(prepared.plan))
     else:
-        Console().print(render_plan(prepared.plan))
+        Console(emoji=False).print(render_plan(prepared.plan))
         for reason, count in prepared.dropped.items():
             print(f"left out: {count} ({reason})")
     return 0
@@ -192,7 +192,7 @@ def runs(
     else:
         from rich.console import Console
 
-        Console().print(render_runs(found))
+        Console(emoji=False).print(render_runs(found))
     return 0
 
 
@@ -281,7 +281,7 @@ def env_test(
             {"answers": r.kind, "mean reward": r.mean_reward, "right, %": 100 * r.accuracy, "graded": r.num_scored}
             for r in result.results
         ]
-        Console().print(render_table(rows, ["answers", "mean reward", "right, %", "graded"]))
+        Console(emoji=False).print(render_table(rows, ["answers", "mean reward", "right, %", "graded"]))
         for text in notes:
             print(text)
         if not failures:

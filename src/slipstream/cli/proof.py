@@ -345,8 +345,8 @@ def _print_table(rows: Sequence[Mapping[str, object]]) -> None:
 
     from slipstream.view import render_table
 
-    console = Console()
-    (console if console.is_terminal else Console(width=_WIDTH)).print(render_table(rows, list(rows[0])))
+    console = Console(emoji=False)
+    (console if console.is_terminal else Console(width=_WIDTH, emoji=False)).print(render_table(rows, list(rows[0])))
 
 
 def _print_json(value: Any) -> None:

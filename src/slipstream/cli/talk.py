@@ -84,7 +84,7 @@ def chat(
         trust_remote_code=trust_remote_code,
         start_timeout_s=start_timeout,
     )
-    screen = Console(stderr=True, highlight=False, soft_wrap=True)
+    screen = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     is_terminal = message is None and sys.stdin.isatty() and sys.stdout.isatty() and not json
     deployable = find_deployable(model, base, trust_remote_code=trust_remote_code)
     tokenizer = chat_tokenizer(deployable, options)
@@ -93,7 +93,9 @@ def chat(
             talk = stack.enter_context(talk_to(deployable, tokenizer, options))
         unknown = tokenizer.vocabulary.unknown_in
         if is_terminal:
-            return _talk_in_terminal(talk, unknown, deployable.name, Console(highlight=False, soft_wrap=True))
+            return _talk_in_terminal(
+                talk, unknown, deployable.name, Console(highlight=False, soft_wrap=True, emoji=False)
+            )
         for text in [message] if message is not None else _lines():
             if text == "/new":
                 talk.restart()
@@ -206,7 +208,7 @@ def serve_model(
         trust_remote_code=trust_remote_code,
         start_timeout_s=start_timeout,
     )
-    screen = Console(stderr=True, highlight=False, soft_wrap=True)
+    screen = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     deployable = find_deployable(model, base, trust_remote_code=trust_remote_code)
     tokenizer = chat_tokenizer(deployable, ChatOptions(thinking=thinking, trust_remote_code=trust_remote_code))
     waiting = screen.status(f"starting vLLM's server on {escape(deployable.name)}")

@@ -448,7 +448,9 @@ def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
             "use 0 for no limit, or more than 1",
         )
     longest, room = sampling.max_tokens, inference.max_model_len
-    if isinstance(longest, int) and isinstance(room, int) and longest >= room:
+    if room == 1:
+        yield "inference.max_model_len", "inference.max_model_len = 1 holds no prompt with a completion: use at least 2"
+    elif isinstance(longest, int) and isinstance(room, int) and longest >= room:
         yield (
             "sampling.max_tokens",
             f"sampling.max_tokens = {longest} leaves no room for a prompt in "

@@ -16,23 +16,61 @@ from typing import Any
 from slipstream.config.schema import RunConfig
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+NEVER_REACHED = 1e6
 COMMON_NAMES = {
-    "lr": "training.learning_rate",
-    "max_steps": "training.steps",
-    "num_steps": "training.steps",
-    "batch_size": "training.prompts_per_batch",
-    "grad_clip": "training.max_grad_norm",
-    "lr_scheduler_type": "training.schedule",
-    "num_generations": "algorithm.group_size",
-    "beta": "algorithm.kl_coef",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "max_new_tokens": "sampling.max_tokens",
-    "max_completion_length": "sampling.max_tokens",
-    "output_dir": "run.folder",
-    "lora_rank": "lora.rank",
-    "lora_r": "lora.rank",
-    "lora_alpha": "lora.alpha",
+    other: key
+    for key, names in {
+        "model.path": "model_name_or_path model_name pretrained_model_name_or_path",
+        "model.dtype": "torch_dtype bf16 fp16",
+        "data.path": "train_files dataset_name dataset train_file",
+        "training.learning_rate": "lr actor_lr",
+        "training.steps": "max_steps num_steps total_training_steps num_train_epochs total_epochs num_epochs epochs",
+        "training.prompts_per_batch": "batch_size train_batch_size global_batch_size rollout_batch_size",
+        "training.updates_per_batch": "ppo_mini_batch_size mini_batch_size num_mini_batches steps_per_generation",
+        "training.epochs_per_batch": "ppo_epochs num_iterations num_ppo_epochs",
+        "training.micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps micro_batch_size"
+        " ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
+        "training.max_grad_norm": "grad_clip clip_grad max_norm gradient_clipping",
+        "training.schedule": "lr_scheduler_type lr_scheduler scheduler",
+        "training.warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_steps_ratio num_warmup_steps",
+        "training.optimizer": "optim",
+        "training.ranks": "num_processes nproc_per_node n_gpus_per_node num_gpus world_size",
+        "training.gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
+        "training.compile": "torch_compile use_torch_compile",
+        "algorithm.kind": "loss_type algorithm_type",
+        "algorithm.group_size": "num_generations rollout_n rollouts_per_example n_samples_per_prompt",
+        "algorithm.kl_coef": "beta kl_loss_coef kl_beta init_kl_coef",
+        "algorithm.kl_estimator": "kl_loss_type kl_penalty",
+        "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low cliprange",
+        "algorithm.clip_high": "epsilon_high clip_ratio_high",
+        "algorithm.clip_dual": "clip_ratio_c",
+        "algorithm.entropy_coef": "entropy_coeff entropy_bonus",
+        "algorithm.normalize": "loss_agg_mode loss_aggregation",
+        "algorithm.advantage": "adv_estimator advantage_estimator",
+        "algorithm.importance_cap": "vllm_importance_sampling_cap rollout_is_threshold tis_imp_ratio_cap",
+        "algorithm.importance_sampling": "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is",
+        "algorithm.train_on_truncated": "mask_truncated_completions overlong_filtering",
+        "critic.value_clip": "cliprange_value",
+        "critic.gae_lambda": "lam gae_lam lambd",
+        "sampling.max_tokens": "max_new_tokens max_completion_length max_response_length response_length",
+        "inference.max_model_len": "max_prompt_length max_seq_length max_seq_len max_length context_length",
+        "inference.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+        "inference.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
+        "inference.sleep": "vllm_enable_sleep_mode enable_sleep_mode free_cache_engine",
+        "inference.replicas": "num_engines data_parallel_size",
+        "evaluation.every": "eval_steps test_freq eval_interval",
+        "evaluation.at_start": "eval_on_start val_before_train",
+        "run.folder": "output_dir default_local_dir save_dir",
+        "run.checkpoint_every": "save_steps save_freq save_interval",
+        "run.keep_checkpoints": "save_total_limit max_actor_ckpt_to_keep",
+        "run.sinks": "report_to logger",
+        "lora.rank": "lora_rank lora_r",
+        "lora.alpha": "lora_alpha",
+        "lora.target_modules": "lora_target_modules",
+        "lora.dora": "use_dora",
+        "lora.path": "lora_adapter_path",
+    }.items()
+    for other in names.split()
 }
 """What other trainers call the same thing."""
 
@@ -103,7 +141,7 @@ def suggestion(path: str) -> str:
         return f"did you mean {COMMON_NAMES[name]}?"
     elsewhere = [key.path for key in known.values() if key.name == name]
     if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
+        return f"did you mean {_likeliest(elsewhere)}?"
     if section in sections():
         own = [key.name for key in keys_of(section)]
         near = closest(name, own)
@@ -116,8 +154,14 @@ def suggestion(path: str) -> str:
     names = [key.name for key in known.values()]
     near = closest(name, names)
     if near is not None:
-        return f"did you mean {next(key.path for key in known.values() if key.name == near)}?"
+        return f"did you mean {_likeliest([key.path for key in known.values() if key.name == near])}?"
     return f"the sections are {', '.join(sections())}"
+
+
+def _likeliest(paths: Sequence[str]) -> str:
+    """Of keys of one name the one that most people mean who name no section."""
+    first = ("model", "training", "run", "sampling")
+    return min(paths, key=lambda path: first.index(section) if (section := path.split(".")[0]) in first else len(first))
 
 
 def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -252,7 +296,8 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
             ("exclusiveMaximum", "less than"),
             ("maximum", "at most"),
         )
-        if name in spec
+        # A bound that only a slip of the keyboard reaches is told to who reached it.
+        if name in spec and (name != "maximum" or spec[name] < NEVER_REACHED)
     ]
     noun = "whole number" if kind == "integer" else "number"
     if bounds == ["greater than 0"]:

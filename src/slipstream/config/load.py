@@ -19,6 +19,7 @@ from slipstream.config.checks import contradictions, foreign_key, inapplicable, 
 from slipstream.config.keys import all_keys, dotted, leaves, optional_sections, sections, suggestion
 from slipstream.config.messages import located, rewrite, show
 from slipstream.config.overrides import Override, parse_overrides, place
+from slipstream.config.paths import path_problems, unusable_path
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.runfile import RunFile, read_run_file
 from slipstream.config.schema import RunConfig
@@ -37,6 +38,8 @@ class Loaded:
 
     config: RunConfig
     origins: dict[str, str]
+    warnings: tuple[str, ...] = ()
+    """Keys of the file that the command line leaves without effect."""
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: str | None = None) -> Loaded:
@@ -51,7 +54,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: s
     for setting in settings:
         place(tree, setting)
     problems += _force_algorithm(tree, algorithm, sources)
-    problems += _take_out_unknown(tree, sources)
+    warnings: list[str] = []
+    problems += _take_out_unknown(tree, sources, warnings)
     for section in optional_sections():
         if tree.get(section) is False:
             tree[section] = None
@@ -65,11 +69,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: s
         raise ConfigError("\n".join(problems))
     config = _drop_unusable_evaluation(config, sources)
     origins = sources.origins(config)
-    problems = [located(sentence, sources.place(key)) for key, sentence in contradictions(config)]
-    problems += _refused(config, origins, sources)
+    wrong = (*path_problems(config), *contradictions(config))
+    problems = [located(sentence, sources.place(key)) for key, sentence in wrong]
+    problems += _refused(config, origins, sources, warnings)
     if problems:
         raise ConfigError("\n".join(problems))
-    return Loaded(config, origins)
+    return Loaded(config, origins, tuple(warnings))
 
 
 class _Sources:
@@ -79,6 +84,11 @@ class _Sources:
         self.file = file
         self.flags: dict[str, str] = {dotted(setting.path): setting.flag for setting in overrides}
         self.forced: set[str] = set()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing but the file says anything."""
+        return not self.flags and not self.forced
 
     def place(self, path: str) -> str:
         """For an error: the flag or the line that set `path`; empty for a default."""
@@ -139,13 +149,16 @@ def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Sources) 
     return [located(sentence, sources.place("algorithm.kind"))]
 
 
-def _take_out_unknown(tree: dict[str, Any], sources: _Sources) -> list[str]:
-    """Remove what the schema does not know from the tree; one sentence for each."""
+def _take_out_unknown(tree: dict[str, Any], sources: _Sources, warnings: list[str]) -> list[str]:
+    """Remove what the schema does not know from the tree; one sentence for each, as a warning where the command line
+    chose another algorithm than the file was written for."""
     problems: list[str] = []
+    chosen = sources.origin("algorithm.kind") == COMMAND_LINE
 
     def refuse(path: str, reason: str) -> None:
         place = next((sources.place(leaf) for leaf in (path, path.split(".")[0]) if sources.place(leaf)), "")
-        problems.append(located(f"{path} {reason}", place))
+        is_foreign = reason.startswith("applies to") and chosen and sources.origin(path) != COMMAND_LINE
+        (warnings if is_foreign else problems).append(located(f"{path} {reason}", place))
 
     for section in list(tree):
         content = tree[section]
@@ -201,7 +214,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
         bases = [Path.cwd()] if sources.origin(path) == COMMAND_LINE else [folder.absolute(), Path.cwd()]
         candidates = [os.path.join(base, os.path.expanduser(text)) for base in bases]
         existing = [candidate for candidate in candidates if os.path.exists(candidate)]
-        if not existing and not always:
+        if unusable_path(text) or (not existing and not always):
             return text
         return os.path.realpath((existing or candidates)[0])
 
@@ -228,7 +241,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
         if (text := text_at("algorithm", name)).partition(":")[0].endswith(".py"):
             file, colon, function = text.partition(":")
             tree["algorithm"][name] = resolve(f"algorithm.{name}", file, always=True) + colon + function
-    if text := text_at("run", "folder"):
+    if (text := text_at("run", "folder")) and not unusable_path(text):
         tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
 
 
@@ -238,7 +251,7 @@ def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
         return
     for name in ("path", "eval_path"):
         value = settings.get(name)
-        if isinstance(value, str) and value.strip():
+        if isinstance(value, str) and value.strip() and not unusable_path(value):
             settings[name] = resolve(f"environment.settings.{name}", value, always=True)
     rewards = settings.get("reward")
     tables = [(rewards, name) for name in rewards] if isinstance(rewards, dict) else [(settings, "reward")]
@@ -256,11 +269,25 @@ def _drop_unusable_evaluation(config: RunConfig, sources: _Sources) -> RunConfig
     return config.model_copy(update={"evaluation": None})
 
 
-def _refused(config: RunConfig, origins: Mapping[str, str], sources: _Sources) -> list[str]:
-    """One sentence for each key without effect that a person set."""
-    reasons = inapplicable(config)
-    return [
-        located(f"{path} {reason}: remove it", sources.place(path))
-        for path, origin in origins.items()
-        if origin != DEFAULT and (reason := reason_against(path, reasons))
-    ]
+def _refused(config: RunConfig, origins: Mapping[str, str], sources: _Sources, warnings: list[str]) -> list[str]:
+    """One sentence for each key without effect that a person set; a warning for a key of the file that has an effect
+    there, and loses it by the command line."""
+    reasons, problems = inapplicable(config), list[str]()
+    by_itself = _reasons_in_file(sources.file)
+    for path, origin in origins.items():
+        if origin == DEFAULT or not (reason := reason_against(path, reasons)):
+            continue
+        if origin == COMMAND_LINE or (sources.is_alone or reason_against(path, by_itself)):
+            problems.append(located(f"{path} {reason}: remove it", sources.place(path)))
+        else:
+            warnings.append(located(f"{path} {reason}", sources.place(path)))
+    return problems
+
+
+def _reasons_in_file(file: RunFile) -> dict[str, str]:
+    """What is without effect in the file as it is; nothing where it is not whole without the command line."""
+    tree = {name: None if name in optional_sections() and it is False else it for name, it in file.tables.items()}
+    try:
+        return inapplicable(RunConfig.model_validate(tree))
+    except ValidationError:
+        return {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slipstream.config.keys import Key, all_keys, keys_of
+from slipstream.config.keys import Key, all_keys, keys_of, quoted
 
 Where = Callable[[str], str]
 """From a key's path to where it was set: `run.toml:12`, `--training.steps`, or nothing for a default."""
@@ -51,7 +51,7 @@ def show(value: Any) -> str:
     """A value as the run file would have it, cut when long."""
     if isinstance(value, bool):
         return str(value).lower()
-    text = f'"{value}"' if isinstance(value, str) else str(value)
+    text = quoted(value[:80]) if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -6,12 +6,14 @@ Whether the key exists and the value fits is for whoever merges it into the run 
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config.keys import Key, all_keys, optional_sections, sections, suggestion
+from slipstream.config.runfile import MAX_DEPTH, unusable
 from slipstream.errors import ConfigError
 
 
@@ -30,7 +32,7 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
     """The settings in `arguments`, in order, and a sentence for each argument that cannot be read."""
     overrides: list[Override] = []
     problems: list[str] = []
-    rest = list(arguments)
+    rest = [_as_utf8(argument) for argument in arguments]
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
@@ -41,27 +43,43 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
         if value is None and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
         try:
-            overrides.append(_override(flag, value))
+            override = _override(flag, value)
+            if problem := unusable(override.value, override.path):
+                raise ConfigError(problem)
+            overrides.append(override)
         except ConfigError as error:
             problems.append(str(error))
     return overrides, problems
 
 
 def parse_value(text: str) -> Any:
-    """`text` as a TOML value, or as the text it is when it is none."""
+    """`text` as a TOML value, or as the text it is when it is none. Raises ConfigError for what no setting can be."""
     try:
         document = tomllib.loads(f"value = [ {text} ]")
     except tomllib.TOMLDecodeError:
         return text
+    except (RecursionError, ValueError):  # of `int`: thousands of digits
+        raise ConfigError(f"{text[:20]}... is too long a number or nested too deeply: write a shorter value") from None
     # Brackets, commas and line ends in the text could make more of it than one value.
     is_one_value = list(document) == ["value"] and len(document["value"]) == 1
     return document["value"][0] if is_one_value else text
 
 
+def _as_utf8(argument: str) -> str:
+    """What was typed, read as UTF-8 whatever the locale says. Raises ConfigError."""
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        shown = argument.encode("ascii", "backslashreplace").decode()
+        raise ConfigError(f"{shown[:60]} on the command line is not UTF-8 text: write it in the run file") from None
+
+
 def _override(flag: str, text: str | None) -> Override:
     names = flag.removeprefix("--").split(".")
     if "" in names:
-        raise ConfigError(f"{flag} is not a setting: write --section.key VALUE")
+        raise ConfigError(f"{flag[:60]} is not a setting: write --section.key VALUE")
+    if len(names) > MAX_DEPTH:
+        raise ConfigError(f"{flag[:60]}... has {len(names)} parts: use at most {MAX_DEPTH}")
     if len(names) == 1:
         return _section_switch(flag, names[0], text)
     section, name = names[0].replace("-", "_"), names[1].replace("-", "_")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -56,11 +56,12 @@ def gather_facts(
     gold: Callable[[Task], str | None] = lambda task: task.answer,
     max_turns: int = 1,
     num_requested_tasks: int | None = None,
+    thinks: bool = False,
 ) -> Facts:
     """Measure the machine, the model at `config.model.path` and the tasks.
 
-    `conversations` are SFT's own data; without them SFT trains on the tasks' gold answers. Raises
-    ConfigError when the model cannot be read.
+    `conversations` are SFT's own data; without them SFT trains on the tasks' gold answers. `thinks`: see `ModelFacts`.
+    Raises ConfigError when the model cannot be read.
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
     card, torch_version = name_card() if num_gpus else ("", "")
@@ -68,7 +69,9 @@ def gather_facts(
     return Facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
-        model=read_trained_model(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        model=dataclasses.replace(
+            read_trained_model(config.model.path, trust_remote_code=config.model.trust_remote_code), thinks=thinks
+        ),
         data=dataclasses.replace(
             measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
             max_turns=max_turns,
@@ -177,22 +180,28 @@ def measure_data(
     generating: list[Task] = [] if is_sft else list(tasks)
     if config.evaluation is not None:
         generating += eval_tasks
-    answered = [
-        (*task.prompt, Message(role="assistant", content=answer))
-        for task in (*tasks, *eval_tasks)
-        if (answer := gold(task)) is not None
-    ]
-    answers = sorted(answered, key=lambda turns: _num_bytes(turns[-1:]), reverse=True)[:MAX_MEASURED]
-    trained: Sequence[Sequence[Message]] = (conversations or answered) if is_sft else ()
-    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
+    trained: Sequence[Sequence[Message]] = (conversations or _answered((*tasks, *eval_tasks), gold)) if is_sft else ()
     longest = sorted(trained, key=_num_bytes, reverse=True)[:MAX_MEASURED]
-    answer_lengths = [tokenizer.training_tokens(turns, "last").num_trainable for turns in answers]
     return DataFacts(
         num_train_tasks=len(conversations) or len(tasks),
         max_prompt_tokens=max((len(tokenizer.render(task.prompt)) for task in generating), default=0),
-        max_answer_tokens=max(answer_lengths, default=None),
+        max_answer_tokens=longest_answer((*tasks, *eval_tasks), tokenizer, gold),
         max_sequence_tokens=max((len(tokenizer.training_tokens(turns, train_on)) for turns in longest), default=None),
     )
+
+
+def longest_answer(tasks: Iterable[Task], tokenizer: Tokenizer, gold: Callable[[Task], str | None]) -> int | None:
+    """Tokens of the longest gold answer, with its end token, among the 1,000 of most bytes; None without any."""
+    answers = sorted(_answered(tasks, gold), key=lambda turns: _num_bytes(turns[-1:]), reverse=True)[:MAX_MEASURED]
+    return max((tokenizer.training_tokens(turns, "last").num_trainable for turns in answers), default=None)
+
+
+def _answered(tasks: Iterable[Task], gold: Callable[[Task], str | None]) -> list[tuple[Message, ...]]:
+    return [
+        (*task.prompt, Message(role="assistant", content=answer))
+        for task in tasks
+        if (answer := gold(task)) is not None
+    ]
 
 
 def _num_bytes(turns: Sequence[Message]) -> int:

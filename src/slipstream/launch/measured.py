@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+SMALL_MODEL_PARAMETERS = 20_000_000
+"""A model of fewer was made for its task, as by `slipstream model new`: no chat model has so few."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -30,6 +33,13 @@ class ModelFacts:
     """Of the parameters, those of an image tower, which is not trained."""
     original_context: int = 0
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
+    thinks: bool = False
+    """Whether its chat template has a switch for thinking."""
+
+    @property
+    def says_only_answers(self) -> bool:
+        """Whether its completions are no longer than gold answers: it is small, so it was made for its task."""
+        return self.num_parameters < SMALL_MODEL_PARAMETERS
 
     @property
     def num_decoding(self) -> int:

@@ -8,23 +8,21 @@ are). What cannot work on this machine, model or data is a ConfigError here, bef
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from slipstream.config import Derived, RLConfig, RunConfig, with_values
-from slipstream.config.checks import divisor_problem, inapplicable
+from slipstream.config.checks import inapplicable
 from slipstream.config.recipes import choices, resolved
 from slipstream.config.traits import uses_critic, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.draft import Draft
-from slipstream.launch.measured import Facts, Peak
-from slipstream.launch.memory import (
-    gib,
-    round_up,
-)
+from slipstream.launch.lengths import plan_lengths
+from slipstream.launch.measured import SMALL_MODEL_PARAMETERS, Facts, Peak
+from slipstream.launch.memory import gib
 from slipstream.launch.placing import plan_placement
+from slipstream.launch.rates import plan_learning_rate
 from slipstream.launch.resume import changed_settings
 from slipstream.launch.room import plan_card, plan_compile, plan_cpu_cache, plan_micro_batch
 from slipstream.launch.teacher_room import TeacherRoom, planned_teacher
@@ -42,7 +40,7 @@ from slipstream.launch.totals import (
 )
 from slipstream.launch.trainer_room import WAYS, memory_settings, rows_of
 
-SMALL_MODEL_PARAMETERS = 20_000_000
+MAX_SEQUENCES = 1_000_000
 _WAY = "training.gradient_checkpointing"
 
 
@@ -128,9 +126,10 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
     _plan_batch(draft)
     plan_placement(draft)
     _plan_lora(draft)
+    plan_learning_rate(draft)
     plan_compile(draft)
     if uses_engine(config):
-        _plan_lengths(draft)
+        plan_lengths(draft)
         if draft.on_cpu:
             plan_cpu_cache(draft)
         else:
@@ -149,7 +148,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
             if (path := f"algorithm.{choice.name}") not in without_effect:
                 draft.derive(path, choice.value, choice.reason)
     if uses_critic(config):
-        draft.derive_auto("critic.learning_rate", config.training.learning_rate, "the same as training.learning_rate")
+        draft.derive_auto("critic.learning_rate", draft["training.learning_rate"], "the same as training.learning_rate")
     plan_micro_batch(draft)
     if config.environment is not None and (config.data is None or config.algorithm.kind != "sft"):
         made = facts.data.num_requested_tasks or facts.data.num_train_tasks
@@ -213,58 +212,21 @@ def _plan_batch(draft: Draft) -> None:
         raise ConfigError("the training data has no tasks: check environment.settings or data.path")
     if draft.original.algorithm.kind == "sft" and draft.facts.data.max_sequence_tokens is None:
         raise ConfigError("sft trains on gold answers, and the environment has none: use grpo, or set data.path")
+    group = draft.original.algorithm.group_size if isinstance(draft.original.algorithm, RLConfig) else 1
+    if (sequences := min(num_tasks, training.prompts_per_batch) * group) > MAX_SEQUENCES:
+        raise ConfigError(
+            f"a batch of {sequences // group} prompts x algorithm.group_size = {group} has {sequences} sequences, more "
+            f"than {MAX_SEQUENCES}: lower training.prompts_per_batch or algorithm.group_size"
+        )
     if training.prompts_per_batch <= num_tasks:
         return
     reason = f"lowered from {training.prompts_per_batch}: the training data has only {num_tasks} prompts"
-    problem = divisor_problem(training.updates_per_batch, num_tasks)
-    if problem:
-        raise ConfigError(f"{problem} (training.prompts_per_batch was {reason})")
+    if num_tasks % training.updates_per_batch:
+        whole = num_tasks - num_tasks % training.updates_per_batch
+        raise ConfigError(
+            f"training.prompts_per_batch = {training.prompts_per_batch} is more than the {num_tasks} prompts that the "
+            f"training data has, which training.updates_per_batch = {training.updates_per_batch} does not divide: use "
+            + (f"training.prompts_per_batch = {whole}" if whole else f"training.updates_per_batch = {num_tasks}")
+        )
     draft.derive("training.prompts_per_batch", num_tasks, reason)
     draft.warnings.append(f"training.prompts_per_batch was {reason}")
-
-
-def _plan_lengths(draft: Draft) -> None:
-    """`sampling.max_tokens` and `inference.max_model_len`."""
-    context, data = draft.facts.model.context_length, draft.facts.data
-    limit, limit_name = context, "the model's context"
-    if draft["inference.max_model_len"] != "auto":
-        limit, limit_name = draft["inference.max_model_len"], "inference.max_model_len"
-        if limit > context:
-            raise ConfigError(
-                f"inference.max_model_len = {limit} is above the model's context of {context} tokens: "
-                f"use at most {context}"
-            )
-    prompt, room = data.max_prompt_tokens, limit - data.max_prompt_tokens
-    if room < 1:
-        raise ConfigError(
-            f"the longest prompt has {prompt} tokens, which leaves no room for a completion in "
-            f"{limit_name} of {limit}: use shorter prompts or "
-            + ("a model with a longer context" if limit == context else "raise inference.max_model_len")
-        )
-    answer = data.max_answer_tokens
-    if answer is None:
-        draft.derive_auto("sampling.max_tokens", room, f"no gold answers; what {limit_name} of {limit} leaves")
-    else:
-        wanted = max(8, math.ceil(1.25 * answer) + 4)
-        reason = f"1.25 x the longest gold answer of {answer} tokens, and 4, at least 8"
-        cut = f"what {limit_name} of {limit} leaves beside a prompt of {prompt} tokens"
-        draft.derive_auto("sampling.max_tokens", min(wanted, room), reason if wanted <= room else cut)
-    max_tokens = draft["sampling.max_tokens"]
-    if max_tokens > room:
-        raise ConfigError(
-            f"sampling.max_tokens = {max_tokens} and the longest prompt of {prompt} tokens do not fit into "
-            f"{limit_name} of {limit}: use at most {room}"
-        )
-    if answer is not None and max_tokens < answer:
-        draft.warnings.append(
-            f"sampling.max_tokens = {max_tokens} is below the longest gold answer of {answer} tokens, "
-            "so that task cannot be solved"
-        )
-    if data.max_turns > 1:
-        reason = f"the model's context: how long {data.max_turns} turns get is not known before"
-        draft.derive_auto("inference.max_model_len", context, reason)
-    longest, reason = prompt + max_tokens, f"longest prompt of {prompt} and completion of {max_tokens} tokens"
-    trained = data.max_sequence_tokens or 0
-    if draft.facts.model.original_context and trained > longest:
-        longest, reason = trained, f"longest conversation of {trained} tokens: it decides the rotary factors"
-    draft.derive_auto("inference.max_model_len", min(context, round_up(longest, 16)), f"{reason}, in multiples of 16")

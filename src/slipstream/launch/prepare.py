@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from slipstream.config import Loaded, RunConfig
@@ -20,7 +21,9 @@ from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engine_options import check_options
-from slipstream.launch.facts import gather_facts, read_model
+from slipstream.launch.facts import gather_facts, longest_answer, read_model
+from slipstream.launch.lengths import least_tokens, wanted_tokens
+from slipstream.launch.measured import ModelFacts
 from slipstream.launch.model_folder import check_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.launch.teacher import check_teacher
@@ -107,11 +110,11 @@ def prepare(loaded: Loaded) -> Prepared:
     dropped: dict[str, int] = {}
     held_out = {_question(task.prompt) for task in eval_tasks}
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
-    context = read_model(config.model.path, trust_remote_code=config.model.trust_remote_code).context_length
-    is_sft = config.algorithm.kind == "sft"
-    if not is_sft:
-        train_tasks = _fitting(train_tasks, tokenizer, config, context, "train", dropped)
-    eval_tasks = _fitting(eval_tasks, tokenizer, config, context, "eval", dropped)
+    facts_of_model = read_model(model.path, trust_remote_code=model.trust_remote_code)
+    context, is_sft = facts_of_model.context_length, config.algorithm.kind == "sft"
+    asked_tasks = {"eval": eval_tasks} if is_sft else {"train": train_tasks, "eval": eval_tasks}
+    fitting = _fitting(asked_tasks, tokenizer, config, facts_of_model, environment, dropped)
+    train_tasks, eval_tasks = fitting.get("train", train_tasks), fitting["eval"]
     conversations: list[Sequence[Message]] = []
     if is_sft:
         conversations = _conversations(config, environment, train_tasks, dropped)
@@ -131,11 +134,13 @@ def prepare(loaded: Loaded) -> Prepared:
         gold=gold,
         max_turns=environment.max_turns if environment else 1,
         num_requested_tasks=requested,
+        thinks=tokenizer.has_thinking_switch,
     )
     plan = make_plan(config, facts)
     notes = [Note("held-out tasks", len(eval_tasks), "", environment.eval_source)] if environment and eval_tasks else []
     notes = [note for note in notes if note.how]
-    plan = replace(plan, warnings=(*plan.warnings, *unknown), notes=(*plan.notes, *notes))
+    warnings = (*loaded.warnings, *plan.warnings, *unknown)
+    plan = replace(plan, warnings=warnings, notes=(*plan.notes, *notes))
     return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
 
 
@@ -194,32 +199,43 @@ def _not_held_out(
 
 
 def _fitting(
-    tasks: list[Task],
+    asked: dict[str, list[Task]],
     tokenizer: ChatTokenizer,
     config: RunConfig,
-    context: int,
-    split: str,
+    model: ModelFacts,
+    environment: Environment | None,
     dropped: dict[str, int],
-) -> list[Task]:
-    """Tasks whose prompt leaves room for a completion."""
+) -> dict[str, list[Task]]:
+    """Of the tasks of each split those whose prompt leaves room for a completion."""
     limit = config.inference.max_model_len
-    limit = context if limit == "auto" else min(limit, context)
-    room = config.sampling.max_tokens
-    need = 1 if room == "auto" else room
-    if need >= limit:
+    limit = model.context_length if limit == "auto" else min(limit, model.context_length)
+    need = config.sampling.max_tokens
+    lengths = {split: [len(tokenizer.render(task.prompt)) for task in tasks] for split, tasks in asked.items()}
+    if need == "auto":
+        longest = None
+        if model.says_only_answers and environment is not None:
+            longest = longest_answer(chain.from_iterable(asked.values()), tokenizer, environment.gold)
+        turns = environment.max_turns if environment else 1
+        wanted, _ = wanted_tokens(limit, longest, turns, says_only_answers=model.says_only_answers)
+        # Without gold answers a small model gets what there is.
+        need = 1 if wanted == limit else least_tokens([*chain.from_iterable(lengths.values())], limit, wanted)
+    elif need >= limit:
         raise ConfigError(
             f"sampling.max_tokens = {need} leaves no room for a prompt within {limit} tokens, the model's context or "
             f"inference.max_model_len: use less than {limit}"
         )
-    kept = [task for task in tasks if len(tokenizer.render(task.prompt)) + need <= limit]
-    if len(kept) < len(tasks):
-        dropped[f"{split}_prompt_too_long"] = len(tasks) - len(kept)
-    if tasks and not kept:
-        raise DataError(
-            f"every one of the {len(tasks)} {split} prompts leaves no room for a completion of {need} tokens within "
-            f"{limit} tokens: use shorter prompts, or a model with a longer context"
-        )
-    return kept
+    fitting: dict[str, list[Task]] = {}
+    for split, tasks in asked.items():
+        kept = [task for task, length in zip(tasks, lengths[split], strict=True) if length + need <= limit]
+        if len(kept) < len(tasks):
+            dropped[f"{split}_prompt_too_long"] = len(tasks) - len(kept)
+        if tasks and not kept:
+            raise DataError(
+                f"every one of the {len(tasks)} {split} prompts leaves no room for a completion of {need} tokens "
+                f"within {limit} tokens: use shorter prompts, or a model with a longer context"
+            )
+        fitting[split] = kept
+    return fitting
 
 
 def _conversations(

@@ -246,7 +246,23 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
     if needed > available:
         parts = f"trainer {gib(trainer.total)}" + (f", engine {gib(engine.total)}" if engine else "")
         parts += f", teacher {gib(room.total)}" if room is not None else ""
-        raise ConfigError(
-            f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: use a smaller model, "
-            '[lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
-        )
+        usual = 'use a smaller model, [lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
+        remedy = f"lower {' or '.join(blamed)}" if (blamed := _blamed(config, facts, needed)) else usual
+        raise ConfigError(f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: {remedy}")
+
+
+def _blamed(config: RunConfig, facts: Facts, needed: int) -> list[str]:
+    """The settings that make most of what is `needed`, where a smaller value would do as well."""
+    trainer, engine = _memory(config, facts)
+    row, longest = int(config.training.micro_batch_tokens), facts.data.max_sequence_tokens or 0
+    if isinstance(config.algorithm, RLConfig):
+        longest = int(config.inference.max_model_len)
+    found: list[str] = []
+    if 2 * trainer.working > needed:
+        found += [f"training.micro_batch_tokens = {row}"] * (row > longest)
+        found += [f"training.ranks = {config.training.ranks}"] * (config.training.ranks > 1 and not facts.num_gpus)
+    if engine is not None and 2 * engine.total > needed and not facts.num_gpus:
+        found += [f"inference.replicas = {num_replicas(config)}"] * (num_replicas(config) > 1)
+        size = config.inference.tensor_parallel_size
+        found += [f"inference.tensor_parallel_size = {size}"] * (size > 1)
+    return found

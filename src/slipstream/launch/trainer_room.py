@@ -95,7 +95,8 @@ def memory_settings(config: RunConfig, facts: Facts) -> dict[str, Any]:
     config without any `auto` in these."""
     training, adapter = config.training, facts.adapter
     model = dataclasses.asdict(facts.model)
-    del model["context_length"], model["original_context"], model["dtype"]
+    for name in ("context_length", "original_context", "thinks", "dtype"):
+        del model[name]
     return {
         "card": facts.card,
         "card_bytes": facts.gpu_memory_bytes,

@@ -35,7 +35,7 @@ ViewKind = Literal["auto", "rich", "plain", "none"]
 
 def make_view(kind: ViewKind = "auto", console: Console | None = None) -> RunView:
     """The view of that kind; `auto` is `rich` in a terminal and `plain` in a file or pipe."""
-    console = console or Console()
+    console = console or Console(emoji=False)
     if kind == "auto":
         kind = "rich" if console.is_terminal and not console.is_dumb_terminal else "plain"
     if kind == "none":

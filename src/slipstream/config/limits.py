@@ -1,0 +1,31 @@
+"""Types of settings with the bounds beyond which a value is a slip of the keyboard, or nothing below could take it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+"""As NumPy and vLLM take them."""
+Seconds = Annotated[float, Field(gt=0.0, le=604_800.0)]
+"""Up to a week: the operating system counts the milliseconds of a wait in 31 bits."""
+Temperature = Annotated[float, Field(ge=0.01, le=2.0)]
+"""What vLLM draws at; a lower one it would raise to 0.01."""
+Rate = Annotated[float, Field(gt=0.0, le=1.0)]
+"""A learning rate."""
+Factor = Annotated[float, Field(gt=0.0, le=1e6)]
+"""A weight or bound that float32 can be multiplied by."""
+NonNegativeFactor = Annotated[float, Field(ge=0.0, le=1e6)]
+Times = Annotated[int, Field(gt=0, le=1000)]
+"""How often something is repeated."""
+Processes = Annotated[int, Field(gt=0, le=256)]
+"""Of one machine."""
+Threads = Annotated[int, Field(gt=0, le=1024)]
+GroupSize = Annotated[int, Field(gt=0, le=10_000)]
+Tokens = Annotated[int, Field(gt=0, le=1_000_000_000)]
+Items = Annotated[int, Field(gt=0, le=100_000_000)]
+"""Steps, prompts, tasks."""
+NonNegativeItems = Annotated[int, Field(ge=0, le=100_000_000)]
+Gibibytes = Annotated[float, Field(gt=0.0, le=65_536.0)]

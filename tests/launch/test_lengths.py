@@ -1,0 +1,100 @@
+"""How long completions may get, and at which rate is learnt, where nobody said."""
+
+import pytest
+
+from slipstream.config import LoraConfig, with_values
+from slipstream.errors import ConfigError
+from slipstream.launch import make_plan
+from slipstream.launch.lengths import least_tokens, wanted_tokens
+from slipstream.launch.memory import GIB
+from slipstream.launch.rates import RATES, learning_rate
+
+from .test_plan import GRPO, SFT, facts
+
+CHAT = {"num_parameters": 30_000_000, "context_length": 4096}
+
+
+def planned(values=None, config=GRPO, **changes):
+    return make_plan(with_values(config, values or {}), facts(memory_bytes=64 * GIB, **changes))
+
+
+def reason_for(made, name):
+    return next(item.reason for item in made.derived if item.name == name)
+
+
+class TestMaxTokens:
+    def test_a_chat_model_has_room_to_reason_whatever_the_gold_answers_are(self):
+        made = planned(**CHAT)
+        assert made.config.sampling.max_tokens == 2048
+        assert "half of the model's context of 4096" in reason_for(made, "sampling.max_tokens")
+
+    def test_of_a_long_context_it_gets_no_half(self):
+        assert planned(**CHAT | {"context_length": 131_072}).config.sampling.max_tokens == 2048
+
+    def test_turns_share_it(self):
+        made = planned(**CHAT, max_turns=4)
+        assert made.config.sampling.max_tokens == 512
+
+    def test_a_tiny_model_says_the_answer(self):
+        assert planned().config.sampling.max_tokens == 19
+
+    def test_few_tokens_for_a_model_that_thinks_are_warned_of(self):
+        thinking = CHAT | {"thinks": True}
+        few = {"sampling.max_tokens": 255}
+        assert any("thinks before it answers" in text for text in planned(few, **thinking).warnings)
+        assert planned(few, **CHAT).warnings == ()
+        assert planned(few | {"model.thinking": False}, **thinking).warnings == ()
+        assert planned({"sampling.max_tokens": 256}, **thinking).warnings == ()
+
+    def test_one_long_prompt_does_not_shorten_all_completions(self):
+        assert least_tokens([60] * 39 + [4000], 4096, 2048) == 2048
+        assert least_tokens([60] * 10 + [4000] * 10, 4096, 2048) == 96, "every other prompt is long: that is the task"
+        assert least_tokens([5000] * 5, 4096, 2048) == 1
+        assert wanted_tokens(4096, 12, 1, says_only_answers=False)[0] == 2048
+
+
+class TestLearningRate:
+    @pytest.mark.parametrize("kind", RATES)
+    def test_it_falls_with_the_size_to_what_is_usual(self, kind):
+        sizes = [10**5, 800_000, 10**7, 135_000_000, 5 * 10**8, 7 * 10**9]
+        rates = [learning_rate(kind, size) for size in sizes]
+        assert rates == sorted(rates, reverse=True)
+        assert (rates[0], rates[-1]) == RATES[kind][::-1]
+
+    def test_by_kind(self):
+        large = {"num_parameters": 7 * 10**9, "num_gpus": 1, "gpu_memory_bytes": 4000 * GIB}
+        assert planned(**large).config.training.learning_rate == 1e-6
+        sft = make_plan(SFT, facts(max_sequence_tokens=90, **large))
+        assert sft.config.training.learning_rate == 1e-5
+        assert "usual in SFT" in reason_for(sft, "training.learning_rate")
+        lora = with_values(GRPO, {}).model_copy(update={"lora": LoraConfig()})
+        assert planned(config=lora, **large).config.training.learning_rate == 1e-4
+
+    def test_the_critics_follows(self):
+        assert planned({"algorithm.kind": "ppo"}).config.critic.learning_rate == 1e-3
+
+
+class TestBlame:
+    """What is refused names the setting that did it."""
+
+    def refusal(self, values, **changes):
+        with pytest.raises(ConfigError) as caught:
+            make_plan(with_values(GRPO, values), facts(**changes))
+        return str(caught.value)
+
+    def test_a_batch_of_too_many_sequences(self):
+        message = self.refusal(
+            {"training.prompts_per_batch": 10**6, "algorithm.group_size": 10_000}, num_train_tasks=10**6
+        )
+        assert "lower training.prompts_per_batch or algorithm.group_size" in message
+
+    @pytest.mark.parametrize(
+        ("values", "named"),
+        [
+            ({"training.micro_batch_tokens": 10**9}, "training.micro_batch_tokens = 1000000000"),
+            ({"inference.replicas": 256}, "inference.replicas = 256"),
+            ({"training.ranks": 256, "training.micro_batch_tokens": 300_000}, "training.ranks = 256"),
+        ],
+    )
+    def test_memory(self, values, named):
+        assert named in self.refusal(values)
