@@ -1,11 +1,12 @@
 """Generated tokens per second, with and without log-probabilities: our engine against vLLM as shipped, in one run.
 
 Both run the same program with the same arguments, prompts and sampling; one has the plugin, the other an empty
-`VLLM_PLUGINS`. They are alive at once and measured in turn, and each starts a round with all its sequences; none ends
-early. What comes out of a request is what a run uses: tokens, and one number for each.
+`VLLM_PLUGINS`. `--systems ours required` compares `inference.patches` "all" and "required". They are alive at once and
+measured in turn, and each starts a round with all its sequences; none ends early. What comes out of a request is what a
+run uses: tokens, and one number for each.
 
     python benchmarks/generation.py [--shape chars|tiny|0.5b|1.5b] [--sequences 256 1024] [--tokens 128] [--repeats 3]
-                                    [--group 1] [--in-process] [--systems vllm ours] [--model FOLDER]
+                                    [--group 1] [--in-process] [--systems vllm ours required] [--model FOLDER]
 
 `chars` is a new model of 0.1 M parameters with a vocabulary of 98: nearly all of its time is Python, which is what it
 is for. With `--group 8` eight sequences have one prompt, as in a batch of GRPO. As on GPUs, engine core and worker
@@ -31,12 +32,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from slipstream.inference.plugin import patches
 from slipstream.inference.plugin.worker import WorkerExtension
 
 START_TIMEOUT_S, ROUND_TIMEOUT_S = 400.0, 400.0
 SYSTEMS = {
     "vllm": {"VLLM_PLUGINS": ""},
-    "ours": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1"},
+    "ours": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1", patches.VARIABLE: "all"},
+    "required": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1", patches.VARIABLE: "required"},
 }
 _seconds: dict[str, float] = {}
 _inner = threading.local()
@@ -152,9 +155,9 @@ def engine_main(connection: Connection, setting: Setting) -> None:
 
 
 async def _answer(connection: Connection, host: Any) -> None:
-    (patches,) = await host.rpc("slipstream_describe")
+    (described,) = await host.rpc("slipstream_describe")
     await host.rpc("slipstream_watch", "start")
-    connection.send(json.loads(patches)["patches"])
+    connection.send(json.loads(described)["patches"])
     number = 0
     while True:
         try:
@@ -303,7 +306,7 @@ def main() -> int:
     parser.add_argument("--group", type=int, default=1, help="sequences that have one prompt")
     parser.add_argument("--logprobs", choices=["both", "yes"], default="both", help="with them only, or without too")
     parser.add_argument("--model", type=Path, help="a model's folder; made, of that shape, when it is not there")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", default=["vllm", "ours"], choices=list(SYSTEMS))
     parser.add_argument("--in-process", action="store_true", help="as on a CPU: core, worker and server in one process")
     options = parser.parse_args()
     import torch

@@ -103,8 +103,9 @@ def run_child(num_sequences: int, num_tokens: int, ours: bool) -> dict[str, Any]
     if ours:
         from slipstream.inference.plugin import decoding, delivery
 
-        patches = [*decoding.apply(), *delivery.apply()]
-        assert {"block_with_room", "final_delivery", "plain_steps"} <= set(patches), patches
+        decoding.allocate_with_room()
+        delivery.deliver_at_the_end()
+        decoding.schedule_plainly()
     scheduler = make_scheduler(num_sequences, 64 + num_tokens)
     add_requests(scheduler, num_sequences, num_tokens)
     gc.collect()

@@ -293,6 +293,9 @@ class EngineHealth(msgspec.Struct, frozen=True):
     vllm_version: str = ""
     plugin_version: str = ""
     patches: tuple[str, ...] = ()
+    """Changes to vLLM that are in force."""
+    patches_left_out: dict[str, str] = {}
+    """Those that are not, and why."""
     reason: str = ""
     num_running: int = 0
     keeps_requests: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -13,6 +14,7 @@ from slipstream.weights.adapter import AdapterConfig, adapter_parameter, write_a
 
 pytestmark = pytest.mark.engine
 MODULES = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")]
+WITH_ADAPTERS = SimpleNamespace(lora_manager=object())
 CONFIG = AdapterConfig(4, 4.0, ("q_proj", "down_proj"), "base")
 
 
@@ -22,7 +24,6 @@ def lora_model(monkeypatch):
     from vllm.lora import lora_model
 
     monkeypatch.setattr(lora_model, "safetensors", lora_model.safetensors)
-    monkeypatch.setattr(patches, "_applied", [])
     return lora_model
 
 
@@ -49,9 +50,7 @@ def write(folder, config=CONFIG, dtype=torch.bfloat16):
 def test_the_loader_gets_the_same_numbers_in_one_stretch_of_memory(tmp_path, lora_model, dtype):
     write(tmp_path / "a", dtype=dtype)
     wanted = loaded(lora_model, tmp_path / "a")
-    adapter_file.read_at_once()
-    adapter_file.read_at_once()
-    assert patches.applied() == (adapter_file.PATCH,)
+    adapter_file.read_at_once(WITH_ADAPTERS)
     found = loaded(lora_model, tmp_path / "a")
     assert found.keys() == wanted.keys()
     assert len(found) == 2 * len(MODULES)
@@ -62,18 +61,19 @@ def test_the_loader_gets_the_same_numbers_in_one_stretch_of_memory(tmp_path, lor
 
 def test_the_loader_refuses_what_it_refused(tmp_path, lora_model):
     write(tmp_path / "a", dataclasses.replace(CONFIG, target_modules=("q_proj",)))
-    adapter_file.read_at_once()
+    adapter_file.read_at_once(WITH_ADAPTERS)
     with pytest.raises(ValueError, match="expected target modules"):
         loaded(lora_model, tmp_path / "a", expected=["q_proj"])
 
 
-def test_other_types_are_left_to_vllm_and_another_vllm_is_left_alone(tmp_path, lora_model, monkeypatch):
-    adapter_file.read_at_once()
+def test_other_types_are_left_to_vllm_and_another_vllm_is_left_alone(tmp_path, lora_model):
+    adapter_file.read_at_once(WITH_ADAPTERS)
     path = tmp_path / "t.safetensors"
     safetensors.torch.save_file({"n": torch.arange(3)}, path)
     with lora_model.safetensors.safe_open(path, framework="pt") as file:
         assert list(file.keys()) == ["n"]
         assert torch.equal(file.get_tensor("n"), torch.arange(3))
-    monkeypatch.setattr(patches, "_applied", [])
-    adapter_file.read_at_once()
-    assert patches.applied() == (), "what it looks for is not there"
+    with pytest.raises(patches.Absent, match="safetensors"):  # it is one already
+        adapter_file.read_at_once(WITH_ADAPTERS)
+    with pytest.raises(patches.NotNeeded, match="adapters"):
+        adapter_file.read_at_once(SimpleNamespace(lora_manager=None))

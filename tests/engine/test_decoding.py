@@ -22,7 +22,6 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -166,9 +165,8 @@ def run(scheduler: Any, seed: int, *, is_wild: bool = False) -> tuple[list[Any],
             mine[2] = output.finish_reason
 
     def flush() -> None:
-        if hasattr(EngineCore, delivery.FLUSH):
-            for outputs in delivery._held(scheduler).take(scheduler).values():
-                hear(outputs)
+        for outputs in delivery._take(scheduler).values():
+            hear(outputs)
 
     def abort() -> None:
         some = draw.sample(sorted(scheduler.requests), min(2, len(scheduler.requests)))
@@ -235,12 +233,27 @@ def run(scheduler: Any, seed: int, *, is_wild: bool = False) -> tuple[list[Any],
 
 
 def keep_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what the plugin patches put back at the end."""
+    """Have what the plugin patches put back at the end. Here up to three steps are under way."""
+    monkeypatch.setattr(delivery, "_most_to_come", lambda _: 2)
     names = ("update_from_output", "schedule", "finish_requests", "reset_prefix_cache")
     patched = (*((Scheduler, name) for name in names), (KVCacheManager, "allocate_slots"))
     for owner, name in (*patched, (LogprobsProcessor, "_update_sample_logprobs")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(EngineCore, delivery.FLUSH, None, raising=False)
+
+
+SCHEDULING = {
+    "block_with_room": decoding.allocate_with_room,
+    "final_delivery": delivery.deliver_at_the_end,
+    "plain_steps": decoding.schedule_plainly,
+}
+"""Fast paths in the scheduler."""
+
+
+def patch(*names: str) -> None:
+    """Make these changes, or all of them, in the order of the table."""
+    for name, make in SCHEDULING.items():
+        if not names or name in names:
+            make()
 
 
 def compare(own: tuple[Any, ...], theirs: tuple[Any, ...]) -> set[str]:
@@ -268,10 +281,26 @@ def test_whatever_happens_every_step_is_the_one_that_vllm_makes(seed, folder, mo
         return output
 
     monkeypatch.setattr(decoding.PlainSteps, "make", making)
-    assert decoding.apply() == ["block_with_room", "plain_steps"]
-    assert "final_delivery" in delivery.apply()
+    patch()
     compare(run(make_scheduler(folder, kind, num_blocks, second_runner), seed, is_wild=True), theirs)
     assert sum(steps) > 0.3 * len(steps), "many steps are plain"
+
+
+@pytest.mark.parametrize(
+    ("names", "seed"),
+    [
+        (("block_with_room", "final_delivery"), 2),
+        *(pytest.param(("block_with_room", "final_delivery"), seed, marks=pytest.mark.full) for seed in range(3, 8)),
+        *(pytest.param((name,), seed, marks=pytest.mark.full) for name in list(SCHEDULING)[:2] for seed in (4, 7)),
+    ],
+)
+def test_some_fast_paths_without_the_others_change_nothing_either(names, seed, folder, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    kind, num_blocks, second_runner = [Scheduler, AsyncScheduler][seed % 3 > 0], [2000, 40][seed % 2], seed > 4
+    theirs = run(make_scheduler(folder, kind, num_blocks, second_runner), seed, is_wild=True)
+    keep_patched(monkeypatch)
+    patch(*names)
+    compare(run(make_scheduler(folder, kind, num_blocks, second_runner), seed, is_wild=True), theirs)
 
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["runner", "second-runner"])
@@ -301,8 +330,7 @@ def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, second_runner, 
     monkeypatch.setattr(decoding.PlainTokens, "take", counted)
     monkeypatch.setattr(decoding.PlainSteps, "make", making)
     monkeypatch.setattr(KVCacheManager, "allocate_slots", allocating)
-    assert decoding.apply() == ["block_with_room", "plain_steps"]
-    assert "final_delivery" in delivery.apply()
+    patch()
     own = run(make_scheduler(folder, kind, num_blocks, second_runner), 1)
     assert len(compare(own, (trace, told, sizes))) < 10
     assert any(step["preempted_req_ids"] for step, _ in trace), "for a version or for want of blocks"
@@ -319,8 +347,7 @@ def test_a_token_that_no_step_made_ends_the_engine(problem, has_ledger, folder, 
     keep_patched(monkeypatch)
     if not has_ledger:
         monkeypatch.setattr(decoding.PlainSteps, "of", lambda *_: None)
-    assert decoding.apply() == ["block_with_room", "plain_steps"]
-    assert "final_delivery" in delivery.apply()
+    patch()
     scheduler = make_scheduler(folder, AsyncScheduler, 2000, second_runner=False)
     for number in range(3):
         params = SamplingParams(max_tokens=60, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)

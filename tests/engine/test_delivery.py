@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from slipstream.inference.plugin import delivery
@@ -33,8 +34,12 @@ class Steps:
     """A scheduler's end of it: makes a token for every running request, with a log-probability that tells which."""
 
     def __init__(self, requests: dict[str, SamplingParams]) -> None:
+        made = {id_: SimpleNamespace(request_id=id_, sampling_params=p) for id_, p in requests.items()}
+        for request in made.values():
+            request._output_token_ids, request.num_output_placeholders = [], 0
+            request.status = RequestStatus.RUNNING
         self.scheduler: Any = SimpleNamespace(
-            log_stats=False, requests={id_: SimpleNamespace(sampling_params=p) for id_, p in requests.items()}
+            log_stats=False, requests=made, vllm_config=SimpleNamespace(max_concurrent_batches=2)
         )
         self.held = delivery.Held()
         self.made: dict[str, tuple[list[int], list[float]]] = {id_: ([], []) for id_ in requests}
@@ -50,6 +55,7 @@ class Steps:
         for i, id_ in enumerate(ids):
             reason = FinishReason.STOP if id_ in ending else None
             outputs.append(EngineCoreOutput(id_, [tokens[i]], step.slice_request(i, 1), finish_reason=reason))
+            self.scheduler.requests[id_]._output_token_ids.append(tokens[i])
             self.made[id_][0].append(tokens[i])
             self.made[id_][1].append(float(values[i, 0]))
         for id_ in ending:
@@ -108,6 +114,58 @@ def test_what_an_aborted_request_had_is_forgotten():
         steps.scheduler.requests.pop(id_)
     steps.step()
     assert not {output.request_id for output in steps.held.take(steps.scheduler).get(0, [])} - {"r3"}
+
+
+def test_a_request_that_ends_with_other_tokens_than_vllms_is_not_answered():
+    steps = Steps({f"r{i}": QUIET for i in range(4)})
+    for _ in range(3):
+        steps.step()
+    steps.scheduler.requests["r3"]._output_token_ids[-1] += 1
+    with pytest.raises(RuntimeError, match=r"request r3 ended with .* tokens, where vLLM has"):
+        steps.step("r3")
+
+
+def test_a_request_that_ends_while_too_many_of_its_tokens_are_to_come_is_not_answered():
+    steps = Steps({f"r{i}": QUIET for i in range(4)})
+    for _ in range(3):
+        steps.step()
+    steps.scheduler.requests["r2"].num_output_placeholders = 1
+    steps.step("r2")
+    steps.scheduler.requests["r3"].num_output_placeholders = 2
+    with pytest.raises(RuntimeError, match="request r3 ended with 2 tokens still to come"):
+        steps.step("r3")
+
+
+@pytest.mark.parametrize(("token", "is_one"), [(0, True), (99, True), (100, False), (-1, False)])
+def test_a_token_that_is_none_of_the_vocabulary_ends_the_engine(token: int, is_one: bool):
+    class Updated:
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 100))
+
+        def update_from_output(self, scheduled: Any, result: Any) -> str:
+            return "taken"
+
+    delivery._check_tokens(Updated)
+    result = SimpleNamespace(sampled_token_ids=[[5], [], [token]])
+    if is_one:
+        assert Updated().update_from_output(None, result) == "taken"
+        return
+    with pytest.raises(RuntimeError, match=f"made the token {token}, and there are 0 to 99"):
+        Updated().update_from_output(None, result)
+
+
+def test_it_is_known_what_the_front_end_was_not_told_yet():
+    def state(tokens: int) -> Any:
+        return SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens))
+
+    processor = SimpleNamespace(request_states={"a": state(3), "b": state(4)})
+    told = delivery.Told(processor)
+    assert told.missing({"a": 3, "b": 4, "of another process": 7}) == ""
+    assert told.missing({"a": 3, "b": 5}) == "b has 5, and 4 are known"
+    assert told.missing({"a": 3}) == "b has ended"
+    processor.request_states["late"] = state(0)
+    assert told.missing({"a": 3, "b": 4}) == "", "what comes meanwhile has no tokens"
+    del processor.request_states["b"]
+    assert told.missing({"a": 3}) == ""
 
 
 def test_numbers_that_come_in_one_array_are_kept_as_those_that_come_one_by_one():

@@ -115,6 +115,7 @@ def test_every_auto_gets_its_value_and_reason():
         "inference.sleep": False,
         "run.placement": "shared",
         "inference.enforce_eager": True,
+        "inference.patches": "checked",
         "environment.num_train_tasks": 1000,
         "training.micro_batch_tokens": 8192,
         "training.gradient_checkpointing": False,

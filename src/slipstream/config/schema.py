@@ -394,6 +394,11 @@ class InferenceConfig(Section):
     """How long one completion may take."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
     """How often each engine, once dead, is started again on the last published version before the run fails."""
+    patches: Literal["auto", "checked", "required", "all"] = "auto"
+    """Which changes to vLLM are made in the engine's processes. `required`: those without which an update, a score or a
+    seed would be wrong. `checked`: fast paths too, each where the source of the vLLM that is installed is one that it
+    was checked against. `all`: all fast paths, whatever vLLM's source is, for those who work on them. `auto`: `checked`
+    where there is a fast path for the installed vLLM, otherwise `required`."""
     options: dict[str, Any] = {}
     """Passed on to vLLM's engine arguments; what vLLM does not know, or Slipstream sets itself, is refused."""
 

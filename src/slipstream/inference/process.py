@@ -21,10 +21,16 @@ import msgspec
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child
 from slipstream.inference.client import EngineClient
+from slipstream.inference.plugin import ENGINE_VARIABLE, patches
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
 
 _POLL_S = 0.1
+
+
+def _with_ours(plugins: str) -> str:
+    """The user's list of vLLM's plugins, with ours; without a list vLLM loads all that are installed."""
+    return ",".join(dict.fromkeys([*filter(None, plugins.split(",")), "slipstream"]))
 
 
 class EngineProcess:
@@ -73,8 +79,9 @@ class EngineProcess:
         environment = dict(os.environ)
         environment |= {
             **child.OFFLINE,
-            "SLIPSTREAM_ENGINE": "1",
-            "VLLM_PLUGINS": "slipstream",
+            ENGINE_VARIABLE: "1",
+            patches.VARIABLE: self.settings.patches,
+            **({"VLLM_PLUGINS": _with_ours(environment["VLLM_PLUGINS"])} if "VLLM_PLUGINS" in environment else {}),
             # Idle OpenMP threads must not spin: the trainer needs the same cores.
             "OMP_WAIT_POLICY": "PASSIVE",
             "KMP_BLOCKTIME": "0",

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from slipstream.inference.plugin.patches import Choice
 from slipstream.records import ParameterSpec, Ticket, Version
 
 
@@ -50,5 +51,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """The adapter to load and verify, with the base, before the engine says it is ready."""
     deltas: tuple[Ticket, ...] = ()
     """What to apply to `model`, one after the other, before the engine says it is ready."""
+    patches: Choice = "auto"
+    """Which changes are made to vLLM."""
     options: dict[str, Any] = {}
     """More of vLLM's engine arguments."""

@@ -126,6 +126,7 @@ def engine_settings(
         lora_rank=lora.rank if lora else None,
         lora_target_modules=tuple(name.rpartition(".")[2] for name in lora.target_modules) if lora else (),
         adapter=adapter,
+        patches=inference.patches,
         options=inference.options,
     )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
+from slipstream.launch.engine_version import read_engine
 from slipstream.launch.measured import AdapterFacts, DataFacts, Facts, ModelFacts
 from slipstream.launch.peaks import find_peaks
 from slipstream.records import Message, Task
@@ -82,6 +83,7 @@ def gather_facts(
         card=card,
         torch=torch_version,
         adapter=measure_adapter(config),
+        engine=read_engine(on_cpu=num_gpus == 0),
         teacher=read_teacher(config),
         peaks=peaks,
         peaks_told=told,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from slipstream.trainer.loop import TrainingLoop
 
 _START_GRACE_S = 60.0
-_HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "keeps_requests")
+_HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "patches_left_out", "keeps_requests")
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,18 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True)
+class EngineFacts:
+    """The vLLM that is installed, for the device that it will run on."""
+
+    version: str
+    """Empty where it does not say."""
+    checked: tuple[str, ...] = ()
+    """Fast paths (`inference.plugin.patches`) that were checked against its source."""
+    unchecked: tuple[str, ...] = ()
+    """Those that were not."""
+
+
+@dataclass(frozen=True)
 class Peak:
     """What the trainer of an earlier run took of its GPU at most, in bytes."""
 
@@ -107,6 +119,8 @@ class Facts:
     """The version of torch, whose allocator decides what is held."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
+    engine: EngineFacts | None = None
+    """None where no vLLM is installed."""
     teacher: ModelFacts | None = None
     """Of the teacher that the run starts, if it does."""
     peaks: tuple[Peak, ...] = ()

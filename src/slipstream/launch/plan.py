@@ -18,6 +18,7 @@ from slipstream.config.recipes import choices, resolved
 from slipstream.config.traits import uses_critic, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.draft import Draft
+from slipstream.launch.engine_version import plan_patches
 from slipstream.launch.lengths import plan_lengths
 from slipstream.launch.measured import SMALL_MODEL_PARAMETERS, Facts, Peak
 from slipstream.launch.memory import gib
@@ -139,6 +140,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
             draft.on_cpu,
             "on a CPU compiling takes longer than it saves" if draft.on_cpu else "CUDA graphs pay on a GPU",
         )
+        plan_patches(draft)
     elif facts.model.original_context:
         length = facts.data.max_sequence_tokens or 0
         draft.derive_auto("inference.max_model_len", length, "the longest conversation: it decides the rotary factors")

@@ -213,6 +213,7 @@ def _settings(config: RunConfig, room: TeacherRoom) -> EngineSettings:
         threads=config.run.threads if room.gpu is None else None,
         version=Version(0, 0, digest(parameters)),
         parameters=parameters,
+        patches=config.inference.patches,
         options={"max_num_batched_tokens": STEP_TOKENS},
     )
 

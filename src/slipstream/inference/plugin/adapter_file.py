@@ -17,10 +17,8 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
-from slipstream.inference.plugin import patches
+from slipstream.inference.plugin.patches import Absent, NotNeeded
 from slipstream.weights.files import read_tensors
-
-PATCH = "adapter_file_at_once"
 
 
 class _Opened:
@@ -30,14 +28,15 @@ class _Opened:
         self.keys, self.get_tensor = tensors.keys, tensors.__getitem__
 
 
-def read_at_once() -> None:
-    """Have vLLM's loader of adapters read files so; safe to call again. Where it does not read them as is known,
-    nothing is changed, and nothing reported."""
+def read_at_once(runner: Any) -> None:
+    """Have vLLM's loader of adapters read files so; `runner` is vLLM's model runner."""
     from vllm.lora import lora_model
 
+    if getattr(runner, "lora_manager", None) is None:
+        raise NotNeeded("the engine has no room for adapters")
     module: Any = lora_model
-    if PATCH in patches.applied() or getattr(module, "safetensors", None) is not safetensors:
-        return
+    if getattr(module, "safetensors", None) is not safetensors:
+        raise Absent("lora_model.safetensors")
     pinned = bool(getattr(module, "PIN_MEMORY", False))
 
     @contextmanager
@@ -50,4 +49,3 @@ def read_at_once() -> None:
             yield file
 
     module.safetensors = SimpleNamespace(safe_open=safe_open)
-    patches.note(PATCH)

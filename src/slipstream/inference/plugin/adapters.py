@@ -13,13 +13,15 @@ from slipstream.records import Ticket
 
 
 class Adapters:
-    """At most two, each under a name and a number that no other ever had."""
+    """At most two, each under a name and a number that no other ever had. More are held only after a failure."""
 
     def __init__(self, host: Host) -> None:
         self.current: LoadedAdapter | None = None
         """What every request that comes is computed with."""
         self._host = host
         self._old: LoadedAdapter | None = None
+        self._stray: list[LoadedAdapter] = []
+        """To be removed before the next is loaded: its removal failed, or the load that it was part of."""
         self._users: collections.Counter[int] = collections.Counter()
         self._ended = asyncio.Event()
         self._num_loaded = 0
@@ -27,7 +29,7 @@ class Adapters:
     @property
     def ids(self) -> list[int]:
         """Of those that the engine should hold, the current one first."""
-        return [adapter.id for adapter in (self.current, self._old) if adapter is not None]
+        return [adapter.id for adapter in (self.current, self._old, *self._stray) if adapter is not None]
 
     @contextlib.contextmanager
     def used(self, adapter: LoadedAdapter) -> Generator[None]:
@@ -50,14 +52,21 @@ class Adapters:
         self._num_loaded += 1
         name = f"{ticket.version.name}-{ticket.version.digest}-{self._num_loaded}"
         loaded = LoadedAdapter(name, self._num_loaded, ticket.location)
-        # Both at once: each by itself would wait for the end of a step.
-        _, is_loaded = await asyncio.gather(self._forget_old(), self._host.load_adapter(loaded))
+        if self._old is not None:
+            del self._users[self._old.id]
+            self._stray.append(self._old)
+            self._old = None
+        leaving, self._stray = self._stray, [*self._stray, loaded]  # all of them, should anything fail from here on
+        # At once: each by itself would wait for the end of a step.
+        *removed, is_loaded = await asyncio.gather(
+            *(self._host.remove_adapter(adapter) for adapter in leaving),
+            self._host.load_adapter(loaded),
+            return_exceptions=True,
+        )
+        for outcome in (*removed, is_loaded):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        self._stray = []
         if not is_loaded:
             raise RuntimeError(f"vLLM refused the adapter in {ticket.location}")
         self._old, self.current = self.current, loaded
-
-    async def _forget_old(self) -> None:
-        old, self._old = self._old, None
-        if old is not None:
-            del self._users[old.id]
-            await self._host.remove_adapter(old)

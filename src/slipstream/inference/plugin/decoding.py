@@ -11,13 +11,12 @@ was, `next_decode_eligible_step`, which without pipeline stages decides nothing.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slipstream.inference.plugin.ledger import Ledger, wrong_token
+from slipstream.inference.plugin.patches import Absent
 
 if TYPE_CHECKING:
     from slipstream.inference.plugin.delivery import Held, StepLogprobs
@@ -33,11 +32,6 @@ _UNUSUAL = (
 _OF_MANAGER = {"empty_kv_cache_blocks", "coordinator", "block_pool", "enable_caching", "max_model_len"}
 """What a memory manager must have."""
 
-_KNOWN_SCHEDULING = {
-    "d1afdf9dee48c190": "0.26",
-    "0763d1e2de7b8fdc": "0.32",
-}
-"""vLLM's own scheduling, as `_source_digest` has it, where `PlainSteps` and `Ledger` do the same."""
 _WAITING = ("waiting", "skipped_waiting", "kv_holding_waiting")
 _NO_STEPS_WITH = (
     *("connector", "ec_connector", "aux_output_connector", "use_pp", "num_spec_tokens", "num_lookahead_tokens"),
@@ -49,36 +43,24 @@ _READERS = ("finish_requests", "reset_prefix_cache")
 """What is called from outside and reads or changes a running request, besides scheduling and taking its results."""
 
 
-def apply() -> list[str]:
-    """Patch the memory manager and the scheduler where this vLLM has what is needed; names of what is in force."""
+def allocate_with_room() -> None:
+    """Patch the memory manager: a running request's next token needs nothing where its blocks have room."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 
     manager: Any = KVCacheManager
     single: Any = SingleTypeKVCacheManager
     for kind, needed in ((manager, _OF_MANAGER), (single, {"req_to_blocks", "num_cached_block", "block_size"})):
-        if not needed <= set(kind.__init__.__code__.co_names):
-            return []
+        if missing := needed - set(kind.__init__.__code__.co_names):
+            raise Absent(f"{kind.__name__}.{min(missing)}")
     _skip_allocation(manager, FullAttentionManager)
-    if _source_digest() not in _KNOWN_SCHEDULING:
-        return ["block_with_room"]
+
+
+def schedule_plainly() -> None:
+    """Patch the scheduler: steps in which all that happens is that running requests make one more token each."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     _schedule_plainly(Scheduler)
-    return ["block_with_room", "plain_steps"]
-
-
-def _source_digest() -> str:
-    """Of all that reads or changes a running request, whole: any line may read what the ledger has not written yet."""
-    from vllm.v1 import request
-    from vllm.v1.core import block_pool, kv_cache_manager, single_type_kv_cache_manager
-    from vllm.v1.core.sched import async_scheduler, scheduler
-
-    modules = (scheduler, async_scheduler, kv_cache_manager, single_type_kv_cache_manager, block_pool, request)
-    try:
-        source = "".join(map(inspect.getsource, modules))
-    except OSError:  # installed without its source
-        return ""
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def sole_manager(kv_cache_manager: Any, kind: Any) -> Any:

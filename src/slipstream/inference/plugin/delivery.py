@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -22,33 +23,59 @@ import numpy as np
 
 from slipstream.inference.plugin import decoding
 from slipstream.inference.plugin.decoding import PlainTokens
+from slipstream.inference.plugin.patches import Absent, NotNeeded
 
 FLUSH = "slipstream_flush"
 """The engine core's method, as vLLM's utility calls name it."""
 
 
-def apply() -> list[str]:
-    """Patch the scheduler, the engine core and the front end where this vLLM has what is needed; names of what is in
-    force."""
-    from vllm.sampling_params import SamplingParams
+def deliver_at_the_end() -> None:
+    """Patch the scheduler: what a request makes is told when it ends, or at a flush."""
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    scheduler = _patchable(Scheduler)
+    if not hasattr(scheduler, "update_from_output"):
+        raise Absent("Scheduler.update_from_output")
+    _deliver_at_the_end(scheduler)
+
+
+def add_flush() -> None:
+    """Patch the engine core: it can be asked for all that it has not told yet, and for each request's tokens."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(_patchable(EngineCore), FLUSH, _flush_core)
+
+
+def check_tokens() -> None:
+    """Patch the scheduler: a step that brings a token which is none of the vocabulary ends the engine."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not hasattr(Scheduler, "update_from_output"):
+        raise Absent("Scheduler.update_from_output")
+    _check_tokens(_patchable(Scheduler))
+
+
+def take_arrays() -> None:
+    """Patch the front end: log-probabilities that come in one array are kept at once."""
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    if "flat_logprobs" not in SamplingParams.__struct_fields__:
+        raise Absent("SamplingParams.flat_logprobs")
+    processor = _patchable(LogprobsProcessor)
+    if not hasattr(processor, "_update_sample_logprobs"):
+        raise Absent("LogprobsProcessor._update_sample_logprobs")
+    _take_arrays(processor)
+
+
+def send_copies() -> None:
+    """Patch the packer of messages, where vLLM does not keep those that are being sent."""
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    scheduler, core, processor = (_patchable(c) for c in (Scheduler, EngineCore, LogprobsProcessor))
-    names: list[str] = []
-    if not hasattr(EngineCoreProc, "_send_msg_tracking_payload"):
-        _send_copies(_patchable(MsgpackEncoder))
-        names.append("sent_copies")
-    if "flat_logprobs" in SamplingParams.__struct_fields__ and hasattr(processor, "_update_sample_logprobs"):
-        _take_arrays(processor)
-        names.append("array_logprobs")
-    if hasattr(scheduler, "update_from_output"):
-        _deliver_at_the_end(scheduler)
-        setattr(core, FLUSH, _flush_core)
-        names.append("final_delivery")
-    return names
+    if hasattr(EngineCoreProc, "_send_msg_tracking_payload"):
+        raise NotNeeded("vLLM writes over no message that is being sent")
+    _send_copies(_patchable(MsgpackEncoder))
 
 
 def _patchable(of: Any) -> Any:
@@ -74,15 +101,32 @@ class StepLogprobs:
 class Kept:
     """A request's tokens that nobody was told of yet."""
 
-    __slots__ = ("logprobs", "most", "output", "stops", "tokens")
+    __slots__ = ("logprobs", "most", "num_told", "output", "request", "stops", "tokens")
 
-    def __init__(self, output: Any, stops: frozenset[int], most: int) -> None:
+    def __init__(self, output: Any, request: Any, stops: frozenset[int], most: int) -> None:
         self.output = output
         """vLLM's record of the first of them."""
         self.tokens: list[int] = list(output.new_token_ids)
+        self.request = request
+        """vLLM's own."""
+        self.num_told = len(request._output_token_ids) - len(self.tokens)
+        """Of its tokens, those that were told before."""
         self.logprobs: list[float] | None = None if output.new_logprobs is None else []
         self.stops, self.most = stops, most
         """See `decoding.ends`."""
+
+    def check(self, most_to_come: int) -> None:
+        """Compare the tokens of a request that has ended with vLLM's own. Raises RuntimeError when they differ, or when
+        more tokens are still to come than steps can be under way."""
+        own, to_come = self.request._output_token_ids[self.num_told :], self.request.num_output_placeholders
+        problem = "" if own == self.tokens else f"{len(self.tokens)} tokens, where vLLM has {len(own)} or others"
+        if not problem and not 0 <= to_come <= most_to_come:
+            problem = f"{to_come} tokens still to come"
+        if problem:
+            raise RuntimeError(
+                f"request {self.request.request_id} ended with {problem}: what is kept for the requests is wrong; use "
+                'inference.patches = "required", and please report it with the version of vLLM'
+            )
 
     def complete(self, last: Any = None) -> Any:
         """A record of all, the `last` one's or its own, with log-probabilities as vLLM carries them between
@@ -129,9 +173,10 @@ class Held:
                     ready.append(output)
                     continue
                 ends = (frozenset[int](), 0)
+                request = scheduler.requests[output.request_id]
                 if self.plain is not None:
-                    ends = decoding.ends(scheduler, scheduler.requests[output.request_id])
-                held[output.request_id] = kept = Kept(output, *ends)
+                    ends = decoding.ends(scheduler, request)
+                held[output.request_id] = kept = Kept(output, request, *ends)
             else:
                 kept.tokens += output.new_token_ids
             if kept.logprobs is not None and type(logprobs) is int:
@@ -140,6 +185,7 @@ class Held:
                 kept.logprobs += logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 del held[output.request_id]
+                kept.check(_most_to_come(scheduler))
                 ready.append(kept.complete(output))
         if len(held) > len(scheduler.requests):  # some were aborted
             self._kept[client] = held = {id_: kept for id_, kept in held.items() if id_ in scheduler.requests}
@@ -159,7 +205,31 @@ class Held:
 
 def flush(core: Any) -> list[Any]:
     """What an engine core in this process keeps, for its one client."""
-    return getattr(core, FLUSH)() or []
+    return _take(core.scheduler).get(0, [])
+
+
+def counts(core: Any) -> dict[str, int]:
+    """Of each request of an engine core how many tokens it has; nothing is kept from it (`flush`)."""
+    return {id_: len(request._output_token_ids) for id_, request in core.scheduler.requests.items()}
+
+
+class Told:
+    """What vLLM's output processor still has to be told of the requests that it has at first, while no step is made."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._ids = set(processor.request_states)
+
+    def missing(self, counts: Mapping[str, int]) -> str:
+        """What is missing when `counts` are the tokens of all requests that go on; empty when nothing is."""
+        states: Mapping[str, Any] = self._processor.request_states
+        for id_ in self._ids & states.keys():
+            if id_ not in counts:
+                return f"{id_} has ended"
+            known = states[id_].detokenizer.num_output_tokens()
+            if known != counts[id_]:
+                return f"{id_} has {counts[id_]}, and {known} are known"
+        return ""
 
 
 def _may_wait(scheduler: Any, output: Any) -> bool:
@@ -213,25 +283,47 @@ def _deliver_at_the_end(scheduler: Any) -> None:
     scheduler.update_from_output = update_from_output
 
 
+def _most_to_come(scheduler: Any) -> int:
+    """Of a request's tokens, when one is taken: one for each step that may be under way then."""
+    return scheduler.vllm_config.max_concurrent_batches - 1
+
+
+def _check_tokens(scheduler: Any) -> None:
+    update = scheduler.update_from_output
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        tokens = list(chain.from_iterable(model_runner_output.sampled_token_ids))
+        if tokens:
+            size: int = self.vllm_config.model_config.get_vocab_size()
+            lowest, highest = min(tokens), max(tokens)
+            if lowest < 0 or highest >= size:
+                raise RuntimeError(
+                    f"vLLM's model runner made the token {lowest if lowest < 0 else highest}, and there are 0 to "
+                    f"{size - 1}: nothing of this step can be trusted; please report it with the version of vLLM"
+                )
+        return update(self, scheduler_output, model_runner_output)
+
+    scheduler.update_from_output = update_from_output
+
+
 def _held(scheduler: Any) -> Held:
     if not hasattr(scheduler, "_slipstream_held"):
         scheduler._slipstream_held = Held(decoding.PlainTokens.of(scheduler))
     return scheduler._slipstream_held
 
 
-def _flush_core(self: Any) -> list[Any] | None:
-    """Send all that is kept, before the answer to this call; where there is no other process, return it."""
+def _take(scheduler: Any) -> dict[int, list[Any]]:
+    held: Held | None = getattr(scheduler, "_slipstream_held", None)
+    return held.take(scheduler) if held is not None else {}
+
+
+def _flush_core(self: Any) -> dict[str, int]:
+    """In the engine core: send all that is kept, before the answer to this call, which is `counts`."""
     from vllm.v1.engine import EngineCoreOutputs
 
-    taken = _held(self.scheduler).take(self.scheduler)
-    answers = {client: EngineCoreOutputs(outputs=outputs) for client, outputs in taken.items()}
-    if hasattr(self, "_attach_weight_version"):
-        self._attach_weight_version(answers)
-    if not hasattr(self, "output_queue"):
-        return taken.get(0)
-    for answer in answers.items():
-        self.output_queue.put_nowait(answer)
-    return None
+    for client, outputs in _take(self.scheduler).items():
+        self.output_queue.put_nowait((client, EngineCoreOutputs(outputs=outputs)))
+    return counts(self)
 
 
 def _send_copies(encoder: Any) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from slipstream.inference.plugin.clock import TokenClock
 from slipstream.inference.plugin.labels import Spans, TokenLabels
 
 _TURNS = 64
-"""Turns of the event loop in which vLLM surely works off one step's outputs, of 128 requests or more in each."""
+"""Turns of the event loop in which vLLM surely works off one step's outputs, of 128 requests or more in each, and
+whoever waits for a request that has ended has its turn."""
+_TOLD_S = 30.0
+_NOT_TOLD = "the engine core and the server count other tokens of requests that stand still:"
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ class InProcessHost:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments, distributed_executor_backend="uni"))
+        self._labels = TokenLabels()
         self.clock = TokenClock()
         self.clock.follow(self._engine.output_processor)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -219,14 +224,18 @@ class InProcessHost:
 
         if self._death is not None:
             raise RuntimeError(f"the engine died: {self._death!r}")
+        self._labels.begin(request_id)
+        num_tokens = 0
         self._commands.put(add)
         try:
             output = await asyncio.wrap_future(done)
-            spans = getattr(output.outputs[0], "weight_versions", None) if self.keeps_requests else None
-            return output, [(span.start, span.version) for span in spans or []]
+            num_tokens = len(output.outputs[0].token_ids)
         except asyncio.CancelledError:
             self._commands.put(abort)
             raise
+        finally:
+            spans = self._labels.end(request_id, num_tokens)
+        return output, spans
 
     async def rpc(self, method: str, *args: str) -> list[str]:
         """See `Host`."""
@@ -234,8 +243,8 @@ class InProcessHost:
 
     @property
     def keeps_requests(self) -> bool:
-        """See `Host`: vLLM 0.32 labels tokens, 0.26 does not."""
-        return hasattr(self._engine, "set_weight_version")
+        """See `Host`."""
+        return True
 
     async def pause(self) -> None:
         """See `Host`."""
@@ -243,11 +252,13 @@ class InProcessHost:
 
     def _stop_stepping(self) -> None:
         self._paused = True
-        version: dict[str, Any] = {"weight_version": self._engine.get_weight_version()} if self.keeps_requests else {}
-        outputs = delivery.flush(self._engine.engine_core.engine_core)  # type: ignore[attr-defined]
+        core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self.clock.is_deaf = True
-        self._engine.output_processor.process_outputs(outputs, **version)
+        self._engine.output_processor.process_outputs(delivery.flush(core))
         self.clock.is_deaf = False
+        told = delivery.Told(self._engine.output_processor)
+        if missing := told.missing(delivery.counts(core)):
+            raise RuntimeError(f"{_NOT_TOLD} {missing}")
 
     async def resume(self) -> None:
         """See `Host`."""
@@ -270,8 +281,7 @@ class InProcessHost:
 
     async def set_version(self, name: str) -> None:
         """See `Host`."""
-        if self.keeps_requests:
-            await asyncio.wrap_future(self._submit(lambda: self._engine.set_weight_version(name)))
+        self._labels.change(name, await self.num_tokens())
 
     async def sleep(self) -> None:
         """See `Host`."""
@@ -344,7 +354,7 @@ class AsyncHost:
 
     @property
     def keeps_requests(self) -> bool:
-        """See `Host`: vLLM 0.26 does not label tokens, so `TokenLabels` does."""
+        """See `Host`."""
         return True
 
     async def pause(self) -> None:
@@ -354,10 +364,22 @@ class AsyncHost:
         await self._work_off()
         self.clock.is_deaf = True
         try:
-            await self._engine.engine_core.call_utility_async(delivery.FLUSH)  # type: ignore[attr-defined]
-            await self._work_off()
+            await self._flush()
         finally:
             self.clock.is_deaf = False
+
+    async def _flush(self) -> None:
+        """Have the engine core tell what it keeps, and wait until this process knows all tokens that there are."""
+        client: Any = self._engine.engine_core
+        told = delivery.Told(self._engine.output_processor)
+        calls = [client._call_utility_async(delivery.FLUSH, engine=engine) for engine in client.core_engines]
+        counts = {id_: count for each in await asyncio.gather(*calls) for id_, count in each.items()}
+        deadline = time.monotonic() + _TOLD_S
+        while missing := told.missing(counts):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{_NOT_TOLD} {missing}")
+            await asyncio.sleep(0)
+        await self._work_off()
 
     async def resume(self) -> None:
         """See `Host`."""

@@ -1,30 +1,144 @@
-"""Every change that Slipstream makes to vLLM: here and, for its speed, in `decoding`, `delivery` and `sampled`. Each
-says what it is for and reports itself.
+"""The table of all changes that Slipstream makes to vLLM; which are in force in this process, and why others are not.
 
-Patches are applied only inside a process that Slipstream started (`SLIPSTREAM_ENGINE` is set), so that
-installing the package changes nothing for anybody else's vLLM. A patch looks for the thing it changes and
-says so when it is not there, instead of guessing by version number.
+A patch is applied only inside a process that Slipstream started (`SLIPSTREAM_ENGINE` is set), so that installing the
+package changes nothing for anybody else's vLLM. There are two kinds:
+
+- `required`: an update, a score or a seed would be wrong without it. It looks for the thing it changes. Where that is
+  missing, the engine starts all the same, and refuses what needs it (`require`).
+- `fast`: it computes what vLLM computes, with less work, and for that repeats some of vLLM's own code. It is applied
+  where the source of every module that it repeats or relies on is one it was checked against, and nowhere else.
+
+Importing this imports neither torch nor vLLM: what a vLLM will be given is known from its source files.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
-from collections.abc import Callable
-from typing import Any
+import hashlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
-import torch
+Choice = Literal["auto", "checked", "required", "all"]
+"""`required`: no fast paths. `all`: all of them, whatever vLLM's source is. `checked`, or `auto`: those whose modules
+are as they were checked."""
+OLDEST, NEWEST = (0, 26), (0, 33)
+"""The minor versions of vLLM between which the source of each was looked at for what the table needs."""
+VARIABLE = "SLIPSTREAM_PATCHES"
+"""In the environment of an engine's processes: the choice."""
 
-from slipstream.inference.plugin import decoding, delivery, sampled
+
+class Absent(Exception):
+    """This vLLM does not have what a patch changes; the text names it."""
+
+
+class NotNeeded(Exception):
+    """This vLLM, or this model, is right without the patch; the text says why."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to vLLM."""
+
+    name: str
+    where: str
+    """Module of this package and function that makes the change. It raises `Absent` or `NotNeeded`."""
+    kind: Literal["required", "fast"]
+    on: Literal["any", "cpu", "gpu"] = "any"
+    to: Literal["vllm", "model"] = "vllm"
+    """`model`: on objects that exist once a model is loaded; the function is given vLLM's model runner."""
+    lost: str = ""
+    """Of a required one: what cannot be done without it, and what to use then."""
+    needs: tuple[str, ...] = ()
+    """Patches that this one builds on."""
+    modules: tuple[str, ...] = ()
+    """Below `vllm`: what a fast path repeats, or relies on."""
+    checked: Mapping[str, str] = field(default_factory=dict)
+    """Digest of these modules (`digest`) and the version of vLLM in which they were checked."""
+
+
+_SCHEDULING = (
+    *("v1.core.sched.scheduler", "v1.core.sched.async_scheduler", "v1.core.sched.utils", "v1.core.sched.output"),
+    *("v1.core.sched.interface", "v1.core.kv_cache_manager", "v1.core.single_type_kv_cache_manager"),
+    *("v1.core.kv_cache_coordinator", "v1.core.kv_cache_utils", "v1.core.block_pool", "v1.request", "v1.outputs"),
+    *("sampling_params", "v1.engine"),
+)
+_DELIVERY = ("v1.engine.core", "v1.engine.output_processor", "v1.engine.logprobs", "v1.serial_utils")
+_RESTART = 'use weights.bridge = "restart"'
+
+TABLE = (
+    Patch(
+        *("live_cpu_weights", "cpu:live_weights", "required", "cpu"),
+        lost=f"weights cannot be updated in a running engine on a CPU: {_RESTART}",
+    ),
+    Patch(
+        *("live_cpu_experts", "cpu:live_experts", "required", "cpu"),
+        lost=f"experts cannot be updated in a running engine on a CPU: {_RESTART}",
+    ),
+    Patch(
+        *("cpu_experts_under_lora", "cpu:experts_under_lora", "required", "cpu"),
+        lost='experts are not computed beside adapters on a CPU: use weights.bridge = "disk"',
+    ),
+    Patch("seeded_cpu_prefill", "cpu:seeded_prefill", "required", "cpu", lost="seeded prompts must fit into one step"),
+    Patch("flush", "delivery:add_flush", "required", lost="no update can say which version made which token"),
+    Patch("sent_copies", "delivery:send_copies", "required", lost="large messages may be written over"),
+    Patch(
+        *("scores_at_temperature", "scoring:at_request_temperature", "required", "any", "model"),
+        lost="given tokens are scored at temperature 1 only: use sampling.temperature = 1",
+    ),
+    Patch(
+        *("one_cpu_adapter", "cpu:one_adapter", "fast", "cpu"),
+        modules=("lora.punica_wrapper.punica_cpu", "lora.punica_wrapper.punica_base"),
+        checked={"905650254e2ca212": "0.31, 0.32, 0.33"},
+    ),
+    Patch(
+        *("block_with_room", "decoding:allocate_with_room", "fast"),
+        modules=_SCHEDULING,
+        checked={"509c3f0ecfadf5c5": "0.26", "5cbdac2327cf92f1": "0.32"},
+    ),
+    Patch(
+        *("array_logprobs", "delivery:take_arrays", "fast"),
+        modules=("v1.engine.logprobs", "logprobs", "v1.outputs"),
+        checked={"44ea26be21a41eca": "0.26", "2bafbe6f18d24db0": "0.32"},
+    ),
+    Patch(
+        *("final_delivery", "delivery:deliver_at_the_end", "fast"),
+        modules=(*_SCHEDULING, *_DELIVERY),
+        checked={"5871dddce3df51c7": "0.26", "e29bd8a9568493b8": "0.32"},
+    ),
+    Patch(
+        *("plain_steps", "decoding:schedule_plainly", "fast"),
+        needs=("block_with_room", "final_delivery"),
+        modules=_SCHEDULING,
+        checked={"509c3f0ecfadf5c5": "0.26", "5cbdac2327cf92f1": "0.32"},
+    ),
+    Patch(
+        *("sampled_logprobs", "sampled:without_ranks", "fast"),
+        modules=("v1.sample.sampler", "v1.outputs"),
+        checked={"cdb074ac61e5e926": "0.26", "283adfa67f79d678": "0.32"},
+    ),
+    Patch(
+        *("sampled_logprobs_v2", "sampled:second_without_ranks", "fast"),
+        modules=("v1.worker.gpu.sample.sampler", "v1.worker.gpu.sample.logprob", "v1.outputs"),
+        checked={"e3211f12fd6ad56d": "0.26", "a4eaf8c386fe3131": "0.32"},
+    ),
+    Patch(
+        "checked_tokens", "delivery:check_tokens", "required", lost="a token outside of the vocabulary is found late"
+    ),
+    Patch(
+        *("adapter_file_at_once", "adapter_file:read_at_once", "fast", "gpu", "model"),
+        modules=("lora.lora_model",),
+        checked={"c7c7d9fb8d103271": "0.26", "35a85447741fa86d": "0.32, 0.33"},
+    ),
+)
+"""In the order in which they are applied."""
 
 _applied: list[str] = []
-_other_modules: set[str] = set()
-"""Modules with patches of their own that have been applied."""
-_packed_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_packed_experts: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Layers of experts, and vLLM's kernel of each."""
-_EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
-_pack: Callable[..., None] | None = None
+_left_out: dict[str, str] = {}
 
 
 def applied() -> tuple[str, ...]:
@@ -32,247 +146,97 @@ def applied() -> tuple[str, ...]:
     return tuple(_applied)
 
 
-def note(name: str) -> None:
-    """Report a patch that is made elsewhere in this package, on objects that exist only once a model is loaded."""
+def left_out() -> dict[str, str]:
+    """The others of `TABLE`, each with the reason why it is not in force."""
+    return dict(_left_out)
+
+
+def require(name: str) -> None:
+    """Raises RuntimeError when this patch, which what comes next needs, is not in force."""
     if name not in _applied:
-        _applied.append(name)
+        (patch,) = (patch for patch in TABLE if patch.name == name)
+        raise RuntimeError(f"{_left_out.get(name, f'the patch {name} was not applied')}, and {patch.lost}")
 
 
 def apply_all() -> tuple[str, ...]:
-    """Apply every patch that this vLLM needs; safe to call again."""
+    """Apply every patch of vLLM itself that `VARIABLE` asks for; safe to call again. Returns what is in force."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        _live_cpu_weights()
-        _live_cpu_experts()
-        _cpu_experts_under_lora()
-        _seeded_cpu_prefill()
-        _one_cpu_adapter()
-    for module in (decoding, delivery, sampled):
-        if module.__name__ not in _other_modules:
-            _other_modules.add(module.__name__)
-            _applied.extend(module.apply())
+    device = "cpu" if current_platform.is_cpu() else "gpu"
+    _apply(device, "vllm")
     return applied()
 
 
-def _one_cpu_adapter() -> None:
-    """On a CPU, compute LoRA adapters with two plain matrix products for each adapter of the step, mostly one.
-
-    For vLLM 0.32: its CPU kernels first copy both matrices once for every token of the step.
-    """
-    name = "one_cpu_adapter"
-    if name in _applied:
-        return
-    from vllm.lora.punica_wrapper import punica_cpu
-
-    wrapper: Any = getattr(punica_cpu, "PunicaWrapperCPU", None)
-    original: Callable[..., None] | None = getattr(wrapper, "add_lora_linear", None)
-    if original is None:
-        return
-
-    def add_lora_linear(
-        self: Any,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        **kwargs: Any,
-    ) -> None:
-        slots = self.token_lora_indices
-        if not len(slots) == len(x) == len(y) or kwargs or scale != 1.0:
-            original(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs)
-            return
-        parts = y.split(output_slices, dim=-1)
-        used = slots.unique().tolist()
-        for slot in used:
-            if slot < 0:  # tokens without an adapter
-                continue
-            rows = None if len(used) == 1 else (slots == slot).nonzero()[:, 0]
-            mine = x if rows is None else x[rows]
-            for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
-                if rows is None:
-                    part.addmm_(mine @ a[slot, 0].t(), b[slot, 0].t())
-                else:
-                    part.index_add_(0, rows, mine @ a[slot, 0].t() @ b[slot, 0].t())
-
-    wrapper.add_lora_linear = add_lora_linear
-    _applied.append(name)
+def apply_to(runner: Any) -> None:
+    """The same for patches of a loaded model, given vLLM's model runner."""
+    device = "cpu" if runner.device.type == "cpu" else "gpu"
+    _apply(device, "model", runner)
 
 
-def _seeded_cpu_prefill() -> None:
-    """On a CPU, let a seeded request's prompt be split over several steps.
-
-    For vLLM 0.32: the token drawn after a part of a prompt is thrown away and the request's generator wound back
-    with `get_offset`, which CPU generators do not have; the engine dies. We put the generator's state back instead.
-    """
-    name = "seeded_cpu_prefill"
-    if name in _applied:
-        return
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    runner: Any = GPUModelRunner
-    sample, bookkeeping = getattr(runner, "_sample", None), getattr(runner, "_bookkeeping_sync", None)
-    if sample is None or bookkeeping is None:
-        return
-
-    def discarded(self: Any) -> dict[int, torch.Generator]:
-        mask, generators = self.discard_request_mask.np, self.input_batch.generators
-        return {i: g for i, g in generators.items() if i < self.input_batch.num_reqs and mask[i]}
-
-    def sample_and_wind_back(self: Any, *args: Any, **kwargs: Any) -> Any:
-        states = {g: g.get_state() for g in discarded(self).values()}
-        output = sample(self, *args, **kwargs)
-        for generator, state in states.items():
-            generator.set_state(state)
-        return output
-
-    def bookkeeping_without_winding_back(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = discarded(self)
-        for i in hidden:
-            del self.input_batch.generators[i]
-        try:
-            return bookkeeping(self, *args, **kwargs)
-        finally:
-            self.input_batch.generators.update(hidden)
-
-    runner._sample = sample_and_wind_back
-    runner._bookkeeping_sync = bookkeeping_without_winding_back
-    _applied.append(name)
-
-
-def _live_cpu_weights() -> None:
-    """On a CPU, keep each linear layer's own weight beside the packed copy that its kernel reads.
-
-    For vLLM 0.26 to 0.32: `dispatch_cpu_unquantized_gemm` packs a layer's weight for oneDNN or SGL and then
-    throws the weight away, so later updates reach nothing. We keep it; `repack` makes the packed copy anew.
-    """
-    global _pack
-    name = "live_cpu_weights"
-    if name in _applied:
-        return
-    from vllm.model_executor.layers import utils, vocab_parallel_embedding
-
-    attribute = "dispatch_cpu_unquantized_gemm"
-    original: Callable[..., None] | None = getattr(utils, attribute, None)
-    if original is None:
-        raise RuntimeError(
-            f"this vLLM has no {attribute} to patch, so its weights cannot be updated on a CPU: use bridge restart"
-        )
-    _pack = original
-
-    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-        original(layer, remove_weight=False)
-        _packed_layers.add(layer)
-
-    setattr(utils, attribute, keep_weight)
-    if hasattr(vocab_parallel_embedding, attribute):
-        setattr(vocab_parallel_embedding, attribute, keep_weight)
-    _applied.append(name)
-
-
-def _live_cpu_experts() -> None:
-    """On a CPU, keep the weights of a layer of experts beside the packed copies that its kernel reads.
-
-    For vLLM 0.32: `CPUUnquantizedExperts` puts the packed copies in the place of the layer's weights, which have the
-    same shape, so that an update would be written over them and read as if it were packed.
-    """
-    name = "live_cpu_experts"
-    if name in _applied:
-        return
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
-        return
-    experts: Any = CPUUnquantizedExperts
-    process, compute = experts.process_weights_after_loading, experts.apply
-
-    def pack_beside(self: Any, layer: Any) -> None:
-        own = [getattr(layer, weight) for weight in _EXPERT_WEIGHTS]
-        process(self, layer)
-        if self._use_zentorch:  # packs nothing
-            return
-        packed = [getattr(layer, weight).data for weight in _EXPERT_WEIGHTS]
-        for weight, parameter in zip(_EXPERT_WEIGHTS, own, strict=True):
-            setattr(layer, weight, parameter)
-        self._slipstream_packed = packed
-        _packed_experts[layer] = self
-
-    def compute_packed(self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, *args: Any, **kwargs: Any) -> None:
-        w1, w2 = getattr(self, "_slipstream_packed", (w1, w2))
-        compute(self, output, hidden_states, w1, w2, *args, **kwargs)
-
-    experts.process_weights_after_loading = pack_beside
-    experts.apply = compute_packed
-    _applied.append(name)
-
-
-def _cpu_experts_under_lora() -> None:
-    """On a CPU, compute experts with the CPU's kernel also in an engine that has room for LoRA adapters.
-
-    For vLLM 0.32: it then chooses Triton's kernel, which adapters of experts need, and which does not end on a CPU.
-    Adapters of other layers need nothing of it.
-    """
-    name = "cpu_experts_under_lora"
-    if name in _applied:
-        return
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
-
-    select: Callable[..., Any] | None = getattr(method, "select_unquantized_moe_backend", None)
-    if select is None:
-        return
-
-    def select_as_without(moe_config: Any) -> Any:
-        return select(moe_config=dataclasses.replace(moe_config, is_lora_enabled=False))
-
-    setattr(method, "select_unquantized_moe_backend", select_as_without)  # noqa: B010
-    _applied.append(name)
-
-
-def _packed(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    if not _packed_layers:  # on a GPU: an update need not walk through the model for it
-        return []
-    return [(name, layer) for name, layer in model.named_modules() if layer in _packed_layers]
-
-
-def _experts(model: torch.nn.Module) -> list[tuple[str, Any, Any]]:
-    if not _packed_experts:
-        return []
-    layers = [(name, layer, _packed_experts.get(layer)) for name, layer in model.named_modules()]
-    return [(name, layer, experts) for name, layer, experts in layers if experts is not None]
-
-
-def repack(model: torch.nn.Module) -> int:
-    """Make every packed copy anew from its layer's weight; returns how many there are."""
-    layers, experts = _packed(model), _experts(model)
-    for _, layer in layers:
-        assert _pack is not None
-        _pack(layer, remove_weight=False)
-    for _, layer, kernel in experts:
-        kernel.process_weights_after_loading(layer)
-    return len(layers) + len(experts)
-
-
-def stale_packed_layers(model: torch.nn.Module, max_products: int = 1 << 32) -> list[str]:
-    """Names of layers whose kernel does not compute with the weight that the layer shows.
-
-    A linear layer's kernel is asked for its product with the identity matrix, which is the weight itself, exactly: one
-    times a value plus zeros has nothing to round. Layers that need more than `max_products` multiplications are
-    left to the probe. What a layer of experts has packed is compared with its weights packed once more.
-    """
-    stale: list[str] = []
-    for name, layer in _packed(model):
-        weight: torch.Tensor = layer.weight
-        if weight.ndim != 2 or weight.shape[1] * weight.numel() > max_products:
+def _apply(device: str, to: str, *arguments: Any) -> None:
+    choice: Any = os.environ.get(VARIABLE, "auto")
+    for patch in TABLE:
+        if patch.to != to or patch.on not in ("any", device) or patch.name in (*_applied, *_left_out):
             continue
-        identity = torch.eye(weight.shape[1], dtype=weight.dtype)
-        if not torch.equal(layer.cpu_linear(identity, weight, None), weight.t()):
-            stale.append(name)
-    for name, layer, kernel in _experts(model):
-        packed = kernel._slipstream_packed
-        kernel.process_weights_after_loading(layer)
-        if not all(map(torch.equal, packed, kernel._slipstream_packed)):
-            kernel._slipstream_packed = packed
-            stale.append(name)
-    return stale
+        reason = reason_against(patch, choice) or _lacking(patch) or _attempt(patch, *arguments)
+        if reason:
+            _left_out[patch.name] = reason
+        else:
+            _applied.append(patch.name)
+
+
+def _lacking(patch: Patch) -> str:
+    missing = [name for name in patch.needs if name not in _applied]
+    return f"it builds on {', '.join(missing)}" if missing else ""
+
+
+def _attempt(patch: Patch, *arguments: Any) -> str:
+    module, function = patch.where.split(":")
+    try:
+        getattr(importlib.import_module(f"{__package__}.{module}"), function)(*arguments)
+    except Absent as error:
+        return f"this vLLM has no {error} for the patch {patch.name}"
+    except NotNeeded as error:
+        return f"not needed: {error}"
+    return ""
+
+
+def reason_against(patch: Patch, choice: Choice) -> str:
+    """Why a patch is not applied to the installed vLLM, as far as its source files say; empty: it is."""
+    if patch.kind == "required" or choice == "all":
+        return ""
+    if choice == "required":
+        return 'inference.patches = "required" leaves out fast paths'
+    found = digest(patch.modules)
+    if found in patch.checked:
+        return ""
+    return f"this vLLM's source ({found or 'not found'}) is not one that it was checked against"
+
+
+def foreseen(choice: Choice, *, on_cpu: bool) -> dict[str, str]:
+    """What the installed vLLM will be given: for each patch of that device why it is left out, or nothing."""
+    device = "cpu" if on_cpu else "gpu"
+    return {patch.name: reason_against(patch, choice) for patch in TABLE if patch.on in ("any", device)}
+
+
+def digest(modules: tuple[str, ...], folder: Path | None = None) -> str:
+    """Of the source of these modules, 16 hexadecimal digits; empty when one is missing. `folder` is vLLM's."""
+    folder = folder or vllm_folder()
+    sources = [_source(folder, module) for module in modules] if folder else [b""]
+    named = (b"%s\n%s" % (name.encode(), source) for name, source in zip(modules, sources, strict=False))
+    return hashlib.sha256(b"".join(named)).hexdigest()[:16] if all(sources) else ""
+
+
+def vllm_folder() -> Path | None:
+    """Where the vLLM is that would be imported."""
+    spec = importlib.util.find_spec("vllm")
+    return next((Path(folder) for folder in spec.submodule_search_locations or ()), None) if spec else None
+
+
+@cache
+def _source(folder: Path, module: str) -> bytes:
+    path = folder.joinpath(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file.read_bytes()
+    return b""

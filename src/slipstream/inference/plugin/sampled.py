@@ -9,25 +9,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.inference.plugin.patches import Absent
 
-def apply() -> list[str]:
-    """Patch both of vLLM's samplers, where they are what is expected; names of what is in force."""
+
+def without_ranks() -> None:
+    """Patch vLLM's sampler."""
     from vllm.v1.sample.sampler import Sampler
 
-    names: list[str] = []
     sampler: Any = Sampler
-    if hasattr(sampler, "gather_logprobs"):
-        _without_ranks(sampler)
-        names.append("sampled_logprobs")
+    if not hasattr(sampler, "gather_logprobs"):
+        raise Absent("Sampler.gather_logprobs")
+    _without_ranks(sampler)
+
+
+def second_without_ranks() -> None:
+    """Patch the sampler of vLLM's second model runner."""
     try:
         from vllm.v1.worker.gpu.sample import logprob
         from vllm.v1.worker.gpu.sample import sampler as second
     except ImportError:  # no Triton, or a vLLM that has one sampler only
-        return names
-    if hasattr(second, "compute_topk_scores") and hasattr(logprob, "compute_token_logprobs"):
-        _second_without_ranks(second, logprob.compute_token_logprobs)
-        names.append("sampled_logprobs_v2")
-    return names
+        raise Absent("second sampler") from None
+    if not (hasattr(second, "compute_topk_scores") and hasattr(logprob, "compute_token_logprobs")):
+        raise Absent("compute_topk_scores of its second sampler")
+    _second_without_ranks(second, logprob.compute_token_logprobs)
 
 
 def _without_ranks(sampler: Any) -> None:

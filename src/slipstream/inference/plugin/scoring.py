@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.inference.plugin import patches
+from slipstream.inference.plugin.patches import Absent
 from slipstream.records import GenerateRequest
 
 PATCH = "scores_at_temperature"
@@ -44,17 +44,13 @@ def prompt_logprobs(output: Any, request: GenerateRequest) -> list[float]:
 
 
 def at_request_temperature(runner: Any) -> None:
-    """Have `runner`, vLLM's model runner, score at each request's temperature; safe to call again. Where it has neither
-    of the two known ways of scoring nothing is changed, and nothing reported."""
-    if PATCH in patches.applied():
-        return
+    """Have `runner`, vLLM's model runner, score at each request's temperature."""
     if hasattr(runner, "_get_prompt_logprobs_dict") and hasattr(runner, "num_prompt_logprobs"):
         _patch_runner(runner)
     elif hasattr(getattr(runner, "prompt_logprobs_worker", None), "compute_prompt_logprobs"):
         _patch_prompt_worker(runner.prompt_logprobs_worker)
     else:
-        return
-    patches.note(PATCH)
+        raise Absent("known way of scoring a prompt")
 
 
 def _patch_runner(runner: Any) -> None:

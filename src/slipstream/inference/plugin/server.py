@@ -29,7 +29,7 @@ import msgspec
 
 import slipstream
 from slipstream.inference.child import leave
-from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, scoring, tensor_map
+from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, patches, scoring, tensor_map
 from slipstream.inference.plugin.adapters import Adapters
 from slipstream.inference.plugin.answers import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments, prompt_arguments, sampling_arguments
@@ -68,6 +68,7 @@ class EngineServer:
         self.reason = "starting"
         self.num_running = 0
         self.patches: tuple[str, ...] = ()
+        self.patches_left_out: dict[str, str] = {}
         # Twice what runs at once, so that the engine never waits for us; a request's deadline counts from its turn.
         self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
         self._urgent_places = asyncio.Semaphore(_URGENT_PLACES)
@@ -94,6 +95,7 @@ class EngineServer:
         for path in described[0]["files"]:
             lifeline.remove_at_end(path)
         self.patches = tuple(described[0]["patches"])
+        self.patches_left_out: dict[str, str] = described[0]["patches_left_out"]
         if self.settings.fp32_head:
             self.patches += (checked_head([each["head_dtypes"] for each in described]),)
         if self.settings.version is not None:
@@ -448,6 +450,7 @@ class EngineServer:
             vllm_version=vllm.__version__,
             plugin_version=slipstream.__version__,
             patches=self.patches,
+            patches_left_out=self.patches_left_out,
             reason=self.reason,
             num_running=self.num_running,
             keeps_requests=self.host.keeps_requests,
@@ -486,6 +489,7 @@ def main() -> None:
     os.environ[ENGINE_VARIABLE] = "1"
     with open(sys.argv[1], "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
+    os.environ[patches.VARIABLE] = settings.patches
     import uvloop
 
     if uvloop.run(serve(settings)):

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipstream.inference.plugin import adapter_file, adapter_map, patches, scoring, tensor_map
+from slipstream.inference.plugin import adapter_map, cpu, patches, tensor_map
 from slipstream.records import ParameterSpec, Ticket
 from slipstream.weights import broadcast, delta, single_copy
 from slipstream.weights.files import read_model_folder
@@ -56,14 +56,19 @@ class WorkerExtension:
         return manager._adapter_manager if manager is not None else None
 
     def slipstream_describe(self) -> str:
-        """JSON: patches in force, the device, the types in which the model computes its logits, and files to remove."""
-        scoring.at_request_temperature(self.model_runner)
-        if torch.cuda.is_available() and self._slipstream_adapters() is not None:
-            adapter_file.read_at_once()
+        """JSON: patches in force and why others are not, the device, the types in which the model computes its logits,
+        and files to remove."""
+        patches.apply_to(self.model_runner)
         model = self._slipstream_model()
         device, heads = str(next(model.parameters()).device), _head_dtypes(model)
         return json.dumps(
-            {"patches": patches.applied(), "device": device, "head_dtypes": heads, "files": _left_behind()}
+            {
+                "patches": patches.applied(),
+                "patches_left_out": patches.left_out(),
+                "device": device,
+                "head_dtypes": heads,
+                "files": _left_behind(),
+            }
         )
 
     @torch.no_grad()
@@ -73,6 +78,7 @@ class WorkerExtension:
         ticket = msgspec.json.decode(ticket_json, type=Ticket)
         started = time.perf_counter()
         model, num_bytes = self._slipstream_model(), 0
+        cpu.check_live(model)
         # Recorded before the first load: afterwards a layer's parameters are the same objects, but cheaper to know now.
         located, first = self._slipstream_locate(ticket.parameters), int(first_rank)
 
@@ -96,7 +102,7 @@ class WorkerExtension:
             model.load_weights(counted(self._slipstream_source(ticket, first)))
         if ticket.bridge == "broadcast" and self._slipstream_group is not None:
             self._slipstream_group.finish()
-        patches.repack(model)
+        cpu.repack(model)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return json.dumps({"seconds": time.perf_counter() - started, "num_bytes": num_bytes})
@@ -107,10 +113,11 @@ class WorkerExtension:
         CPU they move for it."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         model = self._slipstream_model()
+        cpu.check_live(model)
         if self._slipstream_exporter is None:
             self._slipstream_exporter = single_copy.Exporter(model.parameters())
             self._slipstream_map = None
-            patches.repack(model)
+            cpu.repack(model)
         located = self._slipstream_locate(parameters)
         views: dict[str, Tensor] = {}
         refused: dict[str, str] = {}
@@ -128,7 +135,7 @@ class WorkerExtension:
     def slipstream_written(self) -> str:
         """Have the kernels compute with the weights that were written in place. JSON: nothing."""
         if not torch.cuda.is_available():  # only CPUs have packed copies, and generation waits for the look
-            patches.repack(self._slipstream_model())
+            cpu.repack(self._slipstream_model())
         return "null"
 
     def slipstream_settle(self) -> str:
@@ -168,7 +175,7 @@ class WorkerExtension:
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         located = self._slipstream_locate(parameters)
         shares = _shares(located, parameters)
-        stale = patches.stale_packed_layers(self._slipstream_model())
+        stale = cpu.stale_packed_layers(self._slipstream_model())
         return json.dumps({"shares": shares, "stale": stale, "memory_bytes": _memory_bytes()})
 
     @torch.no_grad()

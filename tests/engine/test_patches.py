@@ -1,0 +1,173 @@
+"""Which changes are made to vLLM, and that without those for its speed it says the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.inference.plugin import cpu, patches
+from slipstream.inference.process import EngineProcess
+from slipstream.records import SamplingParams, Ticket, Version
+from slipstream.weights.files import read_model_folder
+from slipstream.weights.fingerprint import describe, digest
+
+from .conftest import settings_for, start, stop
+
+FAST = [patch for patch in patches.TABLE if patch.kind == "fast"]
+ON_CPU = {patch.name for patch in FAST if patch.on != "gpu" and patch.to == "vllm"}
+IS_CHECKED = all(patches.digest(patch.modules) in patch.checked for patch in FAST if patch.name in ON_CPU)
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of the source files that digests are of, in the place of vLLM's."""
+    own = patches.vllm_folder()
+    for module in {module for patch in FAST for module in patch.modules}:
+        path = own.joinpath(*module.split("."))
+        file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        if file.is_file():
+            target = tmp_path / file.relative_to(own)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+    monkeypatch.setattr(patches, "vllm_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def fast(choice, *, on_cpu=True):
+    reasons = patches.foreseen(choice, on_cpu=on_cpu)
+    return {patch.name for patch in FAST if patch.name in reasons and not reasons[patch.name]}
+
+
+def test_fast_paths_are_those_whose_source_is_known_and_others_are_told_with_a_reason(copied):
+    before = fast("auto")
+    assert fast("required") == set()
+    assert fast("all") == {patch.name for patch in FAST if patch.on != "gpu"}
+    file = copied / "v1" / "core" / "sched" / "utils.py"
+    file.write_text(file.read_text() + "\n# another way to stop\n")
+    patches._source.cache_clear()
+    left = fast("checked")
+    assert before - left == before & {"block_with_room", "final_delivery", "plain_steps"}
+    assert "not one that it was checked against" in patches.foreseen("auto", on_cpu=True)["plain_steps"]
+    assert fast("all") == {patch.name for patch in FAST if patch.on != "gpu"}
+    reasons = patches.foreseen("required", on_cpu=True)
+    assert all(not reasons[patch.name] for patch in patches.TABLE if patch.kind == "required" and patch.on != "gpu")
+    assert all(reasons[name] for name in ON_CPU)
+
+
+@pytest.mark.parametrize("patch", FAST, ids=lambda patch: patch.name)
+def test_every_module_of_a_fast_path_counts(patch, copied):
+    before = patches.digest(patch.modules, copied)
+    for module in patch.modules:
+        path = copied.joinpath(*module.split("."))
+        file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        kept = file.read_bytes()
+        file.write_bytes(kept + b"#")
+        patches._source.cache_clear()
+        assert patches.digest(patch.modules, copied) not in ("", before)
+        file.unlink()
+        patches._source.cache_clear()
+        assert patches.digest(patch.modules, copied) == ""
+        file.write_bytes(kept)
+    patches._source.cache_clear()
+    assert patches.digest(patch.modules, copied) == before
+
+
+def test_the_table_names_functions_that_are_there():
+    for patch in patches.TABLE:
+        module, function = patch.where.split(":")
+        spec = importlib.util.find_spec(f"slipstream.inference.plugin.{module}")
+        assert f"\ndef {function}(" in Path(spec.origin).read_text()
+        assert (patch.kind == "fast") == bool(patch.modules) == bool(patch.checked)
+        assert (patch.kind == "required") == bool(patch.lost)
+        assert set(patch.needs) <= {other.name for other in patches.TABLE}
+
+
+def test_a_patch_that_does_not_fit_is_noted_and_refused_where_it_is_needed(monkeypatch):
+    (live,) = (patch for patch in patches.TABLE if patch.name == "live_cpu_weights")
+    monkeypatch.setattr(patches, "TABLE", (live,))
+    monkeypatch.setattr(patches, "_applied", [])
+    monkeypatch.setattr(patches, "_left_out", {})
+
+    def gone():
+        raise patches.Absent("dispatch_cpu_unquantized_gemm")
+
+    monkeypatch.setattr(cpu, "live_weights", gone)
+    assert patches.apply_all() == ()
+    assert "has no dispatch_cpu_unquantized_gemm" in patches.left_out()["live_cpu_weights"]
+    with pytest.raises(RuntimeError, match=r'dispatch_cpu_unquantized_gemm.*weights.bridge = "restart"'):
+        cpu.check_live(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("own", "expected"), [("mine", "mine,slipstream"), ("slipstream,mine", "slipstream,mine")])
+def test_plugins_of_the_user_are_loaded_too(own, expected, tmp_path, monkeypatch):
+    process = EngineProcess(settings_for(tmp_path), tmp_path / "log", start_timeout_s=1)
+    monkeypatch.setenv("VLLM_PLUGINS", own)
+    assert process._environment()["VLLM_PLUGINS"] == expected
+    monkeypatch.delenv("VLLM_PLUGINS")
+    assert "VLLM_PLUGINS" not in process._environment(), "vLLM loads all that are installed"
+    process.remove_files()
+
+
+@pytest.mark.engine
+def test_with_the_required_patches_alone_an_engine_says_the_same(live, tmp_path):
+    other = start(live.model, tmp_path, patches="required")
+    try:
+        health = other.call(other.engine.process.client.health())
+        assert not ON_CPU & set(health.patches)
+        assert all('"required"' in health.patches_left_out[name] for name in ON_CPU)
+        assert {"live_cpu_weights", "flush", "checked_tokens", "scores_at_temperature"} <= set(health.patches)
+        own = live.call(live.engine.process.client.health())
+        if IS_CHECKED:
+            assert ON_CPU - {"sampled_logprobs_v2"} <= set(own.patches)
+        sampling = SamplingParams(max_tokens=48)
+        for one, theirs in zip(live.sample("auto", sampling), other.sample("required", sampling), strict=True):
+            assert one.token_ids == theirs.token_ids
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0)
+    finally:
+        stop(other)
+
+
+PLUGIN = """
+def register():
+    from slipstream.inference.plugin import cpu, patches
+    from vllm.model_executor.layers import utils
+
+    def gone():
+        raise patches.Absent("dispatch_cpu_unquantized_gemm")
+
+    cpu.live_weights, pack = gone, utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, remove_weight=False)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.full
+@pytest.mark.real_start
+def test_an_engine_that_lacks_a_patch_starts_on_a_version_and_refuses_to_be_updated(tiny_model, tmp_path, monkeypatch):
+    """A plugin of the user's makes the vLLM one that keeps its weights, and has nothing to patch for it."""
+    (tmp_path / "other.py").write_text(PLUGIN)
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other:register\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    parameters = describe(read_model_folder(tiny_model))
+    version = Version(0, 3, digest(parameters))
+    live = start(tiny_model, tmp_path, version=version, parameters=parameters)
+    try:
+        health = live.call(live.engine.process.client.health())
+        assert "live_cpu_weights" in health.patches_left_out
+        assert health.version == version
+        assert live.sample("still", SamplingParams(max_tokens=4))[0].token_ids
+        ticket = Ticket(Version(0, 4, version.digest), "disk", str(tiny_model), parameters)
+        with pytest.raises(Exception, match=r'dispatch_cpu_unquantized_gemm.*weights.bridge = "restart"'):
+            live.call(live.engine.apply(ticket, 60))
+    finally:
+        stop(live)
