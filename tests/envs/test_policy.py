@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.envs.base import Episode
-from slipstream.envs.policy import RecordingPolicy, record_turn
+from slipstream.envs.policy import RecordingPolicy, num_thinking, record_turn
 from slipstream.envs.single_turn import SingleTurn
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, Message, Task, VersionSpan
 
 END = 0
@@ -106,7 +106,7 @@ async def test_aborted_and_inconsistent_completions_are_engine_errors():
     with pytest.raises(EngineError, match="aborted after 2 tokens"):
         await policy.chat([user("a")])
     assert policy.sequences == []
-    with pytest.raises(EngineError, match="1 log-probabilities for 2 tokens"):
+    with pytest.raises(IntegrityError, match="1 log-probabilities for 2 tokens"):
         record_turn([], [1], Completion("r", [2, 3], [-1.0], "stop"))
 
 
@@ -193,3 +193,39 @@ async def test_thinking_that_the_template_opened_and_the_longest_of_several_turn
     for _ in range(2):
         await policy.chat([user("q")])
     assert policy.num_thinking == len("ab</think>")
+
+
+class Pieces:
+    """Tokens of several characters, those of `</think>` among them, or split."""
+
+    TEXTS = ("", "<think>", "</think>", "</th", "ink>", "a", "</", "think>", "b c")
+
+    def __init__(self):
+        self.num_decoded = 0
+
+    def decode(self, token_ids):
+        self.num_decoded += len(token_ids)
+        return "".join(self.TEXTS[token] for token in token_ids)
+
+
+@given(st.lists(st.integers(1, len(Pieces.TEXTS) - 1), max_size=300))
+def test_thinking_ends_with_the_first_tokens_that_hold_its_last_close(token_ids):
+    tokenizer = Pieces()
+    text = tokenizer.decode(token_ids)
+    _, closed, after = text.rpartition("</think>")
+    expected = len(token_ids) if "<think>" in after else 0
+    if closed and "<think>" not in after:
+        expected = next(
+            end
+            for end in range(len(token_ids) + 1)
+            if tokenizer.decode(token_ids[:end]).count("</think>") == text.count("</think>")
+        )
+    assert num_thinking(text, token_ids, tokenizer) == expected
+
+
+def test_long_thinking_is_not_decoded_again_and_again():
+    tokenizer, token_ids = Pieces(), [1] + [5] * 32_000 + [2] + [5] * 100
+    text = tokenizer.decode(token_ids)
+    tokenizer.num_decoded = 0
+    assert num_thinking(text, token_ids, tokenizer) == 32_002
+    assert tokenizer.num_decoded < 10_000

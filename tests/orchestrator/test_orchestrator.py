@@ -1,27 +1,40 @@
 """The orchestrator's parts against a scripted engine: revival, outcomes, batches, versions, waits."""
 
 import asyncio
+import contextlib
 import threading
 import time
+import traceback
 from types import SimpleNamespace
 
 import pytest
 
 from slipstream.envs import SingleTurn, Task
+from slipstream.envs.base import Episode
 from slipstream.envs.scorer import InlineScorer
-from slipstream.errors import DeadlineError, EngineError, EnvironmentFault, Interrupted, TrainingError, WeightsError
+from slipstream.errors import (
+    DeadlineError,
+    EngineError,
+    EnvironmentFault,
+    IntegrityError,
+    Interrupted,
+    TrainingError,
+    WeightsError,
+)
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import tasks as tasks_module
 from slipstream.orchestrator.batches import Batcher, staleness_metrics
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
-from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of, outliving
 from slipstream.orchestrator.versions import Versions
+from slipstream.orchestrator.watch import blame
 from slipstream.records import (
     ApplyReport,
+    Completion,
     Message,
     Rollout,
     SamplingParams,
@@ -81,7 +94,7 @@ def make_runner(engine, environment=None, run_timeout_s=10.0):
     )
 
 
-def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True, staleness=0):
+def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_logprobs=True, staleness=0, **options):
     return Batcher(
         make_runner(engine, environment),
         group_size=2,
@@ -90,6 +103,7 @@ def make_batcher(engine, *, max_reward_failures=0.1, environment=None, needs_log
         max_reward_failures=max_reward_failures,
         needs_logprobs=needs_logprobs,
         staleness=staleness,
+        **options,
     )
 
 
@@ -198,6 +212,129 @@ async def test_a_rollout_whose_engine_may_not_come_back_raises():
     with pytest.raises(DeadlineError):
         await attempt(make_runner(engine))
     assert engine.num_requests == 1, "an engine that does not answer is not asked again"
+
+
+async def test_a_turn_that_lost_its_engine_is_asked_for_again_and_the_environment_is_not_run_twice():
+    begun = []
+
+    class Twice(Odd):
+        async def run(self, task, policy):
+            begun.append(task.id)
+            await policy.chat(task.prompt)
+            return await super().run(task, policy)
+
+    engine = ScriptedEngine(say("b"), max_restarts=1)
+    engine.on_request = lambda request: engine.kill() if engine.num_requests == 2 else None
+    rollout = await attempt(make_runner(engine, Twice()))
+    assert (rollout.outcome, begun, engine.num_restarts) == ("done", ["t0"], 1)
+    assert [len(sequence) for sequence in rollout.sequences] == [4, 4]
+
+
+class Leaking(Odd):
+    """What `run` lets out of itself."""
+
+    error = ""
+
+    async def run(self, task, policy):
+        reply = await super().run(task, policy)
+        if self.error == "exit":
+            raise SystemExit(3)
+        if self.error == "stop":
+            raise type("Stop", (BaseException,), {})
+        forgotten = asyncio.create_task(asyncio.sleep(60))
+        forgotten.cancel()
+        await forgotten
+        return reply
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [("cancelled", "a task that it has cancelled"), ("exit", "SystemExit: 3"), ("stop", "Stop")]
+)
+async def test_what_an_environment_lets_out_is_its_rollouts_outcome(error, says):
+    environment = Leaking()
+    environment.error = error
+    rollout = await attempt(make_runner(ScriptedEngine(say("b")), environment))
+    assert rollout.outcome == "environment_error"
+    assert says in rollout.error
+    assert "in run" in rollout.error
+
+
+async def test_a_rollout_that_is_cancelled_ends():
+    engine = ScriptedEngine(say("b"))
+    engine.is_hanging = True
+    running = asyncio.create_task(attempt(make_runner(engine)))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+class Hiding(Odd):
+    async def run(self, task, policy):
+        with contextlib.suppress(Exception):
+            await policy.chat(task.prompt)
+        return Episode("nothing")
+
+
+@pytest.mark.parametrize("error", [EngineError("gone"), IntegrityError("contradicts itself")])
+async def test_an_environment_cannot_hide_that_the_engine_is_gone(error, monkeypatch):
+    monkeypatch.setattr(tasks_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(tasks_module, "_PAUSE_S", 0.01)
+    engine = ScriptedEngine(say("b"))
+
+    def fail(request):
+        raise error
+
+    engine.on_request = fail
+    with pytest.raises(type(error)):
+        await attempt(make_runner(engine, Hiding()))
+
+
+async def test_nothing_is_said_in_an_episode_that_is_over():
+    tasks = []
+
+    class Late(Odd):
+        async def run(self, task, policy):
+            async def later():
+                await asyncio.sleep(0.05)
+                await policy.chat(task.prompt)
+
+            tasks.extend([asyncio.create_task(later()), asyncio.create_task(policy.chat(task.prompt))])
+            return await super().run(task, policy)
+
+    class SlowFromTheSecond(ScriptedEngine):
+        async def generate(self, request):
+            await asyncio.sleep(0.1 if self.num_requests else 0)
+            return await super().generate(request)
+
+    rollout = await attempt(make_runner(SlowFromTheSecond(say("b")), Late()))
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert rollout.outcome == "done"
+    assert len(rollout.sequences) == 1
+    assert [type(each) for each in found] == [RuntimeError, RuntimeError]
+
+
+async def test_rollouts_that_the_engine_lost_are_the_engines_failure_and_a_warning():
+    class TooSlow(ScriptedEngine):
+        async def generate(self, request):
+            if request.prompt_ids[-1] == ord("2"):
+                return Completion(request.id, [], None, "abort", error="passed its deadline of 300 s")
+            return await super().generate(request)
+
+    warnings = []
+    batcher = make_batcher(TooSlow(say("b")), max_reward_failures=0.5, warn=warnings.append)
+    assert (await batcher.make(4, Version(0, 4), TASKS)).dropped == {"engine_error": 2}
+    (warning,) = warnings
+    assert "2 of 6 rollouts of step 4 were lost in the engine" in warning
+    assert "passed its deadline of 300 s" in warning
+    with pytest.raises(
+        EngineError, match=r"2 of 6 rollouts of step 4 failed in the engine.*deadline of 300 s"
+    ) as raised:
+        await make_batcher(TooSlow(say("b")), max_reward_failures=0.3).make(4, Version(0, 4), TASKS)
+    assert raised.value.exit_code == 5
+    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "warn": warnings.append}
+    await evaluate(make_runner(TooSlow(say("b"))), TASKS, **how, max_failures=0.5)
+    assert "1 of 3 rollouts of the evaluation were lost" in warnings[1]
 
 
 async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
@@ -340,6 +477,70 @@ def test_a_call_to_the_event_loop_ends_by_result_failure_deadline_or_stop_reques
     thread.submit(forever())
     thread.stop(asyncio.sleep(0))
     assert len(cancelled) == 3
+
+
+def test_a_deadline_begins_anew_with_each_sign_of_life():
+    thread = EventLoopThread(lambda: False)
+    signs = 0
+
+    async def work():
+        nonlocal signs
+        for _ in range(5):
+            await asyncio.sleep(0.4)
+            signs += 1
+        await asyncio.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="rollouts did not end within 1 s"):
+        thread.call(work(), 1.0, "rollouts", signs=lambda: signs)
+    assert time.monotonic() - began > 2.5
+    thread.stop(asyncio.sleep(0))
+
+
+def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path):
+    source = tmp_path / "theirs.py"
+    source.write_text(
+        "import time\n"
+        "async def run(self, task, policy):\n"
+        "    await policy.chat(task.prompt)\n"
+        "    time.sleep(2.5)\n"
+        "    return await super(type(self), self).run(task, policy)\n"
+    )
+    module = {}
+    exec(compile(source.read_text(), str(source), "exec"), module)
+    environment = type("Theirs", (Odd,), {"run": module["run"]})()
+    told = []
+    thread = EventLoopThread(lambda: False, lambda stack, seconds: told.append(blame(stack, seconds, environment)))
+    versions = Versions(None, apply_timeout_s=1.0)
+    orchestrator = Orchestrator(
+        thread, versions, publish=None, probe=None, evaluate=None, on_applied=None, start=None, waits=None
+    )
+    runner = make_runner(ScriptedEngine(say("b")), environment, run_timeout_s=0.5)
+    how = {"rollout_id": "r", "group_id": "g", "sampling": SAMPLING, "seed": 0}
+    rollout = thread.submit(runner.run(TASKS[0], **how))
+    time.sleep(0.3)
+    began = time.monotonic()
+    orchestrator.release(1)
+    assert time.monotonic() - began < 1, "nobody waits for a loop that is held up"
+    assert rollout.result(30).outcome == "done"
+    thread.call(versions._changed.__aenter__(), 5, "what was released")
+    assert versions._released == 1
+    ((where, warning),) = told
+    assert f"run, line 4 of {source}" in where
+    assert warning is not None
+    assert "Theirs" in warning
+    thread.stop(asyncio.sleep(0))
+
+
+def test_a_loop_that_waits_or_is_ours_is_nobodys_fault():
+    thread = EventLoopThread(lambda: False, lambda stack, seconds: told.append(stack))
+    told = []
+    thread.call(asyncio.sleep(2.0), 10, "nothing")
+    assert told == []
+    thread.stop(asyncio.sleep(0))
+    stack = traceback.extract_stack()
+    ours = traceback.FrameSummary(tasks_module.__file__, 1, "all_of")
+    assert blame([*stack, ours], 1.0, Odd())[1] is None
 
 
 def test_seeds_depend_on_all_parts_and_their_order():

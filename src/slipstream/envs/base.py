@@ -126,7 +126,12 @@ class Environment(ABC):
 
     @abstractmethod
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Talk to the policy about `task` until the episode ends."""
+        """Talk to the policy about `task` until the episode ends.
+
+        All episodes run in one event loop, and a synchronous call holds up all of them: `await` what waits, or use
+        `asyncio.to_thread`. No episode is run twice: when the engine dies, the turn that it lost is asked for again.
+        After the return the policy answers no more.
+        """
 
     @abstractmethod
     def score(self, task: Task, completion: str) -> Score:

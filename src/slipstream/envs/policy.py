@@ -14,12 +14,13 @@ from typing import Protocol
 
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
 from slipstream.envs.base import Reply
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, Message, VersionSpan
 from slipstream.records import Sequence as TokenSequence
 
 # Longest tokenization of "<think>" and the white space after it that is looked for at a prompt's end.
 _TAIL_TOKENS = 16
+_WINDOW_TOKENS = 64
 
 
 class Tokenizer(Protocol):
@@ -45,13 +46,24 @@ class RecordingPolicy:
         self.num_turns = 0
         self.truncated = False
         """Whether any turn met its token limit."""
+        self._is_closed = False
         self.num_thinking = 0
         """Tokens of thinking in the turn that has most of them."""
 
+    def close(self) -> None:
+        """The episode is over: its tokens are being graded and trained on, and nothing is added to them."""
+        self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the episode is over: end the tasks that talk to the policy before `run` returns")
+
     async def chat(self, messages: Sequence[Message]) -> Reply:
         """See `base.Policy`. Raises `EngineError` when the engine ended the request before it was finished."""
+        self._check_open()
         prompt_ids = self._tokenizer.render(messages)
         completion = await self._generate(prompt_ids)
+        self._check_open()
         if completion.finish_reason == "abort":
             raise EngineError(f"request {completion.id} was aborted after {len(completion.token_ids)} tokens")
         record_turn(self.sequences, prompt_ids, completion)
@@ -75,9 +87,15 @@ def num_thinking(text: str, token_ids: list[int], tokenizer: Tokenizer) -> int:
         return len(token_ids)
     if not before and not text.startswith(THINK_CLOSE):
         return 0
-    num_closed = text.count(THINK_CLOSE)
-    return bisect_left(
-        range(len(token_ids)), num_closed, key=lambda end: tokenizer.decode(token_ids[:end]).count(THINK_CLOSE)
+    # The answer behind it is short beside the thinking: only tokens around its place are decoded.
+    size = min(_WINDOW_TOKENS, len(token_ids))
+    while size < len(token_ids) and THINK_CLOSE not in tokenizer.decode(token_ids[-size:]):
+        size = min(2 * size, len(token_ids))
+    start = len(token_ids) - size
+    num_closed = tokenizer.decode(token_ids[start:]).count(THINK_CLOSE)
+    ends = range(start, len(token_ids))
+    return start + bisect_left(
+        ends, num_closed, key=lambda end: tokenizer.decode(token_ids[start:end]).count(THINK_CLOSE)
     )
 
 
@@ -85,7 +103,7 @@ def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completio
     """Add one turn to `sequences`, in place: to the latest one that is a prefix of the prompt, else to a new one."""
     logprobs = completion.logprobs
     if logprobs is not None and len(logprobs) != len(completion.token_ids):
-        raise EngineError(
+        raise IntegrityError(
             f"the engine gave {len(logprobs)} log-probabilities for {len(completion.token_ids)} tokens "
             f"of request {completion.id}"
         )

@@ -1,4 +1,4 @@
-"""Which items of the training set make which batch, as a planned config says, and how long making one may take.
+"""Which items of the training set make which batch, as a planned config says, and how long making one may be silent.
 
 Guarantees: what the batch of a step is offered, refills included, is a pure function of seed and step, so that a
 resumed run needs no saved position.
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.config import RunConfig
+from slipstream.config.traits import apply_timeout_s
 from slipstream.data.order import DataOrder
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.refills import Refills
+from slipstream.orchestrator.runtime import Waits
 from slipstream.records import Task
 
-REQUESTS = 4
-"""A round of a batch, or an evaluation, may take as long as this many requests one after the other."""
+START_GRACE_S = 60.0
 
 
 class Draws:
@@ -50,6 +51,17 @@ def max_refills_of(config: RunConfig) -> int:
     return 0 if config.algorithm.kind == "sft" else int(config.algorithm.max_refills)
 
 
-def batch_deadline_s(config: RunConfig) -> float:
-    """How long generating a batch may take, all its refills included."""
-    return (1 + max_refills_of(config)) * REQUESTS * config.inference.request_timeout_s
+def quiet_s(config: RunConfig) -> float:
+    """How long a batch or an evaluation may be made without a sign of life: whatever a rollout may wait for has a
+    deadline of its own, and these are all of them."""
+    section, inference = config.environment, config.inference
+    own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
+    return own_s + inference.request_timeout_s + inference.start_timeout_s + apply_timeout_s(config)
+
+
+def waits_of(config: RunConfig, signs: Callable[[], int]) -> Waits:
+    """The trainer's waits for the generating side, whose signs of life `signs` counts."""
+    inference = config.inference
+    # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
+    apply_s = apply_timeout_s(config) + inference.start_timeout_s + bool(config.training.staleness) * quiet_s(config)
+    return Waits(inference.start_timeout_s + START_GRACE_S, apply_s, quiet_s(config), signs)

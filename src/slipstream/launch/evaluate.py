@@ -83,6 +83,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
                 seed=evaluation.seed,
                 max_failures=section.max_reward_failures,
                 on_rollout=progress.advance,
+                warn=lambda text: progress.message(text, "warning"),
             )
     finally:
         await engine.stop()

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
 from slipstream.config.traits import apply_timeout_s, publishes_adapter, update_phase
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
-from slipstream.launch.draws import REQUESTS, Draws, batch_deadline_s
+from slipstream.launch.draws import START_GRACE_S, Draws, quiet_s, waits_of
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.models import Trained, build, build_objective, build_sharded, open_shared, share_weights
 from slipstream.launch.peaks import as_fields, note_peak
@@ -33,9 +34,10 @@ from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.gold import GoldReader
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
-from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, RolloutReader, Waits
+from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator, RolloutReader
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
+from slipstream.orchestrator.watch import blame
 from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings, sample_of
 from slipstream.sinks import MetricSinks, run_of
@@ -45,7 +47,6 @@ from slipstream.weights.single_copy import SharedWeights
 if TYPE_CHECKING:
     from slipstream.trainer.loop import TrainingLoop
 
-_START_GRACE_S = 60.0
 _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "patches_left_out", "keeps_requests")
 
 
@@ -148,6 +149,13 @@ class _Run:
     def _warn(self, text: str) -> None:
         self.log.warning(text)
         self.progress.message(text, "warning")
+
+    def _held_up(self, stack: Sequence[FrameSummary], seconds: float) -> None:
+        """The orchestrator's loop stands still."""
+        where, warning = blame(stack, seconds, self.prepared.environment)
+        self.log.event("loop_held_up", seconds=seconds, where=where)
+        if warning:
+            self._warn(warning)
 
     def stop(self) -> None:
         """End everything that was started, in the opposite order."""
@@ -252,7 +260,7 @@ class _Run:
     def _event_loop(self) -> EventLoopThread:
         """The orchestrator's thread. What ends it ends the engine and the reward workers first."""
         if self._thread is None:
-            thread = self._thread = EventLoopThread(self.should_stop)
+            thread = self._thread = EventLoopThread(self.should_stop, self._held_up)
 
             async def close() -> None:
                 if self._scorer is not None:
@@ -282,7 +290,7 @@ class _Run:
         if not self.prepared.uses_engine or config.weights.bridge != "single_copy":
             return ()
         thread, waits_for = self._event_loop(), "the engine to start and to share its weights"
-        timeout_s = config.inference.start_timeout_s + _START_GRACE_S
+        timeout_s = config.inference.start_timeout_s + START_GRACE_S
         thread.call(self._engine_ready(), timeout_s, waits_for)
         return thread.call(share_weights(config, self._create_engine()), config.weights.apply_timeout_s, waits_for)
 
@@ -356,14 +364,7 @@ class _Run:
             publishes_again=repeats_updates(config, engine, self.log),
             start=start,
             starting=contextlib.nullcontext if config.weights.bridge == "restart" else self._starting,
-            waits=Waits(
-                # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
-                apply_s=apply_timeout_s(config)
-                + config.inference.start_timeout_s
-                + bool(config.training.staleness) * batch_deadline_s(config),
-                evaluate_s=REQUESTS * config.inference.request_timeout_s,
-                start_s=config.inference.start_timeout_s + _START_GRACE_S,
-            ),
+            waits=waits_of(config, lambda: runner.num_signs),
         )
         if config.algorithm.kind != "sft":
             loop.reader = self._rollouts(thread, versions, runner, loop.step, turns)
@@ -406,6 +407,7 @@ class _Run:
                     seed=evaluation.seed,
                     max_failures=section.max_reward_failures,
                     on_rollout=self.progress.advance,
+                    warn=self._warn,
                 )
             finally:
                 self.progress.end_phase()
@@ -454,6 +456,7 @@ class _Run:
             refills=self._draws.refills(begin),
             on_rollout=self.progress.advance,
             teacher=self._teacher,
+            warn=self._warn,
         )
         reader = RolloutReader(
             thread,
@@ -461,7 +464,8 @@ class _Run:
             batcher,
             self._draws.tasks,
             should_stop=self.should_stop,
-            timeout_s=batch_deadline_s(config),
+            timeout_s=quiet_s(config),
+            signs=lambda: runner.num_signs,
             staleness=config.training.staleness,
             on_begin=begin,
             on_end=self.progress.end_phase,

@@ -5,7 +5,7 @@ there are as many with signal as there should be. Which groups are chosen does n
 
 Guarantees: every rollout that is started ends in the batch or in `dropped`, by reason; a batch for step k holds no
 token of a version older than k - staleness, or of another lineage; too many failed rewards end the run with the first
-failure's text; a rollout that lost its engine is run again once the engine is back.
+failure's text; a turn that lost its engine is asked for again once the engine is back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.refills import Refills, choose
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, warn_of_losses
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.teaching import Scores
@@ -39,8 +39,9 @@ class Batcher:
         refills: Refills | None = None,
         on_rollout: Callable[[], None] = lambda: None,
         teacher: Scores | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`teacher`: who scores each rollout as soon as it has ended."""
+        """`teacher`: who scores each rollout as soon as it has ended. `warn` is told of those that the engine lost."""
         self._runner = runner
         self._group_size = group_size
         self._sampling = sampling
@@ -51,6 +52,7 @@ class Batcher:
         self._refills = refills
         self._on_rollout = on_rollout
         self._teacher = teacher
+        self._warn = warn
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
         """Run `group_size` attempts at every task, all at once; with refills, more rounds of it."""
@@ -67,6 +69,7 @@ class Batcher:
             choice = choose(self._refills, groups, size, number)
             chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
         rollouts = [rollout for group in groups for rollout in group]
+        warn_of_losses(rollouts, f"step {step}", self._warn)
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
         seconds = time.monotonic() - started
         sampled = sum(rollout.num_sampled for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.algo.statistics import wilson_interval
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, warn_of_losses
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.tasks import all_of
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
@@ -59,21 +59,26 @@ async def evaluate(
     seed: int,
     max_failures: float,
     on_rollout: Callable[[], None] = lambda: None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """One completion for each task, all at once; right when the reward reaches `threshold`.
 
-    A failed rollout counts as wrong; raises `EnvironmentFault` when more than the part `max_failures` of them failed.
+    A failed rollout counts as wrong, and `warn` is told of those that the engine lost; raises `EnvironmentFault` or
+    `EngineError` when more than the part `max_failures` of them failed.
     """
 
     async def attempt(place: int, task: Task) -> Rollout:
         name = f"eval.{place}"
-        rollout = await runner.run(task, rollout_id=name, group_id=name, sampling=sampling, seed=seed_of(seed, place))
+        rollout = await runner.run(
+            task, rollout_id=name, group_id=name, sampling=sampling, seed=seed_of(seed, place), is_urgent=True
+        )
         on_rollout()
         return rollout
 
     rollouts = await all_of(attempt(place, task) for place, task in enumerate(tasks))
     graded = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
     check_failures(rollouts, "the evaluation", max_failures)
+    warn_of_losses(rollouts, "the evaluation", warn)
     return Evaluation(
         num_tasks=len(rollouts),
         num_right=sum(rollout.reward >= threshold for rollout in graded),

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from traceback import FrameSummary
 from typing import Any, TypeVar
 
 import uvloop
@@ -23,6 +24,7 @@ from slipstream.errors import DeadlineError, EngineError, Interrupted, Slipstrea
 from slipstream.orchestrator.batches import Batcher
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
+from slipstream.orchestrator.watch import LoopWatch
 from slipstream.records import ApplyReport, Batch, Task, Ticket
 from slipstream.records import Sequence as TokenSequence
 from slipstream.transport import MemoryTransport
@@ -35,31 +37,44 @@ _POLL_S = 0.5
 class EventLoopThread:
     """An asyncio loop in a thread of its own."""
 
-    def __init__(self, should_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, should_stop: Callable[[], bool], on_blocked: Callable[[Sequence[FrameSummary], float], None] | None = None
+    ) -> None:
+        """`on_blocked`: told from a third thread of what holds up the loop, see `LoopWatch`."""
         self._should_stop = should_stop
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="orchestrator", daemon=True)
         self._thread.start()
+        self._watch = LoopWatch(self._loop, self._thread, on_blocked) if on_blocked else None
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` there."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def call(self, work: Coroutine[Any, Any, T], timeout_s: float, waits_for: str) -> T:
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float, waits_for: str, **options: Any) -> T:
         """Run `work` there and wait for it here; see `wait`."""
-        return self.wait(self.submit(work), timeout_s, waits_for)
+        return self.wait(self.submit(work), timeout_s, waits_for, **options)
 
-    def wait(self, future: Future[T], timeout_s: float, waits_for: str) -> T:
-        """What was started there; a stop request or the deadline ends the wait and the work."""
-        waited = 0.0
+    def wait(
+        self,
+        future: Future[T],
+        timeout_s: float,
+        waits_for: str,
+        *,
+        signs: Callable[[], int] = lambda: 0,
+        may_stop: bool = True,
+    ) -> T:
+        """What was started there; a stop request (if it `may_stop`) or the deadline ends the wait and the work. The
+        deadline begins anew whenever `signs`, which counts signs of life, has changed."""
+        waited, seen = 0.0, signs()
         while True:
             try:
                 return future.result(_POLL_S)
             except FutureTimeout:
                 if future.done():
                     return future.result()
-                waited += _POLL_S
-            if self._should_stop():
+                waited, seen = (waited + _POLL_S, seen) if signs() == seen else (0.0, signs())
+            if may_stop and self._should_stop():
                 future.cancel()
                 raise Interrupted(f"stopped while waiting for {waits_for}: continue with --resume")
             if waited >= timeout_s:
@@ -77,6 +92,8 @@ class EventLoopThread:
             await asyncio.gather(*others, return_exceptions=True)
             await last
 
+        if self._watch is not None:
+            self._watch.end()
         try:
             # Work that swallows its cancellation or blocks the loop must not hide what ended the run.
             self.submit(wind_up()).result(timeout_s)
@@ -91,11 +108,13 @@ class EventLoopThread:
 
 @dataclass
 class Waits:
-    """Deadlines of the trainer's waits, in seconds."""
+    """Deadlines of the trainer's waits, in seconds; an update's and an evaluation's begin anew with signs of life."""
 
     start_s: float
     apply_s: float
     evaluate_s: float
+    signs: Callable[[], int] = lambda: 0
+    """Counts the signs of life of rollouts."""
 
 
 class Orchestrator:
@@ -175,30 +194,39 @@ class Orchestrator:
                 future.cancel()
             raise
         report, sequences = self._thread.wait(
-            under_way[0], self._waits.apply_s, f"the engine to apply version {ticket.version.name}"
+            under_way[0],
+            self._waits.apply_s,
+            f"the engine to apply version {ticket.version.name}",
+            signs=self._waits.signs,
         )
         self._on_applied(report)
         return sequences
 
     def fence(self) -> None:
         """See the loop's `Engine`. A stop request does not end this wait: the update has begun."""
-        try:
-            self._thread.submit(self._versions.fence()).result(self._waits.apply_s)
-        except FutureTimeout:
-            raise DeadlineError(f"the engine did not stand still within {self._waits.apply_s:.0f} s") from None
+        self._thread.call(
+            self._versions.fence(),
+            self._waits.apply_s,
+            "the engine to stand still",
+            signs=self._waits.signs,
+            may_stop=False,
+        )
 
     def evaluate(self, step: int) -> dict[str, float]:
         """See the loop's `Engine`."""
 
         self.last_evaluation = self._thread.call(
-            _awaited(self._evaluate), self._waits.evaluate_s, f"the evaluation of step {step}"
+            _awaited(self._evaluate),
+            self._waits.evaluate_s,
+            f"the evaluation of step {step}",
+            signs=self._waits.signs,
         )
         self._on_evaluated(step, self.last_evaluation)
         return self.last_evaluation.metrics()
 
     def release(self, step: int) -> None:
-        """See the loop's `Engine`."""
-        self._thread.call(self._versions.release(step), 10.0, "the orchestrator")
+        """See the loop's `Engine`. Not waited for: the loop may be held up by somebody's synchronous call."""
+        self._thread.submit(self._versions.release(step))
         self._rest()
 
 
@@ -214,12 +242,14 @@ class RolloutReader:
         *,
         should_stop: Callable[[], bool],
         timeout_s: float,
+        signs: Callable[[], int] = lambda: 0,
         staleness: int = 0,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
         on_taken: Callable[[], None] = lambda: None,
     ) -> None:
-        """`staleness`: the batch of step k may be begun by version k - staleness. `on_taken` is called by the trainer's
+        """`timeout_s`: how long a batch may be made without a change of `signs`, which counts signs of life.
+        `staleness`: the batch of step k may be begun by version k - staleness. `on_taken` is called by the trainer's
         thread when it has a batch."""
         self._thread = thread
         self._versions = versions
@@ -227,6 +257,7 @@ class RolloutReader:
         self._tasks_of_step = tasks_of_step
         self._should_stop = should_stop
         self._timeout_s = timeout_s
+        self._signs = signs
         self._staleness = staleness
         self._on_begin = on_begin
         self._on_end = on_end
@@ -260,12 +291,12 @@ class RolloutReader:
 
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`."""
-        waited = 0.0
+        waited, seen = 0.0, self._signs()
         while True:
             try:
                 receipt, batch = self._transport.take(_POLL_S)
             except DeadlineError:
-                waited += _POLL_S
+                waited, seen = (waited + _POLL_S, seen) if self._signs() == seen else (0.0, self._signs())
             except SlipstreamError as closed:
                 raise self._failure or closed from None
             else:
@@ -275,7 +306,9 @@ class RolloutReader:
             if self._should_stop():
                 raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")
             if waited >= self._timeout_s:
-                raise DeadlineError(f"the rollouts of step {step} were not ready after {self._timeout_s:.0f} s")
+                raise DeadlineError(
+                    f"the rollouts of step {step} are not ready, and none has gone on for {self._timeout_s:.0f} s"
+                )
 
 
 async def _awaited(start: Callable[[], Awaitable[T]]) -> T:

@@ -16,6 +16,7 @@ import aiohttp
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.tasks import outliving
+from slipstream.patience import Patience
 from slipstream.records import GenerateRequest, Rollout, SamplingParams
 
 _TRIES = 3
@@ -157,7 +158,7 @@ class ServerSource:
                 await asyncio.sleep(_PAUSE_S * number)
             try:
                 async with (
-                    asyncio.timeout(self._timeout_s),
+                    Patience(self._timeout_s),
                     aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)) as session,
                     session.request(method, url, json=body) as response,
                 ):

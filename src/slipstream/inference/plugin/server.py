@@ -54,6 +54,7 @@ from slipstream.weights.single_copy import SharedWeights
 _FIRST_TOKEN_S = 0.1
 """How long a trainer that has written the weights waits at most for the first token of what was running."""
 _URGENT_PLACES = 64
+_SOONER = "raise inference.request_timeout_s, or lower sampling.max_tokens or inference.max_num_seqs"
 _HUNG_S = 180.0
 """A single step of vLLM takes no longer: an engine that computes requests, and has no token for so long, hangs."""
 
@@ -380,7 +381,7 @@ class EngineServer:
         except OutOfService as error:
             return aborted(request, f"cannot be answered: {error}")
         except TimeoutError:
-            return aborted(request, f"passed its deadline of {request.timeout_s:g} s")
+            return aborted(request, f"passed its deadline of {request.timeout_s:g} s: {_SOONER}")
         except Refused as error:
             return aborted(request, f"was refused by vLLM: {error}")
         except Exception as error:

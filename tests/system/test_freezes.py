@@ -1,0 +1,101 @@
+"""Processes that are stopped (SIGSTOP): an engine that does not go on is handled as one that died, whatever the bridge;
+and nobody is blamed for the time for which the run itself was stopped."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from slipstream.runlog import read_events, read_exit
+
+from .test_real_runs import COIN, check_run, num_steps
+
+pytestmark = [pytest.mark.engine, pytest.mark.real_start]
+
+SHORT_DEADLINES = ("--inference.request_timeout_s", "5", "--weights.apply_timeout_s", "10")
+SILENCE_S = 10.0
+"""What they leave to an engine: the shortest of them and 5 s."""
+MARGIN_S = 60.0
+"""For a busy machine."""
+
+
+def kinds(folder):
+    return [event["kind"] for event in read_events(folder)]
+
+
+def freeze(run):
+    """Stop the engine for good."""
+    engine = run.engines()[0]
+    os.kill(engine.pid, signal.SIGSTOP)
+    return time.monotonic()
+
+
+def started(command, run_file, folder, *options):
+    run = command("train", run_file, *COIN, *SHORT_DEADLINES, *options, "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 2)
+    return run
+
+
+def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    run = started(command, run_file, folder, "--training.steps", "40", "--training.staleness", "1")
+    os.kill(run.process.pid, signal.SIGSTOP)
+    time.sleep(SILENCE_S + 4)
+    os.kill(run.process.pid, signal.SIGCONT)
+    reached = num_steps(folder)
+    run.until(lambda: num_steps(folder) >= reached + 3)
+    assert "engine_restart" not in kinds(folder)
+    began = freeze(run)
+    run.until(lambda: "engine_restart" in kinds(folder))
+    assert time.monotonic() - began < SILENCE_S + MARGIN_S
+    code, _, err = run.wait()
+    assert code == 0, err
+    (restart,) = [event for event in read_events(folder) if event["kind"] == "engine_restart"]
+    assert "was killed, as it said nothing" in restart["reason"]
+    check_run(folder, steps=40)
+    assert run.left_behind() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bridge", ["disk", "lora", "restart"])
+def test_a_frozen_engine_is_outlived_where_a_dead_one_is(command, run_file, tmp_path, bridge):
+    folder = tmp_path / "run"
+    options = ("--lora.rank", "4") if bridge == "lora" else ("--weights.bridge", bridge)
+    steps = 6 if bridge == "restart" else 30
+    run = started(command, run_file, folder, *options, "--training.steps", str(steps))
+    run.until(lambda: run.engines())
+    freeze(run)
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert num_steps(folder) == steps
+    # Where it is started anew for each version, it may have been in the middle of that.
+    assert kinds(folder).count("engine_restart") == 1 or bridge == "restart"
+    assert run.left_behind() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bridge", ["broadcast", "single_copy"])
+def test_a_frozen_engine_ends_the_run_as_a_dead_one_does_where_no_file_has_its_weights(
+    command, run_file, tmp_path, bridge
+):
+    folder = tmp_path / "run"
+    run = started(command, run_file, folder, "--weights.bridge", bridge, "--training.steps", "500")
+    freeze(run)
+    code, _, err = run.wait()
+    report = read_exit(folder)
+    assert (code, report.error) == (5, "EngineError"), err
+    assert f"no file holds the weights that it had by {bridge}" in err
+    assert "was killed, as it said nothing" in err
+    assert run.left_behind() == []
+
+
+@pytest.mark.full
+def test_one_of_several_engines_that_is_frozen_is_replaced(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    run = started(command, run_file, folder, "--inference.replicas", "2", "--training.steps", "40")
+    freeze(run)
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert kinds(folder).count("engine_restart") == 1
+    assert run.left_behind() == []
