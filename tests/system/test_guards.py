@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -14,6 +15,7 @@ from slipstream.launch.local import train
 from slipstream.launch.prepare import prepare
 from slipstream.runlog import read_exit, read_samples
 from slipstream.view import make_view
+from slipstream.weights.files import read_model_folder, write_model_folder
 
 WITHOUT_EVALUATION = ("--evaluation", "false")
 
@@ -214,6 +216,30 @@ def test_a_resumed_run_refuses_other_data(scripted):
     )
     assert (report.error, report.exit_code) == ("ConfigError", 2)
     assert "64 training items, now there are 12" in report.message
+
+
+def test_a_resumed_run_refuses_other_tasks_of_the_same_number(scripted):
+    scripted.run(*WITHOUT_EVALUATION)
+    other = ("--training.steps", "4", "--environment.settings", "{letters = 'ab'}")
+    report = scripted.run(*WITHOUT_EVALUATION, *other, resume=True)
+    assert (report.error, report.exit_code) == ("ConfigError", 2)
+    assert "other training items than there are now: resume with the same ones" in report.message
+
+
+def test_a_resumed_run_refuses_a_changed_reference(scripted, model, tmp_path):
+    start = shutil.copytree(model, tmp_path / "start")
+    settings = (*WITHOUT_EVALUATION, "--model.path", str(start), "--algorithm.kl_coef", "0.1")
+    assert scripted.run(*settings).status == "finished"
+    weights = {name: tensor.clone() for name, tensor in read_model_folder(start)}
+    shutil.rmtree(start)
+    write_model_folder(start, weights.items(), model)
+    assert scripted.run(*settings, "--training.steps", "4", resume=True).status == "finished", "written again, the same"
+    weights["model.layers.0.mlp.up_proj.weight"] += 0.01
+    shutil.rmtree(start)
+    write_model_folder(start, weights.items(), model)
+    report = scripted.run(*settings, "--training.steps", "5", resume=True)
+    assert (report.error, report.exit_code) == ("ConfigError", 2)
+    assert "other weights at model.path than there are now" in report.message
 
 
 def test_a_training_question_that_is_held_out_is_left_out(run_file, tmp_path):

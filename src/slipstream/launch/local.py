@@ -25,7 +25,7 @@ from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.progress import Progress
 from slipstream.launch.ranks import RankCrew, rank_threads
-from slipstream.launch.resume import changed_settings, refuse_to_resume
+from slipstream.launch.resume import changed_settings, identity_of, refuse_to_resume
 from slipstream.launch.sleep import Turns
 from slipstream.launch.stop import StopRequest
 from slipstream.launch.teacher import RunTeacher, launch_teacher
@@ -236,6 +236,9 @@ class _Run:
             critic=trained.critic,
             should_stop=self.should_stop,
             num_items=self.prepared.num_items,
+            identity=identity_of(
+                config, self.prepared.train_tasks, self.prepared.conversations, trained.learner.model.folder
+            ),
         )
         if resume:
             self._resume(loop)

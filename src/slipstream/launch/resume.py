@@ -1,12 +1,18 @@
-"""What is looked at before a run is resumed: whether anything is left to do, and which settings changed."""
+"""What is looked at before a run is resumed: whether anything is left to do, which settings changed, and whether tasks
+and frozen weights are those that it was begun with."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
+from slipstream.records import Message, Task
 
 
 def refuse_to_resume(folder: Path, config: RunConfig) -> None:
@@ -33,3 +39,39 @@ def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]
     """Which settings two resolved configs differ in."""
     names = [name for name in {**before, **after} if name != "run.folder" and before.get(name) != after.get(name)]
     return [f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}" for name in names]
+
+
+def identity_of(
+    config: RunConfig, tasks: Sequence[Task], conversations: Sequence[Sequence[Message]], folder: Path
+) -> dict[str, str]:
+    """Digests of what a run is trained on, and of the weights in `folder` where these stay in it: beside an adapter, or
+    as what a KL term measures from."""
+    from slipstream.launch.models import needs_reference
+
+    texts: list[Any] = (
+        [[task.id, task.prompt, task.answer] for task in tasks] if not conversations else [*conversations]
+    )
+    found = {"training items": hashlib.sha256(msgspec.json.encode(texts)).hexdigest()}
+    if config.lora is not None or needs_reference(config):
+        found["weights at model.path"] = weights_digest(folder)
+    return found
+
+
+def weights_digest(folder: Path) -> str:
+    """Of every stored tensor's name, shape and type, and of the elements of two of its rows: other weights differ
+    nearly everywhere, and reading all of them takes as long as loading them."""
+    import torch
+    from safetensors import safe_open
+
+    from slipstream.weights.files import weight_files
+
+    lines: list[str] = []
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                stored = tensors.get_slice(name)
+                shape = stored.get_shape()
+                rows = [stored[place : place + 1] for place in (0, shape[0] // 2)] if shape else [stored[...]]
+                content = b"".join(row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows if row.numel())
+                lines.append(f"{name} {shape} {stored.get_dtype()} {hashlib.sha256(content).hexdigest()}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

@@ -144,6 +144,8 @@ class TrainingLoop:
     should_stop: Callable[[], bool] = lambda: False
     num_items: int = 0
     """Size of the training set, which a resumed run must not have changed: the order of the data follows from it."""
+    identity: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Digests of what else it must not have changed, by what they are of."""
     step: int = 0
     """Batches trained on so far; set by `resume`."""
 
@@ -168,6 +170,13 @@ class TrainingLoop:
                 f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
                 "resume with the same data, or start a new run from the checkpoint's weights"
             )
+        before: dict[str, str] = extra.get("identity", {})
+        for name in before.keys() & self.identity.keys():
+            if before[name] != self.identity[name]:
+                raise ConfigError(
+                    f"the checkpoint was made with other {name} than there are now: resume with the same ones, or "
+                    "start a new run from the checkpoint's weights"
+                )
         self.step = self._saved_step = int(extra["step"])
         self._trained_steps = int(extra["trained_steps"])
         self._quiet_steps = int(extra["quiet_steps"])
@@ -467,6 +476,7 @@ class TrainingLoop:
                 "quiet_steps": self._quiet_steps,
                 "evaluated_step": self._evaluated_step,
                 "num_items": self.num_items,
+                "identity": dict(self.identity),
                 "early_stop": self.early_stop.state(),
             }
             path = self.store.save(self.step, self.learner, self.learner.model.folder, extra, self.critic)
