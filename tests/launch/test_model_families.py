@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from slipstream.config import with_values
+from slipstream.config import LoraConfig, ModelConfig, with_values
 from slipstream.launch import make_plan
-from slipstream.launch.facts import read_model
+from slipstream.launch.facts import measure_adapter, read_model
 
 from .test_facts import SHAPE
-from .test_plan import SFT, SFT_DATA, facts, plan
+from .test_plan import GRPO, SFT, SFT_DATA, facts, plan
 
 
 def test_the_plan_says_which_of_two_sets_of_rotary_factors_is_trained():
@@ -47,3 +47,40 @@ def test_under_sft_the_longest_conversation_decides_the_rotary_factors():
 def test_the_original_context_is_read(rotary, original, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | rotary))
     assert read_model(str(tmp_path)).original_context == original
+
+
+EXPERTS = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_what_no_adapter_can_reach_is_counted_and_said(tmp_path):
+    import transformers
+
+    network = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERTS))
+    network.save_pretrained(tmp_path)
+    lora = GRPO.model_copy(update={"lora": LoraConfig(), "model": ModelConfig(path=str(tmp_path))})
+    adapter = measure_adapter(lora)
+    of_experts = {name: p.numel() for name, p in network.named_parameters() if ".mlp." in name}
+    assert adapter.num_unreached == sum(of_experts.values())
+    assert adapter.target_modules == ("k_proj", "o_proj", "q_proj", "v_proj")
+    model = read_model(str(tmp_path))
+    made = make_plan(lora, dataclasses.replace(facts(), model=model, adapter=adapter))
+    (warning,) = made.warnings
+    assert re.search(
+        r"leaves mlp\.experts\.down_proj, mlp\.experts\.gate_up_proj, mlp\.gate\.weight as they are", warning
+    )
+    assert f"{adapter.num_unreached:,} of the model's {model.num_parameters:,}" in warning
+    (note,) = [note for note in made.notes if note.name == "parameters that LoRA cannot reach"]
+    assert note.value == adapter.num_unreached
+    (reason,) = [item.reason for item in made.derived if item.name == "lora.target_modules"]
+    assert "and so not mlp.experts.down_proj" in reason

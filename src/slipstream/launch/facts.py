@@ -114,7 +114,8 @@ def measure_adapter(config: RunConfig) -> AdapterFacts | None:
         check_adapter_fits(Path(lora.path), adapter.config, adapter.shapes())
     targets = tuple(sorted({name.rpartition(".")[2] for name in adapter.layers}))
     num_outputs = sum(layer.lora_A.shape[0] + layer.lora_B.shape[0] for layer in adapter.layers.values())
-    return AdapterFacts(adapter.num_parameters, targets, num_outputs)
+    unreached = adapter.unreached
+    return AdapterFacts(adapter.num_parameters, targets, num_outputs, sum(unreached.values()), tuple(sorted(unreached)))
 
 
 def adapter_config(config: RunConfig) -> AdapterConfig:

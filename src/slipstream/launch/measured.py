@@ -73,6 +73,10 @@ class AdapterFacts:
     """Last parts of the names of all layers that get an adapter."""
     num_outputs: int = 0
     """Numbers that its matrices give for one token, those of all layers together."""
+    num_unreached: int = 0
+    """Parameters of matrices that no target can name, as they are no linear layers: those of fused experts."""
+    unreached: tuple[str, ...] = ()
+    """What these are called within a layer."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from slipstream.launch.totals import (
     batch_notes,
     check_memory,
     delta_warnings,
+    lora_warnings,
     memory_notes,
     parameter_notes,
     rl_warnings,
@@ -162,7 +163,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
     planned = draft.config()
     if isinstance(planned.algorithm, RLConfig):
         draft.warnings += rl_warnings(planned, resolved(planned.algorithm))
-    draft.warnings += [*delta_warnings(planned), *rotary_warnings(planned, facts)]
+    draft.warnings += [*delta_warnings(planned), *rotary_warnings(planned, facts), *lora_warnings(facts)]
     notes = (
         *rotary_notes(planned, facts),
         *parameter_notes(facts),
@@ -197,6 +198,8 @@ def _plan_lora(draft: Draft) -> None:
     adapter, lora = draft.facts.adapter, draft.original.lora
     if adapter is not None and lora is not None and lora.target_modules == "all-linear":
         reason = "all-linear: every linear layer but the output head"
+        if adapter.unreached:
+            reason += f", and so not {', '.join(adapter.unreached)}"
         draft.derive("lora.target_modules", adapter.target_modules, reason)
     if uses_engine(draft.original):
         if lora and not lora.dora:

@@ -20,6 +20,9 @@ from slipstream.launch.memory import (
 from slipstream.launch.teacher_room import planned_teacher
 from slipstream.launch.trainer_room import Rows, model_state, rows_of
 
+LEAST_UNREACHED = 0.01
+"""Part of a model's parameters beyond which it is a warning that LoRA cannot reach them."""
+
 
 @dataclass(frozen=True)
 class Note:
@@ -92,6 +95,21 @@ def parameter_notes(facts: Facts) -> Iterator[Note]:
         part = 100 * facts.adapter.num_parameters / facts.model.num_parameters
         how = f"the adapter: {part:.3g} % of the model's {facts.model.num_parameters:,}, which stay as they are"
         yield Note("trainable parameters", facts.adapter.num_parameters, "", how)
+        if facts.adapter.num_unreached:
+            part = 100 * facts.adapter.num_unreached / facts.model.num_parameters
+            how = f"{part:.3g} % of the model's, in {', '.join(facts.adapter.unreached)}: no linear layers"
+            yield Note("parameters that LoRA cannot reach", facts.adapter.num_unreached, "", how)
+
+
+def lora_warnings(facts: Facts) -> Iterator[str]:
+    """A model most of which, or a good part, no adapter is beside."""
+    adapter, whole = facts.adapter, facts.model.num_parameters
+    if adapter is not None and adapter.num_unreached > LEAST_UNREACHED * whole:
+        yield (
+            f"[lora] leaves {', '.join(adapter.unreached)} as they are, {adapter.num_unreached:,} of the model's "
+            f"{whole:,} parameters, which are no linear layers and cannot have an adapter: train without [lora] to "
+            "change them"
+        )
 
 
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:

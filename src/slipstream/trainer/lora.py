@@ -9,6 +9,7 @@ weights must give equal log-probabilities.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -110,6 +111,8 @@ class Adapter:
     def __init__(self, layers: dict[str, LoraLinear], config: AdapterConfig) -> None:
         self.layers = layers
         self.config = config
+        self.unreached: dict[str, int] = {}
+        """See `unreached_parameters`."""
 
     @classmethod
     def attach(cls, network: nn.Module, config: AdapterConfig) -> Adapter:
@@ -121,6 +124,7 @@ class Adapter:
         layers: dict[str, LoraLinear] = {}
         kind = DoraLinear if config.dora else LoraLinear
         network.requires_grad_(False)
+        unreached = unreached_parameters(network)
         for name in target_layers(network, targets):
             parent, _, leaf = name.rpartition(".")
             module = kind(network.get_submodule(name), config.rank, config.scaling)  # pyright: ignore[reportArgumentType]
@@ -130,7 +134,9 @@ class Adapter:
             # Spelt out: what counts as linear is for whoever loads the adapter to decide otherwise.
             names = tuple(sorted({name.rpartition(".")[2] for name in layers}))
             config = replace(config, target_modules=names)
-        return cls(layers, replace(config, excluded=tuple(tower_names(network))))
+        adapter = cls(layers, replace(config, excluded=tuple(tower_names(network))))
+        adapter.unreached = unreached
+        return adapter
 
     @property
     def num_parameters(self) -> int:
@@ -213,6 +219,20 @@ def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]
             raise ConfigError(f'lora.target_modules has "{target}", the output head: use some of {known}')
         chosen.update(matching)
     return [name for name in usable if name in chosen]
+
+
+def unreached_parameters(network: nn.Module) -> dict[str, int]:
+    """Matrices that text goes through and no `targets` can name, as they are no linear layer's (fused experts, their
+    router): how many numbers, by name within a layer."""
+    own: Any = (nn.Linear, nn.Embedding)
+    found: dict[str, int] = {}
+    for part in text_parts(network):
+        for prefix, module in part.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if parameter.ndim > 1 and not isinstance(module, own):
+                    within = re.sub(r"^.*\.\d+\.", "", name)
+                    found[within] = found.get(within, 0) + parameter.numel()
+    return found
 
 
 def rate_in_adapter(ratio: float, name: str) -> float:
