@@ -101,7 +101,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: str
 
 
-class Sequence(msgspec.Struct):
+class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     """One unbroken run of tokens. All lists have one entry per token."""
 
     token_ids: list[int]
@@ -126,7 +126,7 @@ class Sequence(msgspec.Struct):
         return sum(self.mask)
 
 
-class Rollout(msgspec.Struct):
+class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """One attempt at one task, ended by exactly one outcome."""
 
     id: str
@@ -153,7 +153,7 @@ class Rollout(msgspec.Struct):
         return sum(sequence.num_trainable for sequence in self.sequences)
 
 
-class Batch(msgspec.Struct):
+class Batch(msgspec.Struct, forbid_unknown_fields=True):
     """What makes the update `version.step -> version.step + 1` (or several, see `updates_per_batch`)."""
 
     step: int
@@ -312,5 +312,9 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[RecordT]) -> RecordT:
-    """The record of type `kind` in `data`; raises `msgspec.ValidationError` when it is something else."""
-    return msgspec.msgpack.decode(data, type=kind)
+    """The record of type `kind` in `data`; raises `msgspec.ValidationError` when it is something else, or a batch of
+    another schema."""
+    record = msgspec.msgpack.decode(data, type=kind)
+    if isinstance(record, Batch) and record.schema != SCHEMA_VERSION:
+        raise msgspec.ValidationError(f"a batch of schema {record.schema}, and this Slipstream reads {SCHEMA_VERSION}")
+    return record

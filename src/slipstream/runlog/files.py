@@ -12,17 +12,18 @@ import socket
 import time
 import tomllib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, SlipstreamError
 
 LOCK_FILE = "run.lock"
 # A reader that asks whether a run lives holds the lock for an instant: a writer outwaits it.
 _LOCK_WAIT_S = 1.0
+_BLOCK_BYTES = 1 << 16
 
 
 class FolderLock:
@@ -59,24 +60,29 @@ class LineFile:
         """Open the file at its end, without the line that a killed process left unfinished."""
         self._path = path
         if path.is_file():
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            os.truncate(path, _end_of_lines(path))
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def append(self, line: bytes) -> None:
-        """Write the line; raises `DataError` when the disk does not take it."""
+        """Write the line; raises `SlipstreamError` when the disk does not take it, or the file is gone."""
         if self._handle < 0:
             raise ValueError(f"{self._path} was closed: nothing can be written to it any more")
-        size_bytes = os.fstat(self._handle).st_size
+        size_bytes = self._size_bytes()
         num_written, reason = 0, "the disk is full"
         try:
             num_written = os.write(self._handle, line + b"\n")
         except OSError as error:
-            reason = str(error)
+            reason = error.strerror or str(error)
         if num_written != len(line) + 1:
             os.ftruncate(self._handle, size_bytes)
-            raise DataError(
-                f"a line of {len(line)} bytes cannot be written to {self._path} ({reason}): free some space"
-            )
+            raise cannot_write(self._path, reason)
+
+    def _size_bytes(self) -> int:
+        ours = os.fstat(self._handle)
+        with told_of_the_disk(self._path):
+            if not os.path.samestat(ours, os.stat(self._path)):
+                raise SlipstreamError(f"{self._path} was replaced by another file during the run: start a new run")
+        return ours.st_size
 
     def close(self) -> None:
         """Close the file."""
@@ -97,33 +103,100 @@ def is_locked(folder: Path) -> bool:
         os.close(handle)
 
 
+def reserve(path: Path, num_bytes: int) -> None:
+    """Have room for a `write_whole` of that many bytes, also when the disk is full by then."""
+    with told_of_the_disk(path), _partial(path) as handle:
+        os.posix_fallocate(handle, 0, num_bytes)
+
+
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file by one that is whole on the disk before it gets its name."""
-    partial = path.with_name(f"{path.name}.partial")
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(handle)
-    os.replace(partial, path)
+    """Replace a file by one that is whole on the disk before it gets its name; in the room of `reserve`, if any. Raises
+    `SlipstreamError` when the disk does not take it."""
+    with told_of_the_disk(path):
+        with _partial(path) as handle:
+            rest, place = memoryview(data), 0
+            while rest:
+                written = os.pwrite(handle, rest, place)
+                rest, place = rest[written:], place + written
+            os.ftruncate(handle, len(data))
+            os.fsync(handle)
+        os.replace(_name_of_partial(path), path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
-def read_lines(path: Path, damage: list[str] | None = None, words: Sequence[bytes] = ()) -> list[dict[str, Any]]:
-    """The whole lines of a file, or those that have one of `words` in them; what follows the last newline is still
-    being written, or was torn.
+def _name_of_partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+@contextlib.contextmanager
+def _partial(path: Path) -> Generator[int]:
+    handle = os.open(_name_of_partial(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def told_of_the_disk(path: Path) -> Generator[None]:
+    """While `path` is written: what the system refuses is a `SlipstreamError`."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error.strerror or str(error)) from error
+
+
+def cannot_write(path: Path, reason: str) -> SlipstreamError:
+    """A disk that takes no more, a folder that was removed or may not be written."""
+    return SlipstreamError(f"{path} cannot be written ({reason}): make room on its disk, or choose another folder")
+
+
+def _end_of_lines(path: Path) -> int:
+    """Where the last whole line ends, in bytes; read from the end."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + found + 1
+            end = start
+    return 0
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The whole lines of a file with their numbers, one in memory at a time; what follows the last newline is still
+    being written, or was torn."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield number, line
+    except FileNotFoundError:
+        return
+
+
+def read_lines(
+    path: Path, damage: list[str] | None = None, words: Sequence[bytes] = (), without: str = ""
+) -> list[dict[str, Any]]:
+    """The whole lines of a file, or those that have one of `words` in them, all fields but `without`.
 
     Raises `DataError` for any other line that is not a JSON object; with `damage` these are left out and told there.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
+    decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] if without else dict[str, Any])
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in whole_lines(path):
         if words and not any(word in line for word in words):
             continue
         try:
-            rows.append(msgspec.json.decode(line, type=dict[str, Any]))
+            row = decoder.decode(line)
+            if without:
+                row = {name: msgspec.json.decode(value) for name, value in row.items() if name != without}
+            rows.append(row)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             sentence = f"{path}, line {number} is damaged ({error}): remove that line"
             if damage is None:

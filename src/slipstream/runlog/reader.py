@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
 
 ExitStatus = Literal["finished", "failed", "interrupted"]
-RunStatus = Literal["running", "finished", "failed", "interrupted", "killed", "damaged"]
+RunStatus = Literal["running", "finished", "failed", "interrupted", "killed", "damaged", "unreadable"]
 
 
 class ExitReport(msgspec.Struct, frozen=True):
@@ -136,20 +138,38 @@ def is_running(folder: str | Path) -> bool:
 
 
 def list_runs(root: str | Path) -> list[RunSummary]:
-    """The runs whose folders lie in `root`, newest first; one that cannot be read is listed as damaged."""
-    folders = [path.parent for path in Path(root).glob("*/events.jsonl")]
-    return sorted(map(summarize, folders), key=lambda run: (-run.started, run.name))
+    """The runs whose folders lie in `root`, or in a folder there that is no run, newest first; named by their paths
+    below `root`. One that cannot be read is listed and says so."""
+    root = Path(root)
+    runs = [replace(summarize(folder), name=str(folder.relative_to(root))) for folder in _run_folders(root)]
+    return sorted(runs, key=lambda run: (-run.started, run.name))
+
+
+def _run_folders(root: Path, depth: int = 2) -> Iterator[Path]:
+    """Folders of runs, and those that this user may not look into, which may be some."""
+    for folder in sorted(path for path in root.glob("*") if os.path.isdir(path)):
+        if not os.access(folder, os.R_OK | os.X_OK) or (folder / "events.jsonl").is_file():
+            yield folder
+        elif depth > 1:
+            yield from _run_folders(folder, depth - 1)
 
 
 def summarize(folder: str | Path) -> RunSummary:
-    """Where one run stands. Damaged files make a summary that says so, never an error."""
+    """Where one run stands. Files that are damaged or may not be read make a summary that says so, never an error."""
     folder = Path(folder)
     try:
         return _summarize(folder)
-    except (DataError, msgspec.ValidationError, KeyError, TypeError) as error:
-        changed = (folder / "events.jsonl").stat().st_mtime
+    except (DataError, msgspec.ValidationError, KeyError, TypeError, OSError) as error:
+        status: RunStatus = "unreadable" if isinstance(error, OSError) else "damaged"
         message = f"{type(error).__name__}: {error}"
-        return RunSummary(folder.resolve().name, folder, "damaged", 0, None, None, None, changed, 0.0, message)
+        return RunSummary(folder.resolve().name, folder, status, 0, None, None, None, _changed(folder), 0.0, message)
+
+
+def _changed(folder: Path) -> float:
+    for path in (folder / "events.jsonl", folder):
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime
+    return 0.0
 
 
 def _summarize(folder: Path) -> RunSummary:

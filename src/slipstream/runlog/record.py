@@ -52,6 +52,7 @@ class RunRecord:
     """Metrics of the surviving history, one row a step."""
     events: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    """Without their tokens, which `slipstream trace` reads of the one that it follows."""
     settings: list[Setting]
     exit: ExitReport | None
     damage: list[str]
@@ -74,7 +75,7 @@ def read_run(folder: str | Path) -> RunRecord:
     events = _usable(folder / "events.jsonl", _EVENT, damage)
     events = [event for event in events if event["kind"] != "resume" or isinstance(event.get("step"), int)]
     rows = metrics_of(_usable(folder / "metrics.jsonl", _STEP, damage), events)
-    samples = samples_of(_usable(folder / "samples.jsonl", _STEP, damage), events)
+    samples = samples_of(_usable(folder / "samples.jsonl", _STEP, damage, without="sequences"), events)
     tables, settings = _settings(folder / "resolved.toml", damage)
     try:
         summary = summary_of(folder, running, report, events, rows, tables)
@@ -86,9 +87,9 @@ def read_run(folder: str | Path) -> RunRecord:
     return RunRecord(summary, rows, events, samples, settings, report, damage)
 
 
-def _usable(path: Path, needs: dict[str, Any], damage: list[str]) -> list[dict[str, Any]]:
+def _usable(path: Path, needs: dict[str, Any], damage: list[str], without: str = "") -> list[dict[str, Any]]:
     """The lines that have what every line must have."""
-    rows = read_lines(path, damage)
+    rows = read_lines(path, damage, without=without)
     good = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in needs.items())]
     if len(good) < len(rows):
         damage.append(f"{path}: {len(rows) - len(good)} lines lack one of {', '.join(needs)}: remove them")

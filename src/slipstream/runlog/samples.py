@@ -11,6 +11,7 @@ import msgspec
 
 from slipstream.errors import DataError
 from slipstream.records import Rollout, Sequence, Ticket
+from slipstream.runlog.files import told_of_the_disk, write_whole
 
 TICKETS = "tickets"
 _KEEP_TICKETS = 2
@@ -57,11 +58,9 @@ def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:
 def keep_ticket(folder: Path, ticket: Ticket) -> None:
     """Have the newest tickets in the run folder, each whole or not there."""
     tickets = folder / TICKETS
-    tickets.mkdir(mode=0o700, exist_ok=True)
-    path = tickets / f"{ticket.version.name}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(ticket))
-    partial.replace(path)
+    with told_of_the_disk(tickets):
+        tickets.mkdir(mode=0o700, exist_ok=True)
+    write_whole(tickets / f"{ticket.version.name}.json", msgspec.json.encode(ticket))
     for old in sorted(tickets.glob("*.json"), key=_place)[:-_KEEP_TICKETS]:
         old.unlink()
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.runlog.files import whole_lines
 from slipstream.runlog.record import RunRecord
 
 
@@ -89,11 +90,14 @@ class _Tokens(msgspec.Struct):
     logprobs: list[float] = []
 
 
-class _Sample(msgspec.Struct):
+class _Place(msgspec.Struct):
     step: int
     lineage: int
     id: str = ""
     split: str = "train"
+
+
+class _Sample(_Place):
     task: str = ""
     reward: float | None = None
     outcome: str = ""
@@ -107,7 +111,7 @@ def trace(record: RunRecord, wanted: str, token: int | None = None) -> Trace:
     """Follow the sample called `wanted`: its id, `STEP:INDEX` among the samples of a step's batch, or
     `eval:STEP:INDEX`. With `token`, also the sampled token of that number. Raises ConfigError when there is none."""
     folder = record.summary.folder
-    sample = _find(_samples(record), wanted, folder)
+    sample = _with_tokens(_find(_samples(record), wanted, folder), folder / "samples.jsonl")
     spans, tokens = _follow(sample)
     if token is not None and not 0 <= token < len(tokens):
         there = f"0 to {len(tokens) - 1}" if tokens else "none"
@@ -161,6 +165,20 @@ def _find(samples: list[_Sample], wanted: str, folder: Path) -> _Sample:
         raise ConfigError(f"{folder} kept no sample: name a run of reinforcement learning that has made a step")
     said = _some([f"{sample.id} ({place})" for place, sample in named.items()])
     raise ConfigError(f"{folder} kept no sample {wanted}: name one of {said} (run.save_samples says how many are kept)")
+
+
+def _with_tokens(sample: _Sample, path: Path) -> _Sample:
+    """The sample with the tokens that its line holds."""
+    same = msgspec.json.Decoder(_Place)
+    place = _Place(sample.step, sample.lineage, sample.id, sample.split)
+    for number, line in whole_lines(path):
+        try:
+            if same.decode(line) == place:
+                return msgspec.json.decode(line, type=_Sample)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if sample.id.encode() in line:
+                raise DataError(f"{path}, line {number} is no sample of ours ({error}): remove that line") from error
+    return sample
 
 
 def _some(names: list[str]) -> str:

@@ -20,12 +20,15 @@ import msgspec
 
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError
 from slipstream.records import Ticket
-from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, read_lines, write_whole
+from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, cannot_write, read_lines, reserve, write_whole
 from slipstream.runlog.reader import ExitReport, ExitStatus, read_exit
 from slipstream.runlog.redaction import map_text, redact, redact_toml, scrub
 from slipstream.runlog.samples import keep_ticket
 
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
+_EXIT = "exit.json"
+_EXIT_BYTES = 8192
+"""Room that is kept for it, so that a run which fills the disk can say so."""
 _PACKAGES = {
     "slipstream": ("slipstream",),
     "torch": ("torch",),
@@ -83,11 +86,15 @@ class RunLog:
                 refuse_used(folder)
             previous = read_exit(folder)
             log = cls(folder, lock)
+            reserve(folder / _EXIT, _EXIT_BYTES)
+        except OSError as error:
+            lock.release()
+            raise cannot_write(Path(error.filename or folder), error.strerror or str(error)) from error
         except BaseException:
             lock.release()
             raise
         ended = previous.status if previous else "killed" if log.lineage else "none"
-        (folder / "exit.json").unlink(missing_ok=True)
+        (folder / _EXIT).unlink(missing_ok=True)
         log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
         return log
 
@@ -167,7 +174,9 @@ class RunLog:
                 self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
 
     def exit(self, error: BaseException | None = None, step: int | None = None) -> ExitReport:
-        """Write `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics."""
+        """Write `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics.
+
+        Raises `SlipstreamError` when the disk does not take them; a full one takes `exit.json`, in short."""
         status, exit_code = _judge(error)
         is_bug = status == "failed" and not isinstance(error, SlipstreamError)
         report = ExitReport(
@@ -183,10 +192,14 @@ class RunLog:
             traceback=scrub("".join(traceback.format_exception(error)), self._secrets) if is_bug else "",
         )
         with self._guard:
-            data = msgspec.json.format(msgspec.json.encode(report), indent=2)
-            write_whole(self.folder / "exit.json", data + b"\n")
             self._has_exit = True
-            self.event("exit", status=status, exit_code=exit_code, error=report.error, message=report.message)
+            try:
+                write_whole(self.folder / _EXIT, _indented(report))
+            except SlipstreamError:  # it may be longer than the room that was kept
+                short = msgspec.structs.replace(report, traceback="", message=report.message[:1000])
+                write_whole(self.folder / _EXIT, _indented(short))
+            with contextlib.suppress(SlipstreamError):  # a full disk: `exit.json` says the same
+                self.event("exit", status=status, exit_code=exit_code, error=report.error, message=report.message)
         return report
 
     def close(self) -> None:
@@ -205,6 +218,10 @@ class RunLog:
         try:
             if not self._has_exit:
                 self.exit(error)
+        except SlipstreamError as unwritten:
+            if error is None:
+                raise
+            error.add_note(str(unwritten))  # what ended the run is worth more
         finally:
             self.close()
 
@@ -213,7 +230,7 @@ class RunLog:
             if self._secrets:
                 fields = cast(dict[str, Any], map_text(fields, lambda text: scrub(text, self._secrets)))
             row = {"time": _now(), "lineage": self.lineage, **fields}
-            self._files[name].append(msgspec.json.encode(row, enc_hook=str))
+            self._files[name].append(_encode(row))
 
 
 def versions() -> dict[str, str]:
@@ -245,6 +262,29 @@ def _judge(error: BaseException | None) -> tuple[ExitStatus, int]:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return "failed", error.code
     return "failed", error.exit_code if isinstance(error, SlipstreamError) else SlipstreamError.exit_code
+
+
+def _indented(report: ExitReport) -> bytes:
+    return msgspec.json.format(_encode(report), indent=2) + b"\n"
+
+
+def _encode(value: Any) -> bytes:
+    """JSON. Halves of surrogate pairs, which are no Unicode (a model's tool call may hold one), become escapes."""
+    try:
+        return msgspec.json.encode(value, enc_hook=str)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_without_surrogates(msgspec.to_builtins(value, enc_hook=str)))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        entries = cast("dict[Any, Any]", value).items()
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in entries}
+    if isinstance(value, list | tuple):
+        return [_without_surrogates(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def _now() -> float:

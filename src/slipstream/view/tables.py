@@ -17,6 +17,7 @@ from slipstream.view.text import as_duration, clean
 def render_runs(runs: Sequence[RunSummary]) -> Group:
     """A table of runs, one line each, and below it why those ended that have something to say."""
     styles = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red", "damaged": "red"}
+    styles["unreadable"] = "red"
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, overflow="ellipsis")
     table.add_column("status", no_wrap=True)

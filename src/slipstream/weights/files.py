@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.errors import SlipstreamError
 from slipstream.records import ParameterSpec
+from slipstream.runlog.files import cannot_write
 from slipstream.weights.shards import ShardedWeights
 
 WEIGHTS_FILE = "model.safetensors"
@@ -79,9 +79,7 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
             reason = "torch could not write all of it"
         else:
             raise
-        raise SlipstreamError(
-            f"{folder} cannot be written ({reason}): make room on its disk, or choose another folder"
-        ) from error
+        raise cannot_write(folder, reason) from error
 
 
 def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
