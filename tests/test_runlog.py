@@ -654,3 +654,18 @@ def test_runs_one_folder_deeper_are_listed_and_others_folders_are_told(tmp_path)
     for name in ("one", "quickstart/grpo", "far/too/deep"):
         RunLog.create(tmp_path / name).close()
     assert {run.name for run in runlog.list_runs(tmp_path)} == {"one", "quickstart/grpo"}
+
+
+def test_samples_of_older_runs_are_found_by_the_ids_of_newer_ones(tmp_path):
+    from slipstream.runlog.trace import trace
+
+    with RunLog.create(tmp_path / "run") as log:
+        for step in (0, 2):
+            log.sample({"step": step, "split": "eval", "id": "eval.1", "task": f"eval/{step}", "completion": "x"})
+        log.sample({"step": 2, "id": "2.0.1", "task": "train/9", "completion": "x"})
+    record = runlog.read_run(tmp_path / "run")
+    assert trace(record, "eval.2.1").task == "eval/2"
+    assert trace(record, "eval.0.1").step == 0
+    assert trace(record, "2.0.1").task == "train/9"
+    with pytest.raises(ConfigError, match=r"name one of 2\.0\.1, eval\.0\.1, eval\.2\.1, as"):
+        trace(record, "eval.1")

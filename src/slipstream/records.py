@@ -141,6 +141,8 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The text that was graded, for samples and reports."""
     prompt: str = ""
     """The task's last message, for the same."""
+    answer: str = ""
+    """The task's right answer, for the same; empty where it has none."""
     error: str = ""
     num_turns: int = 1
     seconds: float = 0.0

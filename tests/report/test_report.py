@@ -11,7 +11,7 @@ from slipstream.algo.importance import log_ratio_histogram, ratio_shares
 from slipstream.errors import ConfigError
 from slipstream.report import write_report
 from slipstream.report.headline import Accuracy, difference_interval
-from slipstream.report.html import data, h, number
+from slipstream.report.html import data, h, key, number
 from slipstream.report.plot import linear_scale, log_scale, step_scale
 from slipstream.report.series import MAX_POINTS, PANELS, Line, series_of
 from slipstream.report.timeline import MAX_BARS, step_times
@@ -232,3 +232,82 @@ def test_the_ranges_of_the_ratio_are_those_that_are_measured():
     ):
         (panel,) = [panel for panel in PANELS if panel.title == title]
         assert [line.metric for line in panel.lines] == [f"{group}/ratio_{name}" for name in names]
+
+
+def rewrite(folder, name, change):
+    """Passes every line of a run's file through `change`."""
+    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    (folder / name).write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+    return folder
+
+
+def test_parts_of_the_users_reward_stand_right_after_the_reward(write, tmp_path):
+    own = {"reward/in_place": 0.5, "reward/turns": 2.0, "reward/overlong": -0.1}
+    folder = rewrite(write("one"), "metrics.jsonl", lambda row: row | own if row["step"] else row)
+    text, _ = report(tmp_path, folder)
+    titles = re.findall(r"<h3>(.*?)</h3>", text)
+    place = titles.index("Reward")
+    assert titles[place : place + 3] == ["Reward", "Reward: in_place", "Reward: turns"]
+    assert titles.count("Shaped rewards") == 1
+    assert "Reward: overlong" not in titles
+    assert "All other metrics" not in text
+
+
+def test_a_reward_with_very_many_parts_does_not_push_the_curves_away(write, tmp_path):
+    own = {f"reward/part_{number:03}": 0.5 for number in range(300)}
+    change = lambda row: row | dict.fromkeys(own, row["step"]) if row["step"] else row  # noqa: E731
+    text, _ = report(tmp_path, rewrite(write("one"), "metrics.jsonl", change))
+    assert text.index("<h3>Held-out accuracy</h3>") < text.index("part_100")
+    assert "All other metrics (292)" in text
+
+
+@pytest.mark.parametrize(("rewards", "low", "high"), [((0, 0, 0, 1), 0.0, None), ((1, 1, 1, 0), None, 1.0)])
+def test_the_band_of_rewards_of_0_and_1_ends_there(rewards, low, high):
+    values = torch.tensor(rewards, dtype=torch.float64)
+    mean, std = values.mean().item(), values.std(correction=0).item()
+    rows = [{"step": step, "reward/mean": mean, "reward/std": std} for step in (1, 2)]
+    line = Line("reward/mean", "mean", spread="reward/std")
+    found = series_of(rows, line, "mean", 0)
+    assert found.low[0] == pytest.approx(mean - std if low is None else low)
+    assert found.high[0] == pytest.approx(mean + std if high is None else high)
+
+
+@pytest.mark.parametrize("rewards", [(0.0, 0.0, 0.5, 1.0), (-1.0, 1.0), (0.0, 2.0)])
+def test_the_band_of_other_rewards_is_one_standard_deviation(rewards):
+    values = torch.tensor(rewards, dtype=torch.float64)
+    mean, std = values.mean().item(), values.std(correction=0).item()
+    found = series_of([{"step": 1, "reward/mean": mean, "reward/std": std}], PANELS[0].lines[0], "mean", 0)
+    assert (found.low[0], found.high[0]) == pytest.approx((mean - std, mean + std))
+
+
+def test_rollouts_that_changed_come_first_with_the_right_answer(write, tmp_path):
+    def sample(task, before, after):
+        shared = {"split": "eval", "task": task, "prompt": f"ask {task}", "outcome": "done", "answer": f"gold {task}"}
+        texts = [(0, before), (6, after)]
+        return [shared | {"step": step, "id": f"eval.{step}.0", "completion": text, "reward": reward, "lineage": 0}
+                for step, (text, reward) in texts]  # fmt: skip
+
+    folder = write("one")
+    lines = [
+        *sample("same", ("x", 1.0), ("x", 1.0)),
+        *sample("words", ("x", 0.0), ("y", 0.0)),
+        *sample("better", ("x", 0.0), ("z", 1.0)),
+    ]
+    lines.sort(key=lambda line: line["step"])
+    (folder / "samples.jsonl").write_text("".join(json.dumps({"time": 1.0} | line) + "\n" for line in lines))
+    _, page = report(tmp_path, folder)
+    places = [page.words.index(f"ask {task}") for task in ("better", "words", "same")]
+    assert places == sorted(places)
+    assert "right answer: gold better" in page.words
+    assert "eval.6.0" in page.words
+
+
+def test_a_run_in_which_nothing_was_lost_says_so_in_full(write, tmp_path):
+    _, page = report(tmp_path, write("one"))
+    assert "no steps skipped for want of signal, 2 rollouts dropped" in page.words
+
+
+def test_names_of_settings_break_between_their_words():
+    assert key("environment.num_tasks<") == (
+        '<code class="name">environment.<wbr/>num_<wbr/>tasks&lt;</code>'
+    )  # fmt: skip

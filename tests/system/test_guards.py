@@ -449,7 +449,7 @@ def test_a_run_feeds_its_sinks_and_keeps_samples_of_both_kinds(scripted):
     assert list((scripted.folder / "tensorboard").glob("events.out.tfevents.*"))
     samples = read_samples(scripted.folder)
     held_out = [(sample["step"], sample["id"]) for sample in samples if sample.get("split") == "eval"]
-    assert held_out == [(0, "eval.0"), (0, "eval.1"), (3, "eval.0"), (3, "eval.1")]
+    assert held_out == [(0, "eval.0.0"), (0, "eval.0.1"), (3, "eval.3.0"), (3, "eval.3.1")]
     assert all(sample["prompt"] for sample in samples)
     assert len(samples) == 4 + 3 * 2
 

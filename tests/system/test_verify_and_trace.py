@@ -139,27 +139,26 @@ def test_a_rollout_is_followed_to_weights_and_batch(run, slipstream):
 
 
 def test_what_no_folder_holds_any_more_is_said_with_a_remedy(run, slipstream):
-    code, out, _ = slipstream("trace", run, "1:0")
+    code, out, _ = slipstream("trace", run, "1.0.0")
     assert code == 0
     assert "no folder holds it any more: a run with run.checkpoint_every = 1" in out
     assert "trained on: made version 0.2" in out
-    code, out, _ = slipstream("trace", run, "0:0", "--json")
+    code, out, _ = slipstream("trace", run, "0.0.0", "--json")
     assert json.loads(out)["versions"][0]["held_by"].endswith("tiny"), "the model that the run began with"
 
 
 def test_held_out_samples_and_names_that_are_not_there(run, slipstream):
     held_out = [sample for sample in read_samples(run) if sample.get("split") == "eval"]
     step = held_out[-1]["step"]
-    code, out, err = slipstream("trace", run, f"eval:{step}:0", "--json")
+    assert held_out[-1]["id"] == f"eval.{step}.{len([s for s in held_out if s['step'] == step]) - 1}"
+    code, out, err = slipstream("trace", run, f"eval.{step}.0", "--json")
     assert code == 0, err
     found = json.loads(out)
     assert (found["split"], found["update"], found["advantage"]) == ("eval", "", None)
-    code, _, err = slipstream("trace", run, held_out[-1]["id"])
-    assert code == 2
-    assert "have the id" in err
+    assert held_out[-1]["answer"]
     code, _, err = slipstream("trace", run, "nobody")
     assert code == 2
     assert "kept no sample nobody: name one of" in err
-    code, _, err = slipstream("trace", run, "2:0", "--token", 999)
+    code, _, err = slipstream("trace", run, "2.0.0", "--token", 999)
     assert code == 2
     assert "has no sampled token 999: there are 0 to" in err

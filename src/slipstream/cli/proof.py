@@ -280,7 +280,7 @@ def verify(
 def trace(
     run: Annotated[Path, Parameter(help="A run's folder.")],
     sample: Annotated[
-        str, Parameter(help="Id of a kept rollout, STEP:INDEX (the INDEX-th kept of a batch), or eval:STEP:INDEX.")
+        str, Parameter(help="Id of a kept rollout: STEP.PLACE.NUMBER, such as 38.0.1, or eval.STEP.PLACE.")
     ],
     /,
     *,
@@ -289,9 +289,10 @@ def trace(
 ) -> int:
     """Follow a rollout back to the weights that made each of its tokens, and on to the batch that it was trained in.
 
-    Kept rollouts are those of samples.jsonl (run.save_samples for each step). For every span of tokens it shows the
-    version that sampled them, that version's digest, whether the engine proved it, and which folder holds it; and of
-    the rollout its reward, its advantage, and the version that training on it made. Only the run's folder is read.
+    Kept rollouts and their ids are in samples.jsonl (run.save_samples for each step). For every span of tokens it shows
+    the version that sampled them (0.38: after 38 steps, in a run that was never resumed), that version's digest,
+    whether the engine proved it, and which folder holds it; and of the rollout its reward, its advantage, and the
+    version that training on it made. Only the run's folder is read.
     """
     from slipstream.runlog import read_run
     from slipstream.runlog.trace import trace as follow

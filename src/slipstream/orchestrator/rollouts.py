@@ -133,6 +133,7 @@ class RolloutRunner:
         policy = RecordingPolicy(generate, self._tokenizer)
         rollout = Rollout(rollout_id, task.id, group_id, policy.sequences, reward=0.0, outcome="done")
         rollout.prompt = task.prompt[-1].content if task.prompt else ""
+        rollout.answer = task.answer or ""
         try:
             await self._play(task, policy, own_time, rollout)
         except BaseException as error:  # noqa: BLE001 (the environment's code may raise anything; it is sorted there)

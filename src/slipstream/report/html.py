@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 NONE = "\u2013"
 """Stands where there is no number."""
-_VOID = frozenset({"meta", "br", "line", "rect", "polyline", "path"})
+_VOID = frozenset({"meta", "br", "wbr", "line", "rect", "polyline", "path"})
 # Control characters are shown by their Unicode pictures, and lone surrogates cannot be written as UTF-8.
 _SHOWN = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
@@ -60,6 +61,12 @@ def join(*children: Child) -> Html:
 def text(value: str) -> Html:
     """The characters of `value`, none of which is markup."""
     return Html(html.escape(value.translate(_SHOWN), quote=True))
+
+
+def key(name: str) -> Html:
+    """The name of a setting, which may be broken where its words end and nowhere else."""
+    parts = re.split(r"(?<=[._])", name)
+    return h("code", [join(h("wbr") if place else None, part) for place, part in enumerate(parts)], class_="name")
 
 
 def data(value: Any) -> Html:

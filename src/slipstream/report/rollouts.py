@@ -1,4 +1,5 @@
-"""What the model wrote before and after: the same tasks where there are such, as text that stays text."""
+"""What the model wrote before and after: the same tasks where there are such, those whose answer changed first, each
+with the right answer where it was kept; as text that stays text."""
 
 from __future__ import annotations
 
@@ -43,7 +44,14 @@ def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list
         first.setdefault(task, sample)
         if sample["step"] > last.get(task, first[task])["step"] or task not in last:
             last[task] = sample
-    return [(first[task], last[task]) for task in first if apart(first[task]["step"], last[task]["step"])]
+    pairs = [(first[task], last[task]) for task in first if apart(first[task]["step"], last[task]["step"])]
+    return sorted(pairs, key=_change)
+
+
+def _change(pair: tuple[Sample, Sample]) -> int:
+    """0 where the reward changed, 1 where only the words did, 2 where nothing did."""
+    before, after = pair
+    return 0 if before.get("reward") != after.get("reward") else int(before["completion"] == after["completion"]) + 1
 
 
 def _ends(samples: Sequence[Sample]) -> Html:
@@ -73,8 +81,10 @@ def _pair(before: Sample, after: Sample) -> Html:
 
 def _task(sample: Sample) -> Html:
     prompt = sample.get("prompt")
+    answer = sample.get("answer")
     name = h("p", str(sample.get("task", "")), class_="task")
-    return join(name, h("pre", _cut(prompt), class_="prompt") if isinstance(prompt, str) and prompt else None)
+    right = h("p", "right answer: ", h("code", _cut(answer)), class_="note") if isinstance(answer, str) else None
+    return join(name, h("pre", _cut(prompt), class_="prompt") if isinstance(prompt, str) and prompt else None, right)
 
 
 def _one(sample: Sample, word: str = "", named: bool = False) -> Html:
@@ -83,6 +93,7 @@ def _one(sample: Sample, word: str = "", named: bool = False) -> Html:
         f"{word}, step {sample['step']}" if word else "",
         f"reward {number(float(reward))}" if isinstance(reward, int | float) else "",
         "" if sample.get("outcome") == "done" else str(sample.get("outcome", "")),
+        str(sample.get("id", "")),
     ]
     facts = h("p", " · ".join(filter(None, told)), class_="note")
     return h("div", _task(sample) if named else None, h("pre", _cut(sample["completion"])), facts, class_="attempt")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.report.headline import Accuracy, Headline, headline, identity, setting
-from slipstream.report.html import NONE, Child, Html, details, duration, h, join, number, table
+from slipstream.report.html import NONE, Child, Html, details, duration, h, join, key, number, table
 from slipstream.report.plot import linear_scale
 from slipstream.runlog import RunRecord, RunSummary
 
@@ -65,11 +65,10 @@ def tiles(record: RunRecord, head: Headline) -> Html:
     if head.reward is not None:
         found.append(_tile("reward", number(head.reward[1]), "", f"last step; first step {number(head.reward[0])}"))
     summary = record.summary
-    missing = [f"{head.dropped} rollouts dropped" if head.dropped else "",
-               f"{head.skipped} steps without signal" if head.skipped else ""]  # fmt: skip
+    lost = f"{head.skipped or 'no'} step{'s' * (head.skipped != 1)} skipped for want of signal" if head.reward else ""
+    lost += f", {head.dropped or 'no'} rollout{'s' * (head.dropped != 1)} dropped" if head.reward else ""
     found.append(
-        _tile("steps", f"{summary.step}", f"of {summary.total_steps}" if summary.total_steps else "",
-              ", ".join(filter(None, missing)) or "none left out")
+        _tile("steps", f"{summary.step}", f"of {summary.total_steps}" if summary.total_steps else "", lost)
     )  # fmt: skip
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started)) if summary.started else ""
     found.append(_tile("time", duration(summary.duration_s), "", f"began {started}" if started else ""))
@@ -166,7 +165,7 @@ def _warnings(events: Sequence[dict[str, Any]]) -> Html:
     resumes = [event for event in events if event["kind"] == "resume"]
     if restarts:
         told.append(f"The engine was started again {len(restarts)} times.")
-    told += [f"Lineage {event['lineage']} went on after step {event['step']}." for event in resumes]
+    told += [f"Resumed after step {event['step']}." for event in resumes]
     if not told:
         return h("p", "No warnings.")
     counted = {text: told.count(text) for text in told}
@@ -186,7 +185,7 @@ def settings(record: RunRecord) -> Html:
 
     def rows(wanted: bool) -> list[list[Child]]:
         return [
-            [h("code", item.name), h("code", item.value or "not set"), item.origin]
+            [key(item.name), h("code", item.value or "not set"), item.origin]
             for item in record.settings
             if wanted == (item.applies and item.origin != "default")
         ]
@@ -266,7 +265,7 @@ def _differing(records: Sequence[RunRecord]) -> list[list[Child]]:
     for name in names:
         values = [setting(record, name) for record in records]
         if len(set(values)) > 1:
-            found.append([h("code", name), *(h("code", value) if value else NONE for value in values)])
+            found.append([key(name), *(h("code", value) if value else NONE for value in values)])
     return found
 
 

@@ -113,8 +113,13 @@ PANELS = (
           (Line("reward/overlong", "over-long"), Line("reward/length", "length in the group"),
            Line("reward/thinking", "thinking"))),
 )  # fmt: skip
+_OWN = "What your reward returned under this name, or your environment measured: mean over a step's rollouts."
+_MAX_OWN = 8
+"""Panels of a reward's own parts that stand among the first; more are with all other metrics."""
 DROPPED = Panel("Outcomes dropped", "Rollouts that could not be trained on, by reason.", (), from_zero=True)
 _TIMES = "time/"
+_REWARD = "reward/"
+_NOT_OWN = ("reward/drawn_mean",)
 
 
 def value_of(row: dict[str, Any], name: str) -> float | None:
@@ -126,7 +131,8 @@ def value_of(row: dict[str, Any], name: str) -> float | None:
 
 
 def panels_of(runs: Sequence[list[dict[str, Any]]]) -> tuple[list[Panel], list[Panel]]:
-    """The panels that any of the runs has numbers for, and one for each metric that no panel shows."""
+    """The panels that any of the runs has numbers for, the user's own parts of the reward right after the reward; and
+    one for each metric that no panel shows."""
     present = {name for rows in runs for row in rows for name in row if "/" in name}
     known = [panel for panel in PANELS if any(line.metric in present for line in panel.lines)]
     reasons = sorted(name for name in present if name.startswith("dropped/"))
@@ -137,12 +143,30 @@ def panels_of(runs: Sequence[list[dict[str, Any]]]) -> tuple[list[Panel], list[P
         name for panel in known for line in panel.lines for name in (line.metric, line.spread, line.low, line.high)
     }
     rest = sorted(name for name in present - shown if not name.startswith(_TIMES))
-    return known, [Panel(name, "", (Line(name, name.partition("/")[2]),)) for name in rest if _varies(runs, name)]
+    own = [name for name in rest if name.startswith(_REWARD) and name not in _NOT_OWN][:_MAX_OWN]
+    place = next((place + 1 for place, panel in enumerate(known) if panel.lines[0].metric == "reward/mean"), 0)
+    known[place:place] = [_panel_of(name, f"Reward: {name.removeprefix(_REWARD)}", _OWN) for name in own]
+    return known, [_panel_of(name, name, "") for name in rest if name not in own and _varies(runs, name)]
+
+
+def _panel_of(name: str, title: str, note: str) -> Panel:
+    return Panel(title, note, (Line(name, name.partition("/")[2]),))
+
+
+def is_right_or_wrong(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether every reward was 0 or 1, seen from mean and standard deviation: for numbers between 0 and 1 the variance
+    is at most mean * (1 - mean), and only where all are 0 or 1 is it that (Bhatia and Davis, 2000)."""
+    pairs = [(value_of(row, "reward/mean"), value_of(row, "reward/std")) for row in rows]
+    known = [(mean, spread) for mean, spread in pairs if mean is not None and spread is not None]
+    return bool(known) and all(
+        0 <= mean <= 1 and math.isclose(spread**2, mean * (1 - mean), abs_tol=1e-9) for mean, spread in known
+    )
 
 
 def series_of(rows: list[dict[str, Any]], line: Line, label: str, color: int) -> Series | None:
     """The line through a run's rows, or None when no row has the metric."""
     points: list[tuple[float, float, float, float]] = []
+    least, most = (0.0, 1.0) if line.spread == "reward/std" and is_right_or_wrong(rows) else (-math.inf, math.inf)
     for row in rows:
         value = value_of(row, line.metric)
         if value is None:
@@ -156,8 +180,8 @@ def series_of(rows: list[dict[str, Any]], line: Line, label: str, color: int) ->
             (
                 float(row["step"]),
                 value,
-                value - spread if low is None else low,
-                value + spread if high is None else high,
+                max(least, value - spread) if low is None else low,
+                min(most, value + spread) if high is None else high,
             )
         )
     if not points:

@@ -23,15 +23,23 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
     return {
         "step": step,
         **fields,
-        "id": rollout.id,
+        "id": sample_id(rollout.id, step),
         "task": rollout.task_id,
         "prompt": rollout.prompt,
+        **({"answer": rollout.answer} if rollout.answer else {}),
         "completion": rollout.completion,
         "reward": rollout.reward,
         "outcome": rollout.outcome,
         "version": version,
         "sequences": [_tokens_of(sequence) for sequence in rollout.sequences],
     }
+
+
+def sample_id(rollout_id: str, step: int) -> str:
+    """`STEP.PLACE.NUMBER` of a batch's rollout, and `eval.STEP.PLACE` of a held-out one, which itself is `eval.PLACE`
+    in every evaluation."""
+    kind, _, place = rollout_id.partition(".")
+    return f"eval.{step}.{place}" if kind == "eval" and place.isdigit() else rollout_id
 
 
 def _tokens_of(sequence: Sequence) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import msgspec
 from slipstream.errors import ConfigError, DataError
 from slipstream.runlog.files import whole_lines
 from slipstream.runlog.record import RunRecord
+from slipstream.runlog.samples import sample_id
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class _Sample(_Place):
 
 
 def trace(record: RunRecord, wanted: str, token: int | None = None) -> Trace:
-    """Follow the sample called `wanted`: its id, `STEP:INDEX` among the samples of a step's batch, or
-    `eval:STEP:INDEX`. With `token`, also the sampled token of that number. Raises ConfigError when there is none."""
+    """Follow the sample with the id `wanted`, see `sample_id`. With `token`, also the sampled token of that number.
+    Raises ConfigError when there is none."""
     folder = record.summary.folder
     sample = _with_tokens(_find(_samples(record), wanted, folder), folder / "samples.jsonl")
     spans, tokens = _follow(sample)
@@ -139,32 +140,27 @@ def trace(record: RunRecord, wanted: str, token: int | None = None) -> Trace:
     )
 
 
-def _samples(record: RunRecord) -> list[_Sample]:
+def _samples(record: RunRecord) -> dict[str, _Sample]:
+    """By their ids."""
     try:
-        return [msgspec.convert(sample, _Sample) for sample in record.samples]
+        found = [msgspec.convert(sample, _Sample) for sample in record.samples]
     except msgspec.ValidationError as error:
         path = record.summary.folder / "samples.jsonl"
         raise DataError(f"{path} has a line that is no sample of ours ({error}): remove that line") from error
+    for sample in found:
+        sample.id = sample_id(sample.id, sample.step)
+    return {sample.id: sample for sample in found}
 
 
-def _find(samples: list[_Sample], wanted: str, folder: Path) -> _Sample:
-    named: dict[str, _Sample] = {}
-    counts: dict[tuple[str, int], int] = {}
-    for sample in samples:
-        index = counts[sample.split, sample.step] = counts.get((sample.split, sample.step), -1) + 1
-        prefix = "" if sample.split == "train" else f"{sample.split}:"
-        named[f"{prefix}{sample.step}:{index}"] = sample
-    if wanted in named:
-        return named[wanted]
-    places = [place for place, sample in named.items() if sample.id == wanted]
-    if len(places) == 1:
-        return named[places[0]]
-    if places:
-        raise ConfigError(f"{len(places)} samples of {folder} have the id {wanted}: name one of {_some(places)}")
-    if not named:
+def _find(samples: dict[str, _Sample], wanted: str, folder: Path) -> _Sample:
+    if wanted in samples:
+        return samples[wanted]
+    if not samples:
         raise ConfigError(f"{folder} kept no sample: name a run of reinforcement learning that has made a step")
-    said = _some([f"{sample.id} ({place})" for place, sample in named.items()])
-    raise ConfigError(f"{folder} kept no sample {wanted}: name one of {said} (run.save_samples says how many are kept)")
+    raise ConfigError(
+        f"{folder} kept no sample {wanted}: name one of {_some(list(samples))}, as samples.jsonl and slipstream report "
+        "have them (run.save_samples says how many are kept)"
+    )
 
 
 def _with_tokens(sample: _Sample, path: Path) -> _Sample:
