@@ -34,6 +34,7 @@ LAYERS = {
     "report": 6,
     "cli": 6,
     "view": 6,
+    "__main__": 7,
 }
 SAME_LAYER = {("cli", "view"), ("cli", "report"), ("records", "errors")}
 """Pairs of one layer in which the first may import the second."""

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from slipstream.cli import main
+from slipstream.cli import commands, main, proof
+from slipstream.cli.first_run import FILES
+from slipstream.errors import ConfigError, Interrupted
+from slipstream.launch import local as launch_local
 from slipstream.runlog import read_exit
 from slipstream.trainer.new_model import new_model
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = [
-    *("train", "sft", "eval", "plan", "runs", "report", "env", "env test", "model", "model new"),
+    *("init", "train", "sft", "eval", "plan", "runs", "report", "env", "env test", "model", "model new"),
     *("chat", "serve-model", "export", "bench", "bench sync", "verify", "trace"),
 ]
 RUN_FILE = """
@@ -282,3 +290,83 @@ def test_env_test_says_when_there_is_no_model_to_look_into_yet(slipstream, run_f
     code, out, err = slipstream("env", "test", run_file, "--model.path", "models/later", "--num-tasks", "8")
     assert code == 0, err
     assert "models/later has no tokenizer.json" in out
+
+
+def test_init_writes_a_first_run_that_can_be_planned(slipstream, model, tmp_path, monkeypatch):
+    code, out, err = slipstream("init", "first")
+    assert (code, err) == (0, "")
+    assert sorted(path.name for path in (tmp_path / "first").iterdir()) == ["environment.py", "rl.toml", "sft.toml"]
+    commands = [shlex.split(line) for line in out.splitlines() if line.startswith("slipstream ")]
+    assert ["slipstream", "sft", "sft.toml", "--run.folder", "runs/sft"] in commands
+    monkeypatch.chdir(tmp_path / "first")
+    for name in ("sft.toml", "rl.toml"):
+        code, out, err = slipstream("plan", name, "--model.path", model)
+        assert code == 0, err
+    code, out, err = slipstream("env", "test", "sft.toml", "--num-tasks", "16")
+    assert code == 0, err
+    assert "passed: the rewards of environment tell" in out
+    monkeypatch.chdir(tmp_path)
+    code, _, err = slipstream("init", "first")
+    assert code == 2
+    assert "give a new one" in err
+    assert slipstream("init", "second", "--json")[0] == 0
+
+
+def test_the_first_run_is_the_tutorials():
+    """So that the figures that its files promise are those that the tutorial's test sees."""
+    tutorial = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^# (\S+)\n(.*?)^```$", tutorial, re.DOTALL | re.MULTILINE))
+    for ours, theirs in (("sft.toml", "sft.toml"), ("rl.toml", "grpo.toml")):
+        found, expected = tomllib.loads(FILES[ours]), tomllib.loads(blocks[theirs])
+        assert found.pop("environment") == {"name": "environment.py"}
+        assert expected.pop("environment") == {"name": "sorting.py"}
+        assert found == expected
+
+    def made(text):
+        names = {}
+        exec(text, names)  # ours
+        return names["tasks"]("eval", 50, 3), names["reward"](SimpleNamespace(answer="123"), "132")
+
+    assert made(FILES["environment.py"]) == made(blocks["sorting.py"])
+
+
+def test_help_names_commands_that_there_are(slipstream):
+    _, out, _ = slipstream("--help")
+    shown = [line.split()[1] for line in out.replace("│", " ").splitlines() if line.split()[:1] == ["slipstream"]]
+    assert {"init", "model", "env", "plan", "sft", "export", "train", "report", "chat"} <= set(shown)
+
+
+def test_the_package_is_the_command_as_well():
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+
+
+def test_commands_take_text_for_paths(model, run_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a?", "completion": "a!"}) + "\n")
+    run_file.write_text(SFT.format(model=model))
+    settings = ("--no-evaluation", "--data.path", "rows.jsonl", "--training.prompts_per_batch", "1")
+    run = ("--run.threads", "1", "--run.folder", "runs/one")
+    assert commands.plan("run.toml", *settings) == 0
+    assert commands.train("run.toml", *settings, *run, json=True) == 0
+    assert commands.runs("runs") == 0
+    assert commands.report("runs/one", out="one.html") == 0
+    assert commands.export("runs/one", "exported") == 0
+    assert commands.model_new("made", hidden_size=32, num_layers=1) == 0
+    assert commands.init("first") == 0
+    assert proof.verify("runs/one") == 0
+    with pytest.raises(ConfigError, match="kept no sample"):
+        proof.trace("runs/one", "0.0.0")
+
+
+def test_a_wished_stop_is_no_error(slipstream, monkeypatch, run_file):
+    def stop(*_, **__):
+        raise Interrupted("stopped at step 9 of 16: continue with --resume")
+
+    monkeypatch.setattr(launch_local, "train", stop)
+    code, _, err = slipstream("train", run_file)
+    assert code == 130
+    assert err.startswith("stopped at step 9 of 16")

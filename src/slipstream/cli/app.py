@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from typing import Any
 
 from cyclopts import App, CycloptsError, Group
@@ -11,7 +12,8 @@ from rich.console import Console
 
 import slipstream
 from slipstream.cli import commands, proof, talk
-from slipstream.errors import SlipstreamError
+from slipstream.cli.first_run import COMMANDS
+from slipstream.errors import Interrupted, SlipstreamError
 from slipstream.inference.child import leave
 
 USAGE_EXIT_CODE = 2
@@ -21,15 +23,12 @@ app = App(
     version=slipstream.__version__,
     help="""Post-trains language models: vLLM generates, PyTorch trains, new weights slip into the running engine.
 
-    A first run, in this order; docs/tutorial.md explains it:
+    A first run, in this order; five minutes on a CPU, and docs/tutorial.md explains it:
 
-        slipstream model new models/small
-        slipstream env test run.toml
-        slipstream plan run.toml
-        slipstream sft run.toml --run.folder runs/first
-        slipstream report runs/first
-        slipstream chat runs/first
-    """,
+        slipstream init first
+        cd first
+{commands}
+    """.format(commands=textwrap.indent(COMMANDS.rstrip(), 8 * " ")),
 )
 _BEFORE, _TRAIN, _LOOK, _USE = (
     Group(title, sort_key=place)
@@ -38,6 +37,7 @@ _BEFORE, _TRAIN, _LOOK, _USE = (
 for part in (commands.env_app, commands.model_app, proof.bench_app):
     part.group = (_BEFORE,)
     app.command(part)
+app.command(commands.init, group=_BEFORE)
 app.command(commands.plan, group=_BEFORE)
 app.command(commands.sft, group=_TRAIN)
 app.command(commands.train, group=_TRAIN)
@@ -63,6 +63,9 @@ def main(arguments: list[str] | None = None) -> Any:
         stderr.print("[red]error:[/] ", end="")
         stderr.print(f"{str(error).strip()}  (slipstream --help)", markup=False)
         code = USAGE_EXIT_CODE
+    except Interrupted as stopped:  # as was wished
+        stderr.print(str(stopped), markup=False)
+        code = stopped.exit_code
     except SlipstreamError as error:
         stderr.print("[red]error:[/] ", end="")
         stderr.print(str(error), markup=False)

@@ -1,9 +1,10 @@
-"""The commands. Each docstring is what `--help` shows."""
+"""The commands. Each docstring is what `--help` shows. Called from Python, they take a path as text too."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ def _train(
 ) -> int:
     from slipstream.config import load_config
 
+    run_file = Path(run_file)
     loaded = load_config(run_file, overrides, algorithm=algorithm)
     if resume and loaded.config.run.folder is None:
         raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
@@ -142,7 +144,7 @@ def evaluate(
     from slipstream.config import load_config
 
     extra = ("--model.path", model) if model else ()
-    loaded = load_config(run_file, (*overrides, *extra))
+    loaded = load_config(Path(run_file), (*overrides, *extra))
     from slipstream.launch.evaluate import evaluate_model
     from slipstream.launch.prepare import prepare
     from slipstream.view import make_view
@@ -157,11 +159,23 @@ def evaluate(
     return 0
 
 
+def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /, *, json: Json = False) -> int:
+    """Write a first task and its run files: environment.py, sft.toml and rl.toml, for five minutes on a CPU."""
+    from slipstream.cli.first_run import COMMANDS, FILES, write_first_run
+
+    path = write_first_run(Path(folder))
+    if json:
+        _print_json({"folder": str(path), "files": list(FILES)})
+    else:
+        print(f"wrote {', '.join(FILES)}; next:\n\ncd {shlex.quote(str(path))}\n{COMMANDS}", end="")
+    return 0
+
+
 def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int:
     """Check a run file and show every setting that is derived from it, and why; start nothing."""
     from slipstream.config import load_config
 
-    loaded = load_config(run_file, overrides)
+    loaded = load_config(Path(run_file), overrides)
     from rich.console import Console
 
     from slipstream.launch.prepare import prepare
@@ -184,6 +198,7 @@ def runs(
     from slipstream.runlog import list_runs
     from slipstream.view import render_runs
 
+    root = Path(root)
     if root.is_file() or (root != Path("runs") and not root.exists()):
         raise ConfigError(f"{root} {'is a file' if root.is_file() else 'does not exist'}: name a folder of run folders")
     found = list_runs(root)
@@ -208,7 +223,7 @@ def export(
     """Take what can be deployed out of a checkpoint: a model, a LoRA adapter, or both merged into one model."""
     from slipstream.launch.export import export as write
 
-    path = write(checkpoint, out, merged=merged, trust_remote_code=trust_remote_code)
+    path = write(Path(checkpoint), Path(out), merged=merged, trust_remote_code=trust_remote_code)
     _print_json({"folder": str(path)}) if json else print(f"exported: {path}")
     return 0
 
@@ -223,7 +238,7 @@ def report(
         raise ConfigError("report needs a run folder: name one or more, as `slipstream runs` lists them")
     from slipstream.report import write_report
 
-    path = write_report(folders, out)
+    path = write_report([Path(folder) for folder in folders], None if out is None else Path(out))
     _print_json({"report": str(path)}) if json else print(f"report: {path}")
     return 0
 
@@ -244,7 +259,7 @@ def env_test(
 
     from slipstream.config import load_config
 
-    config = load_config(run_file, overrides).config
+    config = load_config(Path(run_file), overrides).config
     if config.environment is None:
         raise ConfigError(f"{run_file} names no environment to test: add [environment] name = ...")
     from slipstream.config.schema import EvaluationConfig
@@ -334,7 +349,7 @@ def model_new(
     from slipstream.trainer.new_model import new_model
 
     path = new_model(
-        folder,
+        Path(folder),
         tokenizer=tokenizer,
         hidden_size=hidden_size,
         num_layers=num_layers,

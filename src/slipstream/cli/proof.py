@@ -252,7 +252,7 @@ def verify(
     from slipstream.launch.verify import raise_unless_right
     from slipstream.launch.verify import verify as find
 
-    verdicts = find(path, engine)
+    verdicts = find(Path(path), None if engine is None else Path(engine))
     if json:
         _print_json([dataclasses.asdict(verdict) | {"gb_per_s": verdict.gb_per_s} for verdict in verdicts])
     else:
@@ -297,7 +297,7 @@ def trace(
     from slipstream.runlog import read_run
     from slipstream.runlog.trace import trace as follow
 
-    found = follow(read_run(run), sample, token)
+    found = follow(read_run(Path(run)), sample, token)
     if json:
         _print_json(dataclasses.asdict(found))
     else:
