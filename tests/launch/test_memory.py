@@ -3,12 +3,18 @@
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
 from slipstream.launch import ModelFacts
-from slipstream.launch.memory import optimizer_bytes, training_state_bytes, weights_bytes
+from slipstream.launch.memory import (
+    activation_bytes_per_token,
+    optimizer_bytes,
+    training_state_bytes,
+    weights_bytes,
+)
 from slipstream.launch.models import build_optimizer
+from slipstream.trainer.layers import LayerOptions, dress_layers
 
 CONFIG = RunConfig(
     model=ModelConfig(path="org/name"),
@@ -84,3 +90,33 @@ def test_a_tied_head_needs_no_more_while_a_row_is_there():
         gradients(network, 2)
         peaks[tied] = most_bytes(lambda network=network: gradients(network, 2 * HIDDEN))
     assert peaks[True] == pytest.approx(peaks[False], abs=0.1 * 4 * VOCABULARY * HIDDEN)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scores", ["plain", "capped"])
+def test_attention_without_a_kernel_takes_what_is_counted(scores, dtype, checkpointing):
+    torch.manual_seed(0)
+    config, network = {"plain": (Qwen3Config, Qwen3ForCausalLM), "capped": (Gemma2Config, Gemma2ForCausalLM)}[scores]
+    layers, heads, tokens = 4, 4, 384
+    shape = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    made = network._from_config(config(**shape), dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    dress_layers(made, LayerOptions(checkpointing))
+
+    def work():
+        made(input_ids=torch.arange(tokens)[None] % 32, use_cache=False).logits.float().sum().backward()
+
+    work()
+    model = ModelFacts(made.num_parameters(), 16, 16, layers, heads, 2, 8, 512, 32, dtype, scores=scores)
+    planned = tokens * activation_bytes_per_token(model, dtype, checkpointing=checkpointing, longest=tokens)
+    without = tokens * activation_bytes_per_token(model, dtype, checkpointing=checkpointing)
+    assert without < 0.2 * planned
+    assert 0.8 * planned <= most_bytes(work) <= 1.2 * planned

@@ -118,6 +118,25 @@ def test_a_gradient_that_is_zero_though_nothing_was_masked_is_an_error(scripted,
     assert "it is zero" in report.message
 
 
+LOGGED = """
+import logging
+
+def loss(inputs):
+    logging.getLogger("slipstream.trainer.compiled").warning("another way is taken")
+    logging.getLogger("slipstream.trainer.attention_gpu").info("a kernel computes")
+    return -inputs.advantages_N * (inputs.logprobs_N - inputs.old_logprobs_N).exp()
+"""
+
+
+def test_what_the_trainer_falls_back_to_is_an_event(scripted, tmp_path):
+    loss = tmp_path / "losses.py"
+    loss.write_text(LOGGED)
+    report = scripted.run(*WITHOUT_EVALUATION, "--algorithm.loss", f"{loss}:loss", "--training.steps", "1")
+    assert report.status == "finished"
+    assert {event["message"] for event in scripted.events("warning")} == {"another way is taken"}
+    assert {event["message"] for event in scripted.events("trainer")} == {"a kernel computes"}
+
+
 def test_a_gradient_that_is_not_finite_is_an_error(scripted):
     report = scripted.run(*WITHOUT_EVALUATION, change=off_by(math.nan))
     assert (report.error, report.exit_code, report.step) == ("TrainingError", 7, 0)

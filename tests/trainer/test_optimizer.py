@@ -126,6 +126,16 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(bad):
     assert optimizer.step == 0
 
 
+def test_a_gradient_that_is_not_finite_on_another_rank_is_named():
+    model = nn.ModuleDict({"good": nn.Linear(2, 2, bias=False), "bad": nn.Linear(2, 2, bias=False)})
+    optimizer = MasterAdamW(model.named_parameters())
+    model["good"].weight.sum().backward()
+    optimizer.norm_over_ranks = lambda own: math.nan
+    optimizer.sums_over_ranks = lambda own: [here + there for here, there in zip(own, [0, 3], strict=True)]
+    with pytest.raises(TrainingError, match=r"3 of 4 values of bad\.weight are NaN or infinite"):
+        optimizer.prepare(0.1)
+
+
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_zero_gradient_is_refused(backward):
     model = nn.Linear(2, 2)

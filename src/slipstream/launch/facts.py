@@ -65,13 +65,14 @@ def gather_facts(
     Raises ConfigError when the model cannot be read.
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
+    trusted = config.model.trust_remote_code
     card, torch_version = name_card() if num_gpus else ("", "")
     peaks, told = find_peaks(config.run.folder) if num_gpus else ((), ())
     return Facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
         model=dataclasses.replace(
-            read_trained_model(config.model.path, trust_remote_code=config.model.trust_remote_code), thinks=thinks
+            _with_scores(config, read_trained_model(config.model.path, trust_remote_code=trusted)), thinks=thinks
         ),
         data=dataclasses.replace(
             measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
@@ -224,6 +225,18 @@ def read_trained_model(path: str, *, trust_remote_code: bool = False) -> ModelFa
     # An estimate is of the decoder alone.
     num_parameters = facts.num_parameters + (0 if is_counted else num_frozen)
     return dataclasses.replace(facts, num_frozen=num_frozen, num_parameters=num_parameters)
+
+
+def _with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
+    """`model` as attention without packing computes it."""
+    if config.training.packing:
+        return model
+    from slipstream.trainer.model import unpacked_attention
+
+    implementation, is_capped = unpacked_attention(config.model.path, config.model.trust_remote_code)
+    if implementation != "eager":
+        return model
+    return dataclasses.replace(model, scores="capped" if is_capped else "plain")
 
 
 def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:

@@ -20,6 +20,7 @@ from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import START_GRACE_S, Draws, quiet_s, waits_of
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
+from slipstream.launch.log_events import logged_as_events
 from slipstream.launch.models import Trained, build, build_objective, build_sharded, open_shared, share_weights
 from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
@@ -83,6 +84,7 @@ def train(
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
+        logged_as_events(log, progress.message),
     ):
         before = read_settings(folder) if resume else {}
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))

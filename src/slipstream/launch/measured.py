@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 """A model of fewer was made for its task, as by `slipstream model new`: no chat model has so few."""
@@ -33,6 +33,9 @@ class ModelFacts:
     """Of the parameters, those of an image tower, which is not trained."""
     original_context: int = 0
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
+    scores: Literal["", "plain", "capped"] = ""
+    """How its attention makes a number of every two tokens of a row, soft-capped or not, where it does (without packing
+    and a kernel for it)."""
     thinks: bool = False
     """Whether its chat template has a switch for thinking."""
 

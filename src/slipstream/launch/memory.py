@@ -97,8 +97,10 @@ def activation_bytes_per_token(
     offload: bool = False,
     adapter_outputs: int = 0,
     dora: bool = False,
+    longest: int = 0,
 ) -> int:
-    """What one trained token keeps until its backward pass.
+    """What one trained token keeps until its backward pass; `longest`: tokens of the longest row, for
+    `score_bytes_per_token`.
 
     Every layer keeps what `layer_elements` says; where it is computed again, its input (which `offload` moves away, but
     for two), and one layer at a time the rest. An adapter's matrices give `adapter_outputs` numbers, all layers
@@ -114,7 +116,26 @@ def activation_bytes_per_token(
         elements = model.num_layers * layer_elements(model, selective=True) + adapter_outputs + whole
     else:
         elements = model.num_layers * whole + beside
-    return elements * BYTES_OF[dtype] + logits_bytes_per_token(model, dtype)
+    scores = score_bytes_per_token(model, dtype, longest, checkpointing=checkpointing)
+    return elements * BYTES_OF[dtype] + logits_bytes_per_token(model, dtype) + scores
+
+
+def score_bytes_per_token(model: ModelFacts, dtype: str, longest: int, *, checkpointing: Checkpointing = False) -> int:
+    """What attention without a kernel keeps of one token of a row of `longest`, with each of these tokens and in every
+    head: the probability in fp32, and in the model's dtype where that is another, and what is capped. While a layer
+    computes, the score and its gradient too. `selective` keeps products, here the score."""
+    if not model.scores:
+        return 0
+    size = BYTES_OF[dtype]
+    kept = 4 + (size if size < 4 else 0) + (size if model.scores == "capped" else 0)
+    passing = 4 + size
+    if checkpointing is True:
+        pair = kept + passing
+    elif checkpointing == "selective":
+        pair = model.num_layers * size + kept + passing
+    else:
+        pair = model.num_layers * kept + passing
+    return model.num_heads * longest * pair
 
 
 def layer_elements(model: ModelFacts, *, compiled: bool = False, selective: bool = False) -> int:

@@ -179,6 +179,14 @@ class Rows:
         return int(min(difference, MOST_MORE * (self.state + activations)) * min(MOST_STRETCH, max(1.0, stretch)))
 
 
+def _longest(config: RunConfig, facts: Facts) -> int:
+    """Tokens of the longest sequence that is trained on."""
+    if not isinstance(config.algorithm, RLConfig):
+        return facts.data.max_sequence_tokens or 0
+    length = config.inference.max_model_len
+    return facts.model.context_length if length == "auto" else length
+
+
 def rows_of(config: RunConfig, facts: Facts, *, checkpointing: Any) -> Rows:
     """Rows as they are computed under `config`, in which nothing but `training.gradient_checkpointing` need be decided
     of what `memory_settings` asks for."""
@@ -191,6 +199,7 @@ def rows_of(config: RunConfig, facts: Facts, *, checkpointing: Any) -> Rows:
         offload=training.offload_activations,
         adapter_outputs=facts.adapter.num_outputs if facts.adapter else 0,
         dora=config.lora is not None and config.lora.dora,
+        longest=_longest(config, facts),
     )
     settings = memory_settings(config, facts) | {"training.gradient_checkpointing": checkpointing}
     return Rows(

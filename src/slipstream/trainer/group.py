@@ -8,7 +8,7 @@ step's; only rank 0 reads the model's files.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -33,6 +33,7 @@ _VARIABLES = {
 
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _MARK = "_is_fsdp_managed_module"
 _SAID_BYTES = 512
 """Of what a rank may say of a failure."""
@@ -71,22 +72,32 @@ class RankGroup:
 
     def leave(self) -> None:
         """Give the group up, without waiting for anybody."""
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+        try:
             if self.device.type == "cuda":
                 self.abort()
             torch.distributed.destroy_process_group()
+        except (RuntimeError, ValueError, AssertionError) as error:
+            _log.warning("the ranks' group was given up with %s: %s", type(error).__name__, error)
 
     def abort(self) -> None:
         """End every wait for the others, from any thread; only GPUs need it, since gloo notices by itself."""
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError, AttributeError):
+        try:
             group: Any = torch.distributed.group.WORLD
             group._get_backend(self.device).abort()
+        except (RuntimeError, ValueError, AssertionError, AttributeError) as error:
+            _log.warning("waits of the ranks' group could not be ended: %s: %s", type(error).__name__, error)
 
     def norm(self, own: float) -> float:
         """The norm of what all ranks have, from the norm of this one's."""
         squares = torch.tensor([own], dtype=torch.float64, device=self.device).square()
         torch.distributed.all_reduce(squares)
         return squares.sqrt().item()
+
+    def sums(self, own: list[int]) -> list[int]:
+        """Of these numbers, over all ranks."""
+        counts = torch.tensor(own, dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(counts)
+        return counts.tolist()
 
     def first_problem(self, own: str) -> str:
         """What went wrong on the first rank that says something, and which one that is: the same on all of them."""

@@ -84,7 +84,7 @@ class PolicyModel:
         hide_progress_bars()
         folder = resolve_folder(path)
         check_architecture(folder, trust_remote_code, packing=packing)
-        implementation = attention.register() if packing else _unpacked_attention(folder, trust_remote_code)
+        implementation = attention.register() if packing else unpacked_attention(folder, trust_remote_code)[0]
         network = load_network(
             folder, dtype, trust_remote_code, implementation=implementation, shared=shared, unread=unread
         )
@@ -396,15 +396,16 @@ def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing
     _check_config(config, str(folder), packing)
 
 
-def _unpacked_attention(folder: Path, trust_remote_code: bool) -> str:
-    """Transformers' SDPA, which leaves out soft-capping and sinks without a word; its plain one where those are."""
+def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, bool]:
+    """Transformers' SDPA, which leaves out soft-capping and sinks without a word; its plain one where those are, and
+    whether it caps."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
-        return "eager"
+        return "eager", True
     (name, *_) = [*(getattr(config, "architectures", None) or []), ""]
-    return "sdpa" if getattr(getattr(transformers, name, None), "_supports_sdpa", True) else "eager"
+    return "sdpa" if getattr(getattr(transformers, name, None), "_supports_sdpa", True) else "eager", False
 
 
 def _one_line(error: BaseException) -> str:

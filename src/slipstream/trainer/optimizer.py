@@ -80,6 +80,8 @@ class Optimizer(ABC):
         """Optimizer steps made so far."""
         self.norm_over_ranks: Callable[[float], float] | None = None
         """Where every rank has a share of each parameter: from the norm of its own share to that of all."""
+        self.sums_over_ranks: Callable[[list[int]], list[int]] | None = None
+        """Then also: from numbers of its own to those of all."""
         self._prepared = False
         self._parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
@@ -248,11 +250,11 @@ class Optimizer(ABC):
 
     def _explain(self, norm: float) -> str:
         """Which gradient is bad, in one sentence."""
-        counts = {
-            name: int((~torch.isfinite(holder.grad)).sum())
-            for name, holder in self._holders.items()
-            if holder.grad is not None
-        }
+        gradients = [holder.grad for holder in self._holders.values()]
+        bad = [0 if gradient is None else int((~torch.isfinite(gradient)).sum()) for gradient in gradients]
+        if self.sums_over_ranks is not None:
+            bad = self.sums_over_ranks(bad)
+        counts = dict(zip(self._holders, bad, strict=True))
         worst = max(counts, key=lambda name: counts[name])
         if not counts[worst]:
             return f"optimizer step {self.step} has a gradient whose norm is {norm}: lower the learning rate"

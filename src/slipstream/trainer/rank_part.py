@@ -7,7 +7,7 @@ float64. How commands travel is `launch.ranks`' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -232,6 +232,7 @@ class Part:
     def __post_init__(self) -> None:
         if self.optimizer is not None:
             self.optimizer.norm_over_ranks = self.group.norm
+            self.optimizer.sums_over_ranks = self.group.sums
 
     def do(self, command: AnyCommand) -> Answer:
         """Carry out a command. Raises ZeroGradientError on all ranks alike, which have then lost nothing but that
@@ -318,7 +319,7 @@ class Part:
             return [(name, tensor)]
         return self.model.stored(name, tensor)
 
-    def gather(self, what: str) -> Iterator[tuple[str, Tensor]]:
+    def gather(self, what: str) -> Generator[tuple[str, Tensor]]:
         """The whole tensors in rank 0, one after another, under the network's own names."""
         yield from gathered(self.shards(what), self.group.rank, self.group.size)
 

@@ -8,7 +8,7 @@ fingerprint none do. Who the other ranks are, and what happens when one dies, is
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -115,12 +115,13 @@ class SpreadModel:
 
     def _gathered(self, what: str) -> Generator[tuple[str, Tensor]]:
         specs = self._stored(what)
-        with self.crew.meanwhile(Gather(self.name, what)):
+        # Closed before the others are waited for: whoever had enough goes through the rest with them.
+        with self.crew.meanwhile(Gather(self.name, what)), closing(self.part.gather(what)) as tensors:
             if specs is None:
-                for name, tensor in self.part.gather(what):
+                for name, tensor in tensors:
                     yield from self.part.stored(what, name, tensor)
                 return
-            for spec, (_, tensor) in zip(specs, self.part.gather(what), strict=True):
+            for spec, (_, tensor) in zip(specs, tensors, strict=True):
                 yield spec.name, tensor
 
     def _described(self, what: str) -> tuple[records.ParameterSpec, ...]:

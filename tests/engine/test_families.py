@@ -1,0 +1,108 @@
+"""Families of models of which trainer and engine could easily compute something else: their log-probabilities are the
+same in float32, packed and unpacked, beyond the original context too."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.records import SamplingParams, Sequence
+from slipstream.trainer.learner import score
+from slipstream.trainer.model import PolicyModel
+
+from .architectures import _text
+from .conftest import start, stop
+from .test_lora import start_lora
+
+SAMPLING = SamplingParams(max_tokens=24)
+PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(n)] for i, n in enumerate((8, 12, 90, 200))]
+"""With and beyond the 64 tokens of an original context."""
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0 + 0.05 * place for place in range(16)],
+    "long_factor": [1.0 + 0.5 * place for place in range(16)],
+}
+
+
+def longrope(original):
+    own = {"original_max_position_embeddings": original}
+    return _text("Phi3", **own, rope_parameters=LONGROPE | own, tie_word_embeddings=False)
+
+
+def two_sets(folder, dtype):
+    """The same tensors under Mistral's names beside the files of transformers, with other values in them."""
+    _text("Mistral", sliding_window=None, tie_word_embeddings=False)(folder, dtype)
+    tensors = load_file(folder / "model.safetensors")
+    others = {f"consolidated.{name}": 0.5 * tensor for name, tensor in tensors.items()}
+    save_file(others, folder / "consolidated.safetensors")
+    return folder
+
+
+SCALED = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+FAMILIES = {
+    "longrope-long": longrope(64),
+    "longrope-short": longrope(256),
+    "dynamic": _text("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}),
+    "soft-capping": _text("Gemma2", attn_logit_softcapping=1.0, query_pre_attn_scalar=32, sliding_window=32),
+    "sinks": _text(
+        "GptOss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    ),
+    "scaled-by-position": _text("Ministral3", rope_parameters=SCALED | {"llama_4_scaling_beta": 0.5}),
+    "two-sets-of-files": two_sets,
+}
+UNPACKED = {"soft-capping", "sinks"}
+"""Whose attention packing does not do."""
+
+
+def differences(live, model):
+    """Of each sampled token's log-probability between engine and trainer."""
+    completions = live.sample("family", SAMPLING, PROMPTS)
+    sequences = [
+        Sequence(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
+        for prompt, c in zip(PROMPTS, completions, strict=True)
+    ]
+    ours = torch.cat(score(model, sequences, SAMPLING, micro_batch_tokens=1024).logprobs)
+    return (ours - torch.tensor([value for c in completions for value in c.logprobs])).abs()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "name", [name if name == "longrope-long" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+)
+def test_trainer_and_engine_say_the_same_of_a_token(name, tmp_path):
+    folder = FAMILIES[name](tmp_path / "model", "float32")
+    live = start(folder, tmp_path / "engine")
+    try:
+        for packing in (False,) if name in UNPACKED else (False, True):
+            model = PolicyModel.load(folder, packing=packing, max_model_len=256)
+            assert differences(live, model).max() < 1e-3
+    finally:
+        stop(live)
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_the_same_of_experts_beside_an_adapter(tmp_path):
+    build = _text("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+    folder = build(tmp_path / "model", "float32")
+    lora = start_lora(folder, tmp_path, "float32", 8, 16.0, ("all-linear",))
+    try:
+        before = differences(lora.live, lora.policy)
+        lora.update(1)
+        assert max(before.max(), differences(lora.live, lora.policy).max()) < 1e-3
+        unpacked = PolicyModel.load(folder, packing=False)
+        adapter = unpacked.add_adapter(lora.policy.adapter.config)
+        with torch.no_grad():
+            for (_, own), (_, trained) in zip(
+                adapter.named_weights(), lora.policy.adapter.named_weights(), strict=True
+            ):
+                own.copy_(trained)
+        assert differences(lora.live, unpacked).max() < 1e-3
+        assert differences(lora.live, unpacked.without_adapter()).max() > 1e-2
+    finally:
+        lora.bridge.publisher.close()
+        stop(lora.live)
