@@ -26,7 +26,7 @@ LONGROPE = {
 
 def longrope(original):
     own = {"original_max_position_embeddings": original}
-    return _text("Phi3", **own, rope_parameters=LONGROPE | own, tie_word_embeddings=False)
+    return _text("Phi3", hidden_size=128, **own, rope_parameters=LONGROPE | own, tie_word_embeddings=False)
 
 
 def two_sets(folder, dtype):

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.config import LoraConfig, ModelConfig, with_values
 from slipstream.launch import make_plan
-from slipstream.launch.facts import measure_adapter, read_model
+from slipstream.launch.facts import measure_adapter, read_model, with_scores
 
 from .test_facts import SHAPE
 from .test_plan import GRPO, SFT, SFT_DATA, facts, plan
@@ -84,3 +84,21 @@ def test_what_no_adapter_can_reach_is_counted_and_said(tmp_path):
     assert note.value == adapter.num_unreached
     (reason,) = [item.reason for item in made.derived if item.name == "lora.target_modules"]
     assert "and so not mlp.experts.down_proj" in reason
+
+
+@pytest.mark.parametrize(("cap", "packing", "scores"), [(50.0, False, "capped"), (50.0, True, ""), (None, False, "")])
+def test_attention_that_makes_a_number_of_every_two_tokens_is_counted(cap, packing, scores, tmp_path):
+    import transformers
+
+    shape = SHAPE | {"attn_logit_softcapping": cap}
+    transformers.Gemma2Config(**shape, architectures=["Gemma2ForCausalLM"]).save_pretrained(tmp_path)
+    tokens = 512
+    settings = {"training.packing": packing, "training.micro_batch_tokens": tokens}
+    config = with_values(GRPO, {"model.path": str(tmp_path), **settings})
+    measured = facts(max_prompt_tokens=400)
+    model = with_scores(config, measured.model)
+    assert model.scores == scores
+    without, made = (make_plan(config, dataclasses.replace(measured, model=each)) for each in (measured.model, model))
+    # Its probability and what is capped, in every layer, and a score and its gradient, all float32.
+    each = made.config.inference.max_model_len * model.num_heads * (model.num_layers * 8 + 8)
+    assert made.trainer_bytes - without.trainer_bytes == (tokens * each if scores else 0)

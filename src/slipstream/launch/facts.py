@@ -72,7 +72,7 @@ def gather_facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
         model=dataclasses.replace(
-            _with_scores(config, read_trained_model(config.model.path, trust_remote_code=trusted)), thinks=thinks
+            with_scores(config, read_trained_model(config.model.path, trust_remote_code=trusted)), thinks=thinks
         ),
         data=dataclasses.replace(
             measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
@@ -227,7 +227,7 @@ def read_trained_model(path: str, *, trust_remote_code: bool = False) -> ModelFa
     return dataclasses.replace(facts, num_frozen=num_frozen, num_parameters=num_parameters)
 
 
-def _with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
+def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
     """`model` as attention without packing computes it."""
     if config.training.packing:
         return model
