@@ -44,17 +44,10 @@ FAMILIES = {
     "longrope-short": longrope(256),
     "dynamic": _text("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}),
     "soft-capping": _text("Gemma2", attn_logit_softcapping=1.0, query_pre_attn_scalar=32, sliding_window=32),
-    "sinks": _text(
-        "GptOss",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=32,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-    ),
     "scaled-by-position": _text("Ministral3", rope_parameters=SCALED | {"llama_4_scaling_beta": 0.5}),
     "two-sets-of-files": two_sets,
 }
-UNPACKED = {"soft-capping", "sinks"}
+UNPACKED = {"soft-capping"}
 """Whose attention packing does not do."""
 
 

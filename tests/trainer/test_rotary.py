@@ -90,6 +90,18 @@ def test_in_any_row_frequencies_are_those_of_the_engine(name, packing, save_mode
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_rank_that_has_no_values_yet_has_the_same_frequencies(save_model, tmp_path):
+    folder = save_model(tmp_path, "Phi3", **PHI3, rope_parameters=LONGROPE)
+    for max_model_len, factors in ((32, SHORT), (128, LONG)):
+        whole, unread = (
+            PolicyModel.load(folder, max_model_len=max_model_len, unread=unread, checked=False).network.model.rotary_emb
+            for unread in (False, True)
+        )
+        assert torch.equal(whole.inv_freq, unread.inv_freq)
+        expected = 1.0 / (torch.tensor(factors) * 10_000.0 ** (torch.arange(0, 8, 2) / 8))
+        torch.testing.assert_close(whole.inv_freq, expected)
+
+
 def test_one_that_looks_at_the_whole_row_is_found_by_its_far_positions(save_model, tmp_path):
     model = PolicyModel.load(save_model(tmp_path, "Llama"))
     rotary = model.network.model.rotary_emb

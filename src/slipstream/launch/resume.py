@@ -71,7 +71,8 @@ def weights_digest(folder: Path) -> str:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 stored = tensors.get_slice(name)
                 shape = stored.get_shape()
-                rows = [stored[place : place + 1] for place in (0, shape[0] // 2)] if shape else [stored[...]]
-                content = b"".join(row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows if row.numel())
+                places = (0, shape[0] // 2) if shape else ()
+                rows = [stored[place : place + 1] for place in places] or [tensors.get_tensor(name)]
+                content = b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
                 lines.append(f"{name} {shape} {stored.get_dtype()} {hashlib.sha256(content).hexdigest()}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
