@@ -3,6 +3,7 @@ same in float32, packed and unpacked, beyond the original context too."""
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from slipstream.records import SamplingParams, Sequence
@@ -32,8 +33,12 @@ def longrope(original):
 def two_sets(folder, dtype):
     """The same tensors under Mistral's names beside the files of transformers, with other values in them."""
     _text("Mistral", sliding_window=None, tie_word_embeddings=False)(folder, dtype)
-    tensors = load_file(folder / "model.safetensors")
-    others = {f"consolidated.{name}": 0.5 * tensor for name, tensor in tensors.items()}
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    others = {f"layers.{name}": 0.5 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    # With an index: without one vLLM reads every file.
+    network.save_pretrained(folder, max_shard_size="100KB")
+    assert (folder / "model.safetensors.index.json").is_file()
     save_file(others, folder / "consolidated.safetensors")
     return folder
 
