@@ -3,8 +3,6 @@ same in float32, packed and unpacked, beyond the original context too."""
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
 
 from slipstream.records import SamplingParams, Sequence
 from slipstream.trainer.learner import score
@@ -30,19 +28,6 @@ def longrope(original):
     return _text("Phi3", hidden_size=128, **own, rope_parameters=LONGROPE | own, tie_word_embeddings=False)
 
 
-def two_sets(folder, dtype):
-    """The same tensors under Mistral's names beside the files of transformers, with other values in them."""
-    _text("Mistral", sliding_window=None, tie_word_embeddings=False)(folder, dtype)
-    network = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    others = {f"layers.{name}": 0.5 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    (folder / "model.safetensors").unlink()
-    # With an index: without one vLLM reads every file.
-    network.save_pretrained(folder, max_shard_size="100KB")
-    assert (folder / "model.safetensors.index.json").is_file()
-    save_file(others, folder / "consolidated.safetensors")
-    return folder
-
-
 SCALED = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 FAMILIES = {
     "longrope-long": longrope(64),
@@ -50,7 +35,6 @@ FAMILIES = {
     "dynamic": _text("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}),
     "soft-capping": _text("Gemma2", attn_logit_softcapping=1.0, query_pre_attn_scalar=32, sliding_window=32),
     "scaled-by-position": _text("Ministral3", rope_parameters=SCALED | {"llama_4_scaling_beta": 0.5}),
-    "two-sets-of-files": two_sets,
 }
 UNPACKED = {"soft-capping"}
 """Whose attention packing does not do."""

@@ -266,7 +266,7 @@ def _config_values(path: str, trust_remote_code: bool) -> dict[str, Any]:
 def _model_facts(
     path: str, values: Mapping[str, Any], shape: Mapping[str, Any], num_parameters: int | None
 ) -> ModelFacts:
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for name, alternatives in NAMES_IN_CONFIG.items():
         value = _first(shape, alternatives)
         if not isinstance(value, int):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.errors import ConfigError
-from slipstream.trainer import attention  # noqa: F401 - registers the operation
+from slipstream.trainer import attention  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers an operation
 from slipstream.trainer.towers import text_parts
 
 Checkpointing = bool | Literal["selective"]
