@@ -71,11 +71,15 @@ def make_environment(folder: Path, package: str, version: str) -> Path:
     # Not a bare path: what `.venv` names in .pth files of its own, this project first, is meant too.
     (site / "beside.pth").write_text(f"import site; site.addsitedir({beside!r})\n")
     install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", python]
-    output(*install, f"{package}=={version}")
-    asked = json.loads(output(python, "-c", UNSATISFIED, package))
-    if needed := [text for text in asked if Requirement(text).name not in LEFT_OUT]:
-        print(f"vLLM {version} needs {', '.join(needed)}", file=sys.stderr)
+    installed, needed = [package], [f"{package}=={version}"]
+    while needed:
         output(*install, *needed)
+        asked = {text for name in installed for text in json.loads(output(python, "-c", UNSATISFIED, name))}
+        needed = sorted(text for text in asked if Requirement(text).name not in LEFT_OUT)
+        if again := {Requirement(text).name for text in needed} & set(installed[1:]):
+            raise SystemExit(f"vLLM {version}: {', '.join(needed)} cannot be had together ({', '.join(again)})")
+        installed += [Requirement(text).name for text in needed]
+        print(f"vLLM {version} needs {', '.join(needed) or 'nothing more'}", file=sys.stderr)
     return python
 
 

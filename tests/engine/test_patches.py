@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from slipstream.weights.fingerprint import describe, digest
 
 from .conftest import settings_for, start, stop
 
+ROOT = Path(__file__).parents[2]
 FAST = [patch for patch in patches.TABLE if patch.kind == "fast"]
 ON_CPU = {patch.name for patch in FAST if patch.on != "gpu" and patch.to == "vllm"}
 IS_CHECKED = all(patches.digest(patch.modules) in patch.checked for patch in FAST if patch.name in ON_CPU)
@@ -177,3 +182,12 @@ def test_an_engine_without_the_plugin_does_not_go_into_service():
     code = "from slipstream.inference.plugin import patches; patches.apply_to(None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "vLLM did not load Slipstream's plugin" in done.stderr
+
+
+def test_the_extras_are_bounded_by_what_was_looked_at():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    oldest, newest = patches.OLDEST, patches.NEWEST
+    assert extras["gpu"] == [f"vllm>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"]
+    (cpu_only,) = extras["cpu"]
+    lower, upper = (tuple(map(int, part.split("."))) for part in re.findall(r"[\d.]+", cpu_only))
+    assert oldest <= lower < upper <= (newest[0], newest[1] + 1)
