@@ -149,6 +149,7 @@ def test_what_the_user_set_stays():
         "inference.max_num_seqs": 3,
         "inference.kv_cache_gib": 1.0,
         "inference.enforce_eager": False,
+        "inference.patches": "required",
         "inference.gpu_memory_utilization": 0.5,
         "inference.sleep": False,
         "run.placement": "shared",
