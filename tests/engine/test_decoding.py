@@ -249,10 +249,14 @@ SCHEDULING = {
 """Fast paths in the scheduler."""
 
 
+REQUIRED = {"checked_tokens": delivery.check_tokens}
+"""What an unknown vLLM's scheduler is given."""
+
+
 def patch(*names: str) -> None:
-    """Make these changes, or all of them, in the order of the table."""
-    for name, make in SCHEDULING.items():
-        if not names or name in names:
+    """Make these changes, or all that are fast paths, in the order of the table."""
+    for name, make in (SCHEDULING | REQUIRED).items():
+        if name in (names or SCHEDULING):
             make()
 
 
@@ -290,6 +294,8 @@ def test_whatever_happens_every_step_is_the_one_that_vllm_makes(seed, folder, mo
     ("names", "seed"),
     [
         (("block_with_room", "final_delivery"), 2),
+        (("checked_tokens",), 5),
+        (("checked_tokens", *SCHEDULING), 3),
         *(pytest.param(("block_with_room", "final_delivery"), seed, marks=pytest.mark.full) for seed in range(3, 8)),
         *(pytest.param((name,), seed, marks=pytest.mark.full) for name in list(SCHEDULING)[:2] for seed in (4, 7)),
     ],
