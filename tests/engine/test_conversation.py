@@ -14,7 +14,6 @@ from vllm.logprobs import FlatLogprobs  # noqa: F401 (its first import takes sec
 from slipstream.errors import DeadlineError, EngineError, IntegrityError, WeightsError
 from slipstream.inference import client as client_module
 from slipstream.inference.client import EngineClient
-from slipstream.inference.plugin import routes as routes_module
 from slipstream.inference.plugin import server as server_module
 from slipstream.inference.plugin.clock import Stillness, TokenClock
 from slipstream.inference.plugin.routes import errors_as_text, routes
@@ -97,12 +96,11 @@ def ask(id_, timeout_s=30.0, prompt=(1,), **fields):
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch):
     monkeypatch.setattr(server_module, "sampling_arguments", lambda request: None)
-    monkeypatch.setattr(routes_module, "_PULSE_S", 0.05)
+    monkeypatch.setattr(client_module, "_LISTEN_S", 0.05)
 
 
-async def test_a_turn_that_waits_for_a_place_longer_than_its_deadline_is_answered(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "_GRACE_S", 0.2)
-    async with talk(tmp_path, routes(serving(Host(0.3), max_num_seqs=1))) as client:
+async def test_a_turn_that_waits_for_a_place_longer_than_its_deadline_is_answered(tmp_path):
+    async with talk(tmp_path, routes(serving(Host(0.3), max_num_seqs=1)), silence_s=0.6) as client:
         first = [asyncio.create_task(client.generate(ask(f"a{i}", 0.4))) for i in range(8)]
         await asyncio.sleep(0.05)
         later = await client.generate(ask("later", 0.4))
@@ -224,36 +222,29 @@ async def test_two_requests_of_one_id_at_a_time_are_refused(tmp_path):
         assert (await client.generate(ask("a"))).finish_reason == "stop"
 
 
-def silent(num_pulses=0):
+def silent(num_answers=0):
     """An engine that is stopped: its kernel takes what is sent."""
+    left = [1] * num_answers
 
-    async def pulse(request):
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for _ in range(num_pulses):
-            await response.write(b".")
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(20)
-        return response
-
-    async def nothing(request):
+    async def answer(request):
+        if request.path == "/health" and left and left.pop():
+            return web.json_response({"status": "ready"})
         await asyncio.sleep(20)
         return web.Response()
 
-    return [web.get("/pulse", pulse), web.post("/{path:.*}", nothing)]
+    return [web.get("/{path:.*}", answer), web.post("/{path:.*}", answer)]
 
 
 @pytest.mark.parametrize("deadline_s", [30.0, 0.3], ids=["long", "short"])
 @pytest.mark.parametrize("call", ["generate", "apply", "fence", "sleep"])
-async def test_a_silent_engine_is_given_up_and_then_dead(call, deadline_s, tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "_SILENCE_S", 0.6)
-    monkeypatch.setattr(client_module, "_GRACE_S", 0.3)
+async def test_a_silent_engine_is_given_up_and_then_dead(call, deadline_s, tmp_path):
     given_up = []
 
     async def give_up():
         given_up.append(1)
 
-    async with talk(tmp_path, silent(3), is_alive=lambda: not given_up, give_up=give_up) as client:
+    state = {"is_alive": lambda: not given_up, "give_up": give_up, "silence_s": 0.6}
+    async with talk(tmp_path, silent(3), **state) as client:
         calls = {
             "generate": lambda: client.generate(ask("a", deadline_s)),
             "apply": lambda: client.apply(Ticket(Version(0, 1, "d"), "disk", "", ()), deadline_s),
@@ -266,8 +257,7 @@ async def test_a_silent_engine_is_given_up_and_then_dead(call, deadline_s, tmp_p
     assert given_up == [1]
 
 
-async def test_an_engine_that_is_slow_and_lives_is_not_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "_SILENCE_S", 0.5)
+async def test_an_engine_that_is_slow_and_lives_is_not_given_up(tmp_path):
     given_up = []
 
     async def give_up():
@@ -279,38 +269,55 @@ async def test_an_engine_that_is_slow_and_lives_is_not_given_up(tmp_path, monkey
         await asyncio.sleep(20)
 
     server._load = load
-    async with talk(tmp_path, routes(server), give_up=give_up) as client:
+    async with talk(tmp_path, routes(server), give_up=give_up, silence_s=0.5) as client:
         assert (await client.generate(ask("a"))).finish_reason == "stop"
         with pytest.raises(DeadlineError, match="did not answer /apply within 1 s"):
             await client.apply(Ticket(Version(0, 1, "d"), "disk", "", ()), 0.7)
     assert given_up == []
 
 
-async def test_a_silent_engine_that_comes_back_is_asked_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "_SILENCE_S", 0.3)
+async def test_a_silent_engine_that_comes_back_is_asked_again(tmp_path):
     state = SimpleNamespace(is_frozen=True, is_alive=True, num_restarts=0)
 
     async def give_up():
         state.is_alive = False
 
-    server = serving(Host(0.0))
-    (_, pulse, generate, cancel, *_) = routes(server)
+    (health, generate, cancel, *_) = routes(serving(Host(0.0)))
 
     async def maybe(request):
         if state.is_frozen:
             await asyncio.sleep(20)
-        return await (pulse if request.path == "/pulse" else generate).handler(request)
+        return await (health if request.path == "/health" else generate).handler(request)
 
-    frozen = [web.get("/pulse", maybe), web.post("/generate", maybe), cancel]
-    async with talk(tmp_path, frozen, is_alive=lambda: state.is_alive, give_up=give_up) as client:
+    frozen = [web.get("/health", maybe), web.post("/generate", maybe), cancel]
+    how = {"is_alive": lambda: state.is_alive, "give_up": give_up, "silence_s": 0.3}
+    async with talk(tmp_path, frozen, **how) as client:
 
         async def revive():
             state.is_frozen, state.is_alive = False, True
             state.num_restarts += 1
+            await client.close()
 
         state.revive = revive
         completion = await asyncio.wait_for(outliving(state, lambda: client.generate(ask("a"))), 10)
     assert completion.finish_reason == "stop"
+
+
+async def test_a_connection_that_breaks_is_no_silence(tmp_path):
+    """Of the one by which the engine is asked whether it is there."""
+    num_asked = 0
+    (health, *others) = routes(serving(Host(1.0)))
+
+    async def breaking(request):
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked % 3:
+            request.transport.abort()
+        return await health.handler(request)
+
+    async with talk(tmp_path, [web.get("/health", breaking), *others], silence_s=0.5) as client:
+        assert (await client.generate(ask("a"))).finish_reason == "stop"
+    assert num_asked > 4
 
 
 def test_a_vllm_that_makes_no_step_hangs_but_one_that_is_idle_or_was_not_looked_at_does_not(monkeypatch):

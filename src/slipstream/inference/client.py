@@ -1,5 +1,5 @@
 """The client's side of the engine's socket. A call ends with its answer, at its deadline, or when the engine has said
-nothing for too long: while calls wait, a living engine lets them hear once a second that it is at work (`/pulse`).
+nothing for too long: while calls wait, it is asked once a second whether it is there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from slipstream.records import (
 from slipstream.weights.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
-_SILENCE_S = 60.0
-"""An engine that says nothing for so long, or for the shortest deadline of a call and a little more, is not waited for.
-"""
-_GRACE_S = 5.0
+SILENCE_S = 60.0
+"""An engine that says nothing for so long is not waited for."""
+_LISTEN_S = 1.0
 _DYING_S = 5.0
 """How long an engine whose connections break may take to be seen to be dead."""
 
@@ -52,6 +51,7 @@ class EngineClient:
         is_alive: Callable[[], bool],
         describe: Callable[[], str],
         give_up: Callable[[], Awaitable[None]] = _nothing,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """`give_up` is called when the engine is silent, and may kill it: calls then fail as those of a dead one do."""
         self.socket = socket
@@ -63,8 +63,9 @@ class EngineClient:
         self._asked: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._decoder = msgspec.msgpack.Decoder(Completion)
+        self._silence_s = silence_s
         self._listening: set[Patience] = set()
-        self._pulse: asyncio.Task[None] | None = None
+        self._is_listening = False
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
@@ -81,19 +82,18 @@ class EngineClient:
             self._session = None
 
     @contextlib.asynccontextmanager
-    async def _heard(self, path: str, limit_s: float) -> AsyncGenerator[Patience]:
+    async def _heard(self, path: str) -> AsyncGenerator[Patience]:
         """The block is about the engine's answer to `path`, and ends when the engine has said nothing for too long."""
-        silence_s = min(_SILENCE_S, limit_s + _GRACE_S)
-        patience = Patience(silence_s)
+        patience = Patience(self._silence_s)
         self._listening.add(patience)
+        if not self._is_listening:
+            self._is_listening = True
+            self._keep(asyncio.get_running_loop().create_task(self._listen()))
         try:
             async with patience:
-                if self._pulse is None:
-                    self._pulse = asyncio.get_running_loop().create_task(self._listen())
-                    self._keep(self._pulse)
                 yield patience
         except TimeoutError as error:
-            silence = f"said nothing for {silence_s:.0f} s after {path}"
+            silence = f"said nothing for {self._silence_s:.0f} s after {path}"
             await self._give_up()
             if self._is_alive():
                 raise DeadlineError(f"the engine {silence}: {self._describe()}") from error
@@ -102,22 +102,19 @@ class EngineClient:
             self._listening.discard(patience)
 
     async def _listen(self) -> None:
-        """Hear the engine for as long as somebody waits for it."""
+        """Ask the engine whether it is there for as long as somebody waits for it, however long its answer takes."""
         try:
-            async with self._open().get("http://engine/pulse") as response:
-                while self._listening and await response.content.readany():
+            while self._listening:
+                if await self._ask_health() is not None:
                     for patience in self._listening:
                         patience.restart()
-                self._pulse = None  # before the next await: whoever waits from here on begins to listen anew
-        except aiohttp.ClientError:
-            return  # those who wait find out by their own connections, or by the silence
+                await asyncio.sleep(_LISTEN_S)
         finally:
-            if self._pulse is asyncio.current_task():
-                self._pulse = None
+            self._is_listening = False
 
     async def _post(self, path: str, body: bytes, kind: type[T], timeout_s: float) -> T:
         try:
-            async with self._heard(path, timeout_s) as patience:
+            async with self._heard(path) as patience:
                 try:
                     async with Patience(timeout_s), self._open().post(f"http://engine{path}", data=body) as response:
                         answer = await response.read()
@@ -136,9 +133,16 @@ class EngineClient:
     async def health(self) -> EngineHealth | None:
         """What the engine says of itself; None while nobody answers."""
         try:
-            async with Patience(_HEALTH_TIMEOUT_S), self._open().get("http://engine/health") as response:
+            async with Patience(_HEALTH_TIMEOUT_S):
+                return await self._ask_health()
+        except TimeoutError:
+            return None
+
+    async def _ask_health(self) -> EngineHealth | None:
+        try:
+            async with self._open().get("http://engine/health") as response:
                 return msgspec.json.decode(await response.read(), type=EngineHealth)
-        except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError):
+        except (aiohttp.ClientError, msgspec.DecodeError):
             return None
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -193,8 +197,7 @@ class EngineClient:
         waiting = {request.id: future for request, future in outbox}
         failure: Exception = EngineError("the connections to the engine were closed")
         try:
-            limit_s = max(request.timeout_s for request, _ in outbox)
-            async with self._heard("/generate", limit_s):
+            async with self._heard("/generate"):
                 await self._receive(msgspec.msgpack.encode([request for request, _ in outbox]), waiting)
         except EngineError as error:
             failure = error

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import EngineError
-from slipstream.inference.client import EngineClient
+from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.process import EngineProcess
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
@@ -36,9 +36,17 @@ class SupervisedEngine:
     """An engine process that is restarted when it dies. All methods belong to one event loop, but for `kill`."""
 
     def __init__(
-        self, settings: EngineSettings, log_path: Path, *, start_timeout_s: float, max_restarts: int, on_event: OnEvent
+        self,
+        settings: EngineSettings,
+        log_path: Path,
+        *,
+        start_timeout_s: float,
+        max_restarts: int,
+        on_event: OnEvent,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        self._process = EngineProcess(settings, log_path, start_timeout_s=start_timeout_s)
+        """`silence_s`: one that says nothing for so long while somebody waits for it is killed, and is a dead one."""
+        self._process = EngineProcess(settings, log_path, start_timeout_s=start_timeout_s, silence_s=silence_s)
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._reviving = asyncio.Lock()

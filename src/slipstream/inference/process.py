@@ -20,7 +20,7 @@ import msgspec
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child
-from slipstream.inference.client import EngineClient
+from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.plugin import ENGINE_VARIABLE, patches
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
@@ -34,9 +34,12 @@ def _with_ours(plugins: str) -> str:
 
 
 class EngineProcess:
-    """One vLLM server of ours. `log_path` keeps its output; `settings.socket` is filled in here."""
+    """One vLLM server of ours. `log_path` keeps its output; `settings.socket` is filled in here. One that says nothing
+    for `silence_s` while somebody waits for it is killed."""
 
-    def __init__(self, settings: EngineSettings, log_path: Path, *, start_timeout_s: float) -> None:
+    def __init__(
+        self, settings: EngineSettings, log_path: Path, *, start_timeout_s: float, silence_s: float = SILENCE_S
+    ) -> None:
         self.settings = settings
         self.log_path = log_path
         self.start_timeout_s = start_timeout_s
@@ -44,7 +47,11 @@ class EngineProcess:
         # A folder of its own, mode 0700: a run folder's path may be too long for a Unix socket (108 bytes).
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
         self.client = EngineClient(
-            str(self._folder / "engine.sock"), is_alive=self.is_alive, describe=self.describe, give_up=self._give_up
+            str(self._folder / "engine.sock"),
+            is_alive=self.is_alive,
+            describe=self.describe,
+            give_up=self._give_up,
+            silence_s=silence_s,
         )
         self._was_silent = False
 

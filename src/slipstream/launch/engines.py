@@ -13,6 +13,7 @@ import msgspec
 from slipstream import weights
 from slipstream.config import RunConfig
 from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
+from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
@@ -82,6 +83,7 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
         ...
 
 
+_GRACE_S = 5.0
 EngineMaker = Callable[[RunConfig, EngineSettings, Path, OnEvent], RunEngine]
 """Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
 
@@ -156,6 +158,7 @@ def create_engine(
             start_timeout_s=config.inference.start_timeout_s,
             max_restarts=config.inference.max_restarts,
             on_event=on_event,
+            silence_s=min(SILENCE_S, config.inference.request_timeout_s + _GRACE_S),
         )
 
     if num_replicas(config) == 1:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _MAX_BODY_BYTES = 1 << 30
 _SHUTDOWN_S = 2.0
 """For calls that are being answered when the engine has died: vLLM may never answer them."""
-_PULSE_S = 1.0
 _EARLY_S = 600.0
 """How long a cancellation is remembered whose request has not begun."""
 _log = logging.getLogger("slipstream.engine")
@@ -55,15 +54,7 @@ def routes(server: EngineServer) -> list[web.RouteDef]:
             content_type="application/json",
         )
 
-    async def pulse(request: web.Request) -> web.StreamResponse:
-        """A byte a second, for as long as somebody listens: this process is neither frozen nor held up."""
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while True:
-            await response.write(b".")
-            await asyncio.sleep(_PULSE_S)
-
-    return [web.get("/health", health), web.get("/pulse", pulse), *_generation(server), *_weights(server)]
+    return [web.get("/health", health), *_generation(server), *_weights(server)]
 
 
 def _repeated(ids: Iterable[str]) -> list[str]:
