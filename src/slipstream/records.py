@@ -27,6 +27,8 @@ Outcome = Literal[
     "environment_error",  # the environment raised; never trained on
     "cancelled",
 ]
+NON_FINITE = "non_finite"
+"""The metric of a rollout, or of a batch, that counts metrics which were no finite numbers and were left out."""
 TRAINABLE_OUTCOMES: frozenset[str] = frozenset({"done", "truncated"})
 
 

@@ -119,6 +119,7 @@ def create(
     *,
     max_restarts: int = 1,
     start_timeout_s: float = 300,
+    silence_s: float = 60.0,
     **changes: Any,
 ) -> LiveEngine:
     """An engine that does not run yet."""
@@ -132,6 +133,7 @@ def create(
             start_timeout_s=start_timeout_s,
             max_restarts=max_restarts,
             on_event=lambda kind, **fields: events.append((kind, fields)),
+            silence_s=silence_s,
         )
 
     return LiveEngine(thread.call(create(), 10, "the engine object"), thread, model, events)

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference import child
 from slipstream.inference.process import EngineProcess
+from slipstream.orchestrator.tasks import outliving
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 from slipstream.weights.files import stored_parameters
 
@@ -120,6 +123,72 @@ def wait_until_idle(live, timeout_s=60.0):
     while (health := live.call(live.engine.process.client.health())) is None or health.num_running:
         assert time.monotonic() < until, "the engine still runs a request that nobody waits for"
         time.sleep(0.05)
+
+
+def test_a_process_that_the_kernel_holds_does_not_hold_up_the_end(monkeypatch):
+    class Held(SimpleNamespace):
+        """As in uninterruptible sleep: no signal ends it."""
+
+        pid, stdin = 2**22 + 1, None
+
+        def poll(self):
+            return None
+
+        def terminate(self):
+            """It does not hear."""
+
+        def wait(self, timeout_s):
+            raise subprocess.TimeoutExpired("engine", timeout_s)
+
+    child.end(Held(), 0.1)
+
+
+@pytest.mark.real_start
+def test_an_engine_that_is_stopped_is_killed_and_revived(tiny_model, tmp_path):
+    live = start(tiny_model, tmp_path, max_restarts=1, silence_s=5.0)
+    try:
+        before = live.sample("before", SamplingParams(max_tokens=16))
+        pid = live.engine.process.process.pid
+        os.kill(pid, signal.SIGSTOP)
+
+        async def ask_all():
+            requests = [GenerateRequest(f"frozen {i}", [1, 2], SamplingParams(max_tokens=4)) for i in range(4)]
+            return await asyncio.gather(
+                *(outliving(live.engine, lambda each=each: live.engine.generate(each)) for each in requests)
+            )
+
+        assert {completion.finish_reason for completion in live.call(ask_all(), 300)} <= {"stop", "length"}
+        assert not psutil.pid_exists(pid)
+        ((kind, fields),) = live.events
+        assert (kind, "was killed, as it said nothing" in fields["reason"]) == ("engine_restart", True)
+        after = live.sample("after", SamplingParams(max_tokens=16))
+        assert [c.logprobs for c in before] == [c.logprobs for c in after]
+    finally:
+        stop(live)
+
+
+def test_urgent_requests_are_computed_before_those_that_wait(live):
+    """vLLM runs 64 at once here, and as many again wait in it."""
+    ended = []
+
+    async def ask(request):
+        completion = await live.engine.generate(request)
+        assert completion.finish_reason != "abort", completion.error
+        ended.append(request.id)
+
+    async def ask_all():
+        sampling = SamplingParams(max_tokens=60)
+        requests = [GenerateRequest(f"r{i}", PROMPTS[i % len(PROMPTS)], sampling, seed=i) for i in range(256)]
+        tasks = [asyncio.create_task(ask(request)) for request in requests]
+        await asyncio.sleep(0.2)
+        urgent = [GenerateRequest(f"u{i}", PROMPTS[0], SamplingParams(max_tokens=2), is_urgent=True) for i in range(8)]
+        await asyncio.gather(*map(ask, urgent))
+        num_before = len(ended) - 8
+        await asyncio.gather(*tasks)
+        return num_before
+
+    # Without a word to vLLM they would wait for 64 that run and 64 that are first in its queue.
+    assert live.call(ask_all(), 300) < 128
 
 
 @pytest.mark.real_start

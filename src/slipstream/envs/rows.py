@@ -33,7 +33,7 @@ from slipstream.envs.base import Environment, Episode, Policy, RewardFailed, Sco
 from slipstream.envs.split import split_of
 from slipstream.envs.suggest import did_you_mean
 from slipstream.errors import ConfigError, DataError
-from slipstream.records import Task
+from slipstream.records import NON_FINITE, Task
 
 NAME = "rows"
 _TEXTS = ("path", "split", "eval_path", "eval_split", "format")
@@ -235,11 +235,14 @@ def _as_verl_score(found: Any) -> Score:
     named = cast("Mapping[str, Any]", found)
     if "score" not in named:
         raise RewardFailed(f"the reward returned a dictionary of {', '.join(map(str, named))} without 'score': add it")
-    metrics = {
+    numbers_of = {
         str(key): float(value)
         for key, value in named.items()
-        if key not in ("score", "reward") and isinstance(value, numbers.Real) and math.isfinite(float(value))
+        if key not in ("score", "reward") and isinstance(value, numbers.Real)
     }
+    metrics = {key: value for key, value in numbers_of.items() if math.isfinite(value)}
+    if left_out := len(numbers_of) - len(metrics):
+        metrics[NON_FINITE] = float(left_out)
     return as_score({**metrics, "reward": named["score"]})
 
 

@@ -24,10 +24,17 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
     rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.num_sampled for rollout in rollouts]
     components: dict[str, list[float]] = {}
+    num_not_finite = 0.0
     for rollout in rollouts:
+        num_not_finite += rollout.metrics.get(records.NON_FINITE, 0.0)
         for name, value in rollout.metrics.items():
-            components.setdefault(name, []).append(value)
+            if not math.isfinite(value):
+                num_not_finite += 1
+            elif name != records.NON_FINITE:
+                components.setdefault(name, []).append(value)
     metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in components.items()}
+    if num_not_finite:
+        metrics[f"reward/{records.NON_FINITE}"] = num_not_finite
     metrics |= {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -38,4 +45,4 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
     }
     if any(thinking := [rollout.num_thinking for rollout in rollouts]):
         metrics["rollout/thinking_length"] = statistics.fmean(thinking)
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return metrics

@@ -1,0 +1,32 @@
+"""What a batch's rows say of its rollouts: nothing is left out uncounted."""
+
+import math
+
+from slipstream import records
+from slipstream.envs.rows import _as_verl_score
+from slipstream.trainer.loop import rollout_metrics
+
+
+def batch_of(*metrics):
+    rollouts = [
+        records.Rollout(f"{i}", "task", "group", [], reward=1.0, outcome="done", metrics=each)
+        for i, each in enumerate(metrics)
+    ]
+    return records.Batch(0, records.Version(0, 0), rollouts, dropped={"reward_error": 2})
+
+
+def test_metrics_that_are_no_finite_numbers_are_counted_and_the_others_averaged():
+    found = rollout_metrics(batch_of({"a": 1.0, "b": math.nan}, {"a": math.inf, "b": 4.0}, {"a": 3.0}))
+    assert (found["reward/a"], found["reward/b"], found["reward/non_finite"]) == (2.0, 4.0, 2.0)
+    assert found["dropped/reward_error"] == 2.0
+
+
+def test_where_all_are_numbers_there_is_nothing_to_count():
+    assert "reward/non_finite" not in rollout_metrics(batch_of({"a": 1.0}))
+
+
+def test_those_that_a_reward_function_of_verl_gave_are_counted_too():
+    score = _as_verl_score({"score": 1.0, "acc": math.nan, "other": math.inf, "good": 2.0, "text": "nan"})
+    assert score.metrics == {"good": 2.0, "non_finite": 2.0}
+    found = rollout_metrics(batch_of(score.metrics, {"good": 4.0}, score.metrics))
+    assert (found["reward/good"], found["reward/non_finite"]) == (8 / 3, 4.0)
