@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 import textwrap
@@ -9,12 +11,14 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Group
 from rich.console import Console
+from rich.text import Text
 
 import slipstream
-from slipstream.cli import commands, proof, talk
+from slipstream.cli import commands, output, proof, talk
 from slipstream.cli.first_run import COMMANDS
 from slipstream.errors import Interrupted, SlipstreamError
 from slipstream.inference.child import leave
+from slipstream.runlog.redaction import hide_userinfo
 
 USAGE_EXIT_CODE = 2
 
@@ -56,24 +60,44 @@ def main(arguments: list[str] | None = None) -> Any:
     # Read when torch is loaded. OpenMP threads that spin while they wait make a step many times longer wherever
     # something else needs the cores: the engine at staleness 1, or another program.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-    try:
-        code = app(sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        stderr.print("[red]error:[/] ", end="")
-        stderr.print(f"{str(error).strip()}  (slipstream --help)", markup=False)
-        code = USAGE_EXIT_CODE
-    except Interrupted as stopped:  # as was wished
-        stderr.print(str(stopped), markup=False)
-        code = stopped.exit_code
-    except SlipstreamError as error:
-        stderr.print("[red]error:[/] ", end="")
-        stderr.print(str(error), markup=False)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        stderr.print("interrupted")
-        code = 130
-    code = code if isinstance(code, int) else 0
     if arguments is not None:
-        sys.exit(code)
-    leave(code)
+        sys.exit(_run(arguments))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what the terminal cannot show
+    leave(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    """Run one command; its exit code."""
+    output.Printed.json = False
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False)
+        output.flush()
+    except CycloptsError as error:
+        return _fail(arguments, error, f"{str(error).strip()}  (slipstream --help)", USAGE_EXIT_CODE)
+    except SlipstreamError as error:
+        return _fail(arguments, error, str(error), error.exit_code)
+    except KeyboardInterrupt as error:
+        return _fail(arguments, error, "interrupted", Interrupted.exit_code)
+    except (OSError, SystemExit) as error:
+        cause = error.__context__ if isinstance(error, SystemExit) else error  # rich exits on a broken pipe
+        if isinstance(cause, BrokenPipeError) and (isinstance(error, SystemExit) or output.is_closed()):
+            output.discard()
+            return output.CLOSED_PIPE_EXIT_CODE
+        if not isinstance(error, OSError) or (said := output.told(error)) is None:
+            raise
+        return _fail(arguments, error, *said)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(arguments: list[str], error: BaseException, message: str, exit_code: int) -> int:
+    """Say on standard error why it ended, and with --json also on standard output, unless it has its result there."""
+    message = hide_userinfo(message)
+    wished = isinstance(error, (KeyboardInterrupt, Interrupted))
+    said = Text(message) if wished else Text.assemble(("error:", "red"), " ", message)
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(said)
+    if "--json" in arguments and not output.Printed.json:
+        with contextlib.suppress(OSError):
+            output.print_json({"error": type(error).__name__, "message": message, "exit_code": exit_code})
+            output.flush()
+    return exit_code

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from slipstream.cli.output import outlives_its_reader, print_json
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -88,9 +87,10 @@ def _train(
         summary["best_weights"] = str(result.best)
     if result.evaluation is not None:
         summary |= result.evaluation.metrics()
-    if as_json:
-        print(json.dumps(summary))
-    else:
+    with outlives_its_reader():
+        if as_json:
+            print_json(summary)
+            return 0
         print(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             print(f"weights:    {result.checkpoint}")
@@ -153,7 +153,7 @@ def evaluate(
     evaluation = evaluate_model(prepared, make_view("none" if json else "plain" if plain else "auto"))
     metrics = evaluation.metrics()
     if json:
-        _print_json(metrics)
+        print_json(metrics)
     else:
         print(_accuracy_line(metrics))
     return 0
@@ -165,7 +165,7 @@ def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /
 
     path = write_first_run(Path(folder))
     if json:
-        _print_json({"folder": str(path), "files": list(FILES)})
+        print_json({"folder": str(path), "files": list(FILES)})
     else:
         print(f"wrote {', '.join(FILES)}; next:\n\ncd {shlex.quote(str(path))}\n{COMMANDS}", end="")
     return 0
@@ -203,7 +203,7 @@ def runs(
         raise ConfigError(f"{root} {'is a file' if root.is_file() else 'does not exist'}: name a folder of run folders")
     found = list_runs(root)
     if json:
-        _print_json([dataclasses.asdict(run) for run in found])
+        print_json([dataclasses.asdict(run) for run in found])
     else:
         from rich.console import Console
 
@@ -224,7 +224,7 @@ def export(
     from slipstream.launch.export import export as write
 
     path = write(Path(checkpoint), Path(out), merged=merged, trust_remote_code=trust_remote_code)
-    _print_json({"folder": str(path)}) if json else print(f"exported: {path}")
+    print_json({"folder": str(path)}) if json else print(f"exported: {path}")
     return 0
 
 
@@ -239,7 +239,7 @@ def report(
     from slipstream.report import write_report
 
     path = write_report([Path(folder) for folder in folders], None if out is None else Path(out))
-    _print_json({"report": str(path)}) if json else print(f"report: {path}")
+    print_json({"report": str(path)}) if json else print(f"report: {path}")
     return 0
 
 
@@ -286,7 +286,7 @@ def env_test(
             for r in result.results
         ]
         summary = {"environment": result.environment, "passed": not failures, "failures": failures, "notes": notes}
-        _print_json({**summary, "num_tasks": result.num_tasks, "threshold": result.threshold, "results": kinds})
+        print_json({**summary, "num_tasks": result.num_tasks, "threshold": result.threshold, "results": kinds})
     else:
         from rich.console import Console
 
@@ -362,10 +362,5 @@ def model_new(
         seed=seed,
         dtype=dtype,
     )
-    _print_json({"folder": str(path)}) if json else print(f"new model: {path}")
+    print_json({"folder": str(path)}) if json else print(f"new model: {path}")
     return 0
-
-
-def _print_json(value: Any) -> None:
-    json.dump(value, sys.stdout, default=str)
-    print()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from slipstream.cli.output import print_json
 from slipstream.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def bench_sync(
             found, failures = _each_apart(names, options, as_json=json)
     figures = [row | {"model": model} for row in found]
     if json:
-        _print_json({"bridges": figures, "failures": failures})
+        print_json({"bridges": figures, "failures": failures})
     elif figures:
         _show_sync(figures)
     if failures:
@@ -254,7 +255,7 @@ def verify(
 
     verdicts = find(Path(path), None if engine is None else Path(engine))
     if json:
-        _print_json([dataclasses.asdict(verdict) | {"gb_per_s": verdict.gb_per_s} for verdict in verdicts])
+        print_json([dataclasses.asdict(verdict) | {"gb_per_s": verdict.gb_per_s} for verdict in verdicts])
     else:
         rows: list[dict[str, object]] = [
             {
@@ -299,7 +300,7 @@ def trace(
 
     found = follow(read_run(Path(run)), sample, token)
     if json:
-        _print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(found))
     else:
         _show_trace(found)
     return 0
@@ -348,7 +349,3 @@ def _print_table(rows: Sequence[Mapping[str, object]]) -> None:
 
     console = Console(emoji=False)
     (console if console.is_terminal else Console(width=_WIDTH, emoji=False)).print(render_table(rows, list(rows[0])))
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, default=str))

@@ -422,8 +422,7 @@ class _Run:
     def _evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Keep the answers to the first held-out tasks, which are the same in every evaluation."""
         for rollout in evaluation.rollouts[: self.config.run.save_samples]:
-            if rollout.completion:
-                self.log.sample(sample_of(rollout, step, f"{self.log.lineage}.{step}", split="eval"))
+            self.log.sample(sample_of(rollout, step, f"{self.log.lineage}.{step}", split="eval"))
 
     def _applied(self, report: ApplyReport) -> None:
         self.log.event(

@@ -12,21 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.errors import ConfigError
-from slipstream.report.page import page
+from slipstream.report.page import TITLE_END, page
 from slipstream.runlog import read_run
 
 __all__ = ["write_report"]
+
+_HEAD_BYTES = 1 << 16
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report on one run, or on several side by side; by default to `report.html` in the current folder.
 
-    Raises `ConfigError` when a folder holds no run, or the file cannot be written.
+    Raises `ConfigError` when a folder holds no run, the file cannot be written, or is there and is no report.
     """
     records = [read_run(folder) for folder in folders]
     path = out or Path("report.html")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give --out the name of a file, for example {path / 'report.html'}")
+    if path.exists() and not _is_report(path):
+        raise ConfigError(f"{path} exists and is no report of ours: give --out another place, or remove it")
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(page(records), encoding="utf-8")
@@ -35,3 +39,8 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written ({error.strerror}): give --out another place") from error
     return path
+
+
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return TITLE_END.encode() in file.read(_HEAD_BYTES)

@@ -24,6 +24,9 @@ from slipstream.report.series import Panel, Series, panels_of, series_of
 from slipstream.report.timeline import timeline
 from slipstream.runlog import RunRecord
 
+TITLE_END = " - Slipstream report"
+"""By which a file is known as a report."""
+
 
 def page(records: Sequence[RunRecord]) -> str:
     """The HTML text of the report on one run, or on several side by side."""
@@ -43,7 +46,7 @@ def page(records: Sequence[RunRecord]) -> str:
         h("meta", name="color-scheme", content="light dark"),
         h("meta", http_equiv="Content-Security-Policy",
           content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"),
-        h("title", f"{title} - Slipstream report"),
+        h("title", f"{title}{TITLE_END}"),
         Html('<link rel="icon" href="data:,"/>'),
         h("style", Html(_asset("page.css"))),
     )  # fmt: skip

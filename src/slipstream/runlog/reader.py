@@ -148,7 +148,12 @@ def list_runs(root: str | Path) -> list[RunSummary]:
 def _run_folders(root: Path, depth: int = 2) -> Iterator[Path]:
     """Folders of runs, and those that this user may not look into, which may be some."""
     for folder in sorted(path for path in root.glob("*") if os.path.isdir(path)):
-        if not os.access(folder, os.R_OK | os.X_OK) or (folder / "events.jsonl").is_file():
+        try:
+            os.scandir(folder).close()
+            is_run = (folder / "events.jsonl").is_file()
+        except OSError:
+            is_run = True
+        if is_run:
             yield folder
         elif depth > 1:
             yield from _run_folders(folder, depth - 1)

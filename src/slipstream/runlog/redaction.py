@@ -24,12 +24,12 @@ _SECRET_WORDS = frozenset(
 )
 
 
-_USERINFO = re.compile(r"""(?<=://)[^\s/?#'"]+@""")
+_USERINFO = re.compile(r"""(:/{1,2})[^\s/?#'"]+@""")  # a path makes one slash of two
 
 
 def hide_userinfo(text: str) -> str:
     """The text without the names and passwords in its addresses."""
-    return _USERINFO.sub(f"{REDACTED}@", text)
+    return _USERINFO.sub(rf"\1{REDACTED}@", text)
 
 
 def is_secret(name: str) -> bool:

@@ -145,11 +145,11 @@ class _Worker:
             try:
                 sink.write(step, when, row)
                 self.num_written += 1
-            except Exception as error:  # noqa: BLE001 (foreign code: its failure is counted, the run goes on)
+            except BaseException as error:  # noqa: BLE001 (foreign code: its failure is counted, the run goes on)
                 self._fail(f"did not take step {step} ({_short(error)})")
         try:
             sink.close()
-        except Exception as error:  # noqa: BLE001 (the same)
+        except BaseException as error:  # noqa: BLE001 (the same)
             self._fail(f"could not be closed ({_short(error)})")
 
     def _fail(self, what: str) -> None:

@@ -442,8 +442,7 @@ class TrainingLoop:
 
     def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:
         for place, rollout in enumerate(batch.rollouts[: self.config.run.save_samples]):
-            if rollout.completion:
-                self.log.sample(sample_of(rollout, batch.step, batch.version.name, **credit.of(place)))
+            self.log.sample(sample_of(rollout, batch.step, batch.version.name, **credit.of(place)))
 
     def _report(self, metrics: dict[str, float]) -> None:
         row = self.log.metrics(self.step, metrics)

@@ -43,7 +43,9 @@ def raw_broadcast_s(
     children = [
         subprocess.Popen(
             [sys.executable, "-m", "slipstream.weights.raw", *arguments, str(rank)],
+            stdin=subprocess.PIPE,  # closes when this process ends, however it does, and ends them
             stdout=subprocess.PIPE,
+            start_new_session=True,
             env=dict(os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})),
         )
         for rank, gpus in enumerate(receivers, start=1)
