@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from slipstream.cli import main
+from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.chat import ChatOptions, Conversation, chat_tokenizer
-from slipstream.launch.deployable import engine_config, find_deployable, weights_folder
+from slipstream.launch.deployable import engine_config, find_deployable, weights_folder, with_weights_folder
+from slipstream.launch.prepare import prepare
 from slipstream.launch.serve import ServeOptions, is_loopback, vllm_arguments
 from slipstream.records import Message
 from slipstream.trainer.new_model import new_model
@@ -206,3 +209,32 @@ def test_what_is_loopback():
     assert [is_loopback(host) for host in ("0.0.0.0", "", "::", "192.0.2.7")] == [False] * 4
     with pytest.raises(ConfigError, match="is no address of this machine"):
         is_loopback("no such host")
+
+
+def test_a_run_file_takes_a_run_or_a_checkpoint_as_its_model(place, monkeypatch):
+    monkeypatch.chdir(place)
+    weights = place / "whole/checkpoints/step-000002/weights"
+    for named in ("whole", str(weights.parent), str(weights)):
+        loaded = with_weights_folder(load_config("sft.toml", ["--model.path", named]))
+        assert (place / loaded.config.model.path).resolve() == weights
+    overrides = ["--model.path", "whole", "--model.thinking", "true"]
+    assert prepare(load_config("sft.toml", overrides)).config.model.path.endswith("step-000002/weights")
+    with pytest.raises(ConfigError, match=r"holds a LoRA adapter: give its base as model\.path and .*weights as lora"):
+        prepare(load_config("sft.toml", ["--model.path", "adapter"]))
+
+
+@pytest.mark.parametrize("named", ["nope", "nobody/nothing"])
+def test_a_name_that_is_nowhere_is_told_at_once(place, monkeypatch, capsys, named):
+    """The hub is not reachable here; its libraries would ask it again for half a minute."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    began = time.monotonic()
+    for command in (["plan", "sft.toml", "--model.path", named], ["chat", named, "--message", "x"]):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert named in said
+        assert "the hub cannot be asked for it" in said or "does not exist" in said
+    assert time.monotonic() - began < 10

@@ -1,6 +1,8 @@
 """The teacher on a server elsewhere: what it is asked, what is made of its answers and of its troubles."""
 
 import asyncio
+import time
+from email.utils import formatdate
 
 import pytest
 from aiohttp import web
@@ -11,12 +13,13 @@ from slipstream.orchestrator.teaching import Refused, ServerSource, Teacher
 from slipstream.records import Rollout, Sequence
 
 
-def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, key="secret"):
+def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, key="secret", user="", headers=None):
     """Run `test(source)` against a server that says -0.1 times each token; `troubles` are answered first."""
-    left = list(troubles)
+    left, connections = list(troubles), set()
 
     async def guarded(request):
-        assert request.headers["Authorization"] == f"Bearer {key}"
+        if not user:
+            assert request.headers["Authorization"] == f"Bearer {key}"
         return await request.json() if request.can_read_body else None
 
     async def list_models(request):
@@ -32,8 +35,9 @@ def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, ke
         assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == (models[0], 1, 0)
         if hangs:
             await asyncio.sleep(30)
+        connections.add(request.transport)
         if left:
-            return web.json_response({"error": "trouble"}, status=left.pop(0))
+            return web.json_response({"error": "trouble"}, status=left.pop(0), headers=headers)
         entries = [None, *({str(token): {"logprob": -0.1 * token}} for token in body["prompt"][1:])]
         return web.json_response({"choices": [{"prompt_logprobs": entries}]})
 
@@ -46,10 +50,12 @@ def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, ke
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
-        source = ServerSource(f"http://127.0.0.1:{port}/v1", "", key, timeout_s=2.0)
+        source = ServerSource(f"http://{user}127.0.0.1:{port}/v1", "", key, timeout_s=2.0)
         try:
             return await test(source)
         finally:
+            assert len(connections) <= 1, "one connection serves all"
+            await source.close()
             await runner.cleanup()
 
     return asyncio.run(run())
@@ -58,6 +64,7 @@ def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, ke
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(teaching, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(teaching, "_PATIENCE_S", 0.5)
 
 
 async def connected(source):
@@ -70,9 +77,32 @@ def test_it_scores_after_a_server_in_trouble_comes_back():
     assert served(connected, troubles=(503, 500)) == pytest.approx([0.0, -0.4, -0.5])
 
 
+@pytest.mark.parametrize("status", [408, 425, 429, 502])
+def test_a_server_that_is_busy_is_asked_again(status):
+    assert served(connected, troubles=[status] * 4) == pytest.approx([0.0, -0.4, -0.5])
+
+
+def test_it_is_asked_again_when_it_says(monkeypatch):
+    began = time.monotonic()
+    served(connected, troubles=[429], headers={"Retry-After": "0.3"})
+    assert time.monotonic() - began >= 0.3
+    with pytest.raises(EngineError, match="status 429"):  # longer than there is patience
+        served(connected, troubles=[429], headers={"Retry-After": formatdate(time.time() + 60, usegmt=True)})
+
+
+def test_its_password_is_told_nowhere():
+    for troubles, key in (((503,) * 99, ""), ((404,), ""), ((), "and a key")):
+        with pytest.raises(EngineError) as ended:
+            served(connected, troubles=troubles, key=key, user="me:hunter2@")
+        assert "hunter2" not in str(ended.value)
+    with pytest.raises(ConfigError) as refused:
+        served(connected, tokens=(5, 7), key="", user="me:hunter2@")
+    assert "hunter2" not in str(refused.value)
+
+
 def test_its_troubles_end_the_run_in_one_sentence():
     with pytest.raises(EngineError, match=r"cannot be asked \(status 503.*look at that server"):
-        served(connected, troubles=(503,) * 9)
+        served(connected, troubles=(503,) * 99)
     with pytest.raises(EngineError, match="status 401"):
         served(connected, troubles=(401,))
     with pytest.raises(DeadlineError, match="did not answer within 2 s"):

@@ -237,3 +237,18 @@ def test_the_run_log_tells_its_listeners_and_keeps_its_own(tmp_path):
         log.metrics(0, {"a/b": 1.0, "a/nan": float("nan")})
     assert good.rows == [(0, {"a/b": 1.0})]
     assert read_metrics(tmp_path / "run")[0]["a/b"] == 1.0
+
+
+def test_a_library_that_exits_loses_its_row_and_no_other(run):
+    log = Log()
+
+    def exits(step):
+        if step == 0:
+            raise SystemExit(3)
+
+    sink = Broken(exits)
+    with MetricSinks(["x"], run, log, targets={"x": sink}) as sinks:
+        put_all(sinks)
+    assert [step for step, _ in sink.rows] == [1, 2]
+    assert "did not take step 0 (SystemExit" in log.warnings[0]
+    assert log.events == [{"kind": "sink", "name": "x", "num_written": len(ROWS) - 1, "num_lost": 1}]

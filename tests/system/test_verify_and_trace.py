@@ -162,3 +162,13 @@ def test_held_out_samples_and_names_that_are_not_there(run, slipstream):
     code, _, err = slipstream("trace", run, "2.0.0", "--token", 999)
     assert code == 2
     assert "has no sampled token 999: there are 0 to" in err
+
+
+def test_an_empty_answer_is_kept_and_traced(scripted, slipstream):
+    report = scripted.run("--training.steps", "1", script=lambda prompt, seed: scripted.say("a" if seed % 2 else ""))
+    assert report.status == "finished"
+    kept = [sample for sample in read_samples(scripted.folder) if not sample["completion"]]
+    assert {sample.get("split", "train") for sample in kept} == {"train", "eval"}
+    code, out, err = slipstream("trace", scripted.folder, kept[0]["id"], "--json")
+    assert code == 0, err
+    assert json.loads(out)["num_sampled"] == 1, "the end token"

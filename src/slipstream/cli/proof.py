@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -92,12 +91,13 @@ def bench_sync(
     _check_sync(counts, changed, timeout, scratch)
     from slipstream.launch.sync_bench import BRIDGES, TOGETHER, measure_sync
     from slipstream.launch.sync_figures import SyncOptions
+    from slipstream.runlog.temporary import temporary
     from slipstream.trainer.shapes import SHAPES
 
-    with tempfile.TemporaryDirectory(prefix="slipstream-shape-", dir=scratch) as temporary:
+    with temporary("shape", scratch) as own:
         folder = model
         if model in SHAPES:
-            folder = str(_make_shape(Path(temporary) / "model", model))
+            folder = str(_make_shape(own / "model", model))
         options = SyncOptions(
             *(folder, updates, streams, placement, replicas, changed, in_flight, context, rank),
             tensor_parallel_size=tensor_parallel_size,

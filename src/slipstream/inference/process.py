@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -24,6 +22,7 @@ from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.plugin import ENGINE_VARIABLE, patches
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
+from slipstream.runlog.temporary import make_temporary, remove_temporary
 
 _POLL_S = 0.1
 
@@ -45,7 +44,7 @@ class EngineProcess:
         self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen[bytes] | None = None
         # A folder of its own, mode 0700: a run folder's path may be too long for a Unix socket (108 bytes).
-        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        self._folder = make_temporary("engine")
         self.client = EngineClient(
             str(self._folder / "engine.sock"),
             is_alive=self.is_alive,
@@ -147,4 +146,4 @@ class EngineProcess:
 
     def remove_files(self) -> None:
         """Remove the socket's folder; the process can not be started again afterwards."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_temporary(self._folder)

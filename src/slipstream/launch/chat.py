@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
-import tempfile
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from slipstream.launch.evaluate import verified_settings
 from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, Message, SamplingParams
+from slipstream.runlog.temporary import temporary
 
 _GRACE_S = 10.0
 
@@ -153,7 +153,7 @@ def talk_to(deployable: Deployable, tokenizer: ChatTokenizer, options: ChatOptio
     # Ctrl-C too: a shell that started us in the background has it ignored.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with tempfile.TemporaryDirectory(prefix="slipstream-chat-") as folder:
+        with temporary("chat") as folder:
             settings = verified_settings(config, Path(folder))
             thread = EventLoopThread(lambda: False)
             engine = create_engine(config, settings, Path(folder), lambda kind, **fields: None)

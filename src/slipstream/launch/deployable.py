@@ -6,23 +6,25 @@ Guarantees: nothing is started and no weight is loaded; whatever is not whole, o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import (
     InferenceConfig,
+    Loaded,
     LoraConfig,
     ModelConfig,
     RLConfig,
     RunConfig,
     RunSection,
     TrainingConfig,
+    with_values,
 )
 from slipstream.errors import ConfigError
 from slipstream.launch.facts import measure_gpus, read_model, usable_cpus, usable_memory_bytes
 from slipstream.launch.memory import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
-from slipstream.launch.model_folder import check_model
+from slipstream.launch.model_folder import check_hub_id, check_model
 from slipstream.launch.plan import SMALL_MODEL_PARAMETERS
 from slipstream.launch.room import MAX_KV_PART, MIN_KV_CACHE_GIB
 from slipstream.runlog import read_settings
@@ -67,6 +69,23 @@ def weights_folder(path: Path) -> Path:
     raise ConfigError(f"{path} {said}: name the folder of a model, adapter, checkpoint or run")
 
 
+def with_weights_folder(loaded: Loaded) -> Loaded:
+    """The settings with a run or checkpoint in `model.path` replaced by the folder of its weights, see
+    `weights_folder`. Raises ConfigError where these are an adapter, which `lora.path` takes."""
+    from slipstream.weights.adapter import is_adapter_folder
+
+    path = Path(loaded.config.model.path).expanduser()
+    if not any((path / name).is_file() for name in ("events.jsonl", "manifest.json")):
+        return loaded
+    folder = weights_folder(path)
+    if is_adapter_folder(folder):
+        raise ConfigError(
+            f'model.path = "{path}" holds a LoRA adapter: give its base as model.path and {folder} as lora.path, or '
+            "make a whole model of it with slipstream export --merged"
+        )
+    return replace(loaded, config=with_values(loaded.config, {"model.path": str(folder)}))
+
+
 def find_deployable(named: str, base: str | None = None, *, trust_remote_code: bool = False) -> Deployable:
     """What `named` means: a folder, see `weights_folder`, or a hub id. `base` is the model below an adapter, where the
     adapter's own folder does not say it or says another."""
@@ -75,6 +94,12 @@ def find_deployable(named: str, base: str | None = None, *, trust_remote_code: b
 
     path = Path(named).expanduser()
     if not path.exists() and named.count("/") == 1 and not named.startswith((".", "~", "/")):
+        if path.parent.is_dir():
+            raise ConfigError(f"{path} does not exist, and {path.parent}/ does: correct the name")
+        try:
+            check_hub_id(named)
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix("model.path = ")) from error
         path = resolve_folder(named)
     folder = weights_folder(path)
     name = named.rstrip("/") if not Path(named).expanduser().exists() else _name_of(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 
 from slipstream.config import RunConfig, with_values
@@ -19,6 +18,7 @@ from slipstream.launch.stop import StopRequest
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Version
+from slipstream.runlog.temporary import temporary
 
 _POLL_S = 0.2
 
@@ -29,7 +29,7 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
         raise ConfigError(
             "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
         )
-    with StopRequest() as stop, tempfile.TemporaryDirectory(prefix="slipstream-eval-") as logs:
+    with StopRequest() as stop, temporary("eval") as logs:
         progress.start(f"evaluate {Path(prepared.config.model.path).name}", 1)
         try:
             return asyncio.run(_until_stopped(prepared, progress, Path(logs), stop))

@@ -14,12 +14,13 @@ _TOKENIZERS = (
     *("spm.model", "tekken.json", "*.tiktoken", "*tokenizer*.py"),
 )
 """Any of these holds a vocabulary."""
+_HUB_TIMEOUT_S = 5.0
 
 
 def check_model(model: ModelConfig, *, packing: bool) -> None:
     """Raises `ConfigError` when the local folder `model.path` is no causal language model that is all there.
 
-    A hub id is not looked at: it is loaded, and refused, where it is used.
+    Of a hub id only whether the hub has it: it is loaded, and refused, where it is used.
     """
     folder = Path(model.path)
     if not folder.is_dir():
@@ -27,11 +28,11 @@ def check_model(model: ModelConfig, *, packing: bool) -> None:
             said = "is a file" if folder.exists() else "does not exist"
             raise ConfigError(f'model.path = "{folder}" {said}: give the folder of a model, or make one first')
         if len(folder.parts) > 1 and folder.parent.is_dir():
-            # Asking the hub for it would take a minute where there is no network.
             raise ConfigError(
                 f'model.path = "{folder}" does not exist, and {folder.parent}/ does: correct the name, or make the '
                 "model first (a hub id must not begin with the name of a folder that is here)"
             )
+        check_hub_id(model.path)
         return
     _check_config_file(folder)
     from slipstream.trainer.model import check_architecture
@@ -43,6 +44,29 @@ def check_model(model: ModelConfig, *, packing: bool) -> None:
             f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
             "tokenizer there, or save it with save_pretrained"
         )
+
+
+def check_hub_id(name: str) -> None:
+    """Raises `ConfigError` for what is no folder and no model that the hub has or that was downloaded before. The hub
+    is asked once: the libraries ask an unreachable one for half a minute."""
+    from huggingface_hub import model_info, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    said = f'model.path = "{name}" is no folder here, and'
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        model_info(name, timeout=_HUB_TIMEOUT_S)
+    except GatedRepoError:
+        return  # whoever loads it says what is to be done
+    except HFValidationError:
+        raise ConfigError(f"{said} no name of a model on the hub: correct the path, or give owner/name") from None
+    except RepositoryNotFoundError:
+        raise ConfigError(f"{said} the hub has no such model: correct the path, or make the model first") from None
+    except Exception as error:  # whatever the network's library raises
+        raise ConfigError(
+            f"{said} the hub cannot be asked for it ({type(error).__name__}): correct the path, or make the model first"
+        ) from error
 
 
 def _check_config_file(folder: Path) -> None:

@@ -20,6 +20,7 @@ from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError
+from slipstream.launch.deployable import with_weights_folder
 from slipstream.launch.engine_options import check_options
 from slipstream.launch.facts import gather_facts, longest_answer, read_model
 from slipstream.launch.lengths import least_tokens, wanted_tokens
@@ -83,6 +84,7 @@ class Prepared:
 
 def prepare(loaded: Loaded) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan."""
+    loaded = with_weights_folder(loaded)
     config = loaded.config
     require_sinks(config.run.sinks)
     _check_optimizer(config)

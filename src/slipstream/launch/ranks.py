@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -30,6 +28,7 @@ from slipstream.errors import RankError, SlipstreamError, ZeroGradientError
 from slipstream.inference import child
 from slipstream.launch.channel import Channel, ChannelClosed
 from slipstream.records import SamplingParams
+from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.single_copy import SharedWeights
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class RankCrew:
     ) -> None:
         self.shared = shared
         self._size, self._timeout_s = config.training.ranks, config.training.rank_timeout_s
-        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-ranks-"))
+        self._folder = make_temporary("ranks")
         self._store = str(self._folder / "store")
         self._ranks: list[_Rank] = []
         self._group: RankGroup | None = None
@@ -279,7 +278,7 @@ class RankCrew:
         if self._group is not None:
             self._group.leave()
             self._group = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_temporary(self._folder)
 
 
 def _decode(message: bytes) -> Answer:

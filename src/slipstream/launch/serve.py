@@ -6,13 +6,13 @@ machine; the server ends with this process.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
 import socket
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from slipstream.launch.deployable import Deployable, engine_config
 from slipstream.launch.facts import measure_gpus
 from slipstream.launch.memory import GIB
 from slipstream.launch.stop import StopRequest
+from slipstream.runlog.temporary import temporary
 
 _POLL_S = 0.5
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -66,8 +67,7 @@ def serve(
     api_key = os.environ.get(KEY_SOURCE, "")
     _check_host(options.host, api_key)
     arguments = vllm_arguments(deployable, tokenizer, options)
-    port = _free_port(options.host, options.port)
-    with tempfile.TemporaryDirectory(prefix="slipstream-serve-") as folder, StopRequest() as stop:
+    with held_port(options.host, options.port) as port, temporary("serve") as folder, StopRequest() as stop:
         log = Path(folder) / "server.log"
         server = OpenAIServer(arguments, host=options.host, port=port, api_key=api_key, log_path=log)
         stop.at_once = lambda: server.stop(0.0)
@@ -146,8 +146,10 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
-def _free_port(host: str, port: int) -> int:
-    """The port, or a free one for 0. Raises ConfigError when nothing can listen there."""
+@contextlib.contextmanager
+def held_port(host: str, port: int) -> Generator[int]:
+    """The port, or a free one for 0, which nobody else is given meanwhile. Raises ConfigError when nothing can listen
+    there."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -157,4 +159,5 @@ def _free_port(host: str, port: int) -> int:
             raise ConfigError(
                 f"nothing can listen on port {port} of {host} ({error.strerror}): use --port 0 for a free one"
             ) from error
-        return probe.getsockname()[1]
+        # Linux lets another socket with SO_REUSEADDR, as vLLM's, bind and listen while this one does not listen.
+        yield probe.getsockname()[1]

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -37,6 +36,7 @@ from slipstream.launch.totals import check_divided
 from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, session_of
 from slipstream.orchestrator.runtime import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
+from slipstream.runlog.temporary import temporary
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
 from slipstream.weights.base import Fence, NamedWeights
 from slipstream.weights.single_copy import SharedWeights
@@ -69,7 +69,7 @@ def measure_sync(
     found: list[SyncFigures] = []
     with (
         StopRequest() as stop,
-        tempfile.TemporaryDirectory(prefix="slipstream-sync-", dir=options.scratch) as folder,
+        temporary("sync", options.scratch) as folder,
         _started(names[0], configs[0], options, Path(folder), stop) as sides,
     ):
         for number, (name, config) in enumerate(zip(names, configs, strict=True)):

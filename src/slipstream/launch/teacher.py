@@ -55,6 +55,7 @@ class RunTeacher:
         """Of the weights that its engine serves; empty for a server elsewhere."""
         self._engine: RunEngine | None = None
         self._teacher_now: Teacher | None = None
+        self._server: ServerSource | None = None
         if room is None:
             return
 
@@ -95,7 +96,7 @@ class RunTeacher:
                 f'teacher.key_variable = "{self._teacher.key_variable}" is not set in the environment: set it to the '
                 "server's API key, or leave it out"
             )
-        server = ServerSource(self._teacher.url, self._teacher.name, key, timeout_s=timeout_s)
+        server = self._server = ServerSource(self._teacher.url, self._teacher.name, key, timeout_s=timeout_s)
         await server.connect(_TEXT, self._tokenizer.plain_tokens(_TEXT))
         self._log.event("teacher", url=self._teacher.url)
         return server
@@ -116,6 +117,8 @@ class RunTeacher:
 
     async def stop(self) -> None:
         """Stop for good."""
+        if self._server is not None:
+            await self._server.close()
         if self._engine is not None:
             await self._engine.stop()
 

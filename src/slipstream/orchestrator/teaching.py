@@ -7,8 +7,11 @@ tokens; a teacher that dies comes back, as often as it may, or its error ends th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
+import time
+from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 import aiohttp
@@ -18,9 +21,14 @@ from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.tasks import outliving
 from slipstream.patience import Patience
 from slipstream.records import GenerateRequest, Rollout, SamplingParams
+from slipstream.runlog.redaction import hide_userinfo
 
-_TRIES = 3
-_PAUSE_S = 2.0
+_PATIENCE_S = 120.0
+"""How long a server that is busy, or being started again, is asked again: while the run waits for it, and before."""
+_FIRST_PATIENCE_S = 10.0
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 20.0
+_PASSING = frozenset({408, 425, 429})
+"""Answers below 500 after which the same question may be asked again."""
 _AT_ONCE = 64
 """Requests that a server of somebody else's gets at the same time."""
 
@@ -103,19 +111,23 @@ class ServerSource:
 
     def __init__(self, url: str, name: str, key: str, *, timeout_s: float) -> None:
         self._url = url.rstrip("/")
+        self._shown = hide_userinfo(self._url)
         self._name = name
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout_s = timeout_s
+        self._patience_s = _FIRST_PATIENCE_S
         self._places = asyncio.Semaphore(_AT_ONCE)
+        self._session: aiohttp.ClientSession | None = None
 
     async def connect(self, text: str, token_ids: list[int]) -> None:
         """Find the model, and ask whether its tokenizer makes `token_ids` of `text`, as ours does. Raises ConfigError
         with what is wrong."""
         try:
             await self._connect(text, token_ids)
+            self._patience_s = _PATIENCE_S
         except Refused as refusal:
             raise ConfigError(
-                f"the teacher at {self._url} {refusal}: look at teacher.url and teacher.name"
+                f"the teacher at {self._shown} {refusal}: look at teacher.url and teacher.name"
             ) from refusal
 
     async def _connect(self, text: str, token_ids: list[int]) -> None:
@@ -126,14 +138,14 @@ class ServerSource:
         if self._name not in names:
             known = ", ".join(names) or "none"
             raise ConfigError(
-                f'teacher.name = "{self._name}" is not served at {self._url}, which has {known}: name one'
+                f'teacher.name = "{self._name}" is not served at {self._shown}, which has {known}: name one'
             )
         body = {"model": self._name, "prompt": text, "add_special_tokens": False}
         answer = await self._ask("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)
         if answer.get("tokens") != token_ids:
             raise ConfigError(
-                f"the teacher at {self._url} has another tokenizer than model.path (a text of {len(token_ids)} tokens "
-                f"has {len(answer.get('tokens') or [])} there): use a teacher of the same family"
+                f"the teacher at {self._shown} has another tokenizer than model.path (a text of {len(token_ids)} "
+                f"tokens has {len(answer.get('tokens') or [])} there): use a teacher of the same family"
             )
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
@@ -147,31 +159,56 @@ class ServerSource:
             return [0.0 if entry is None else float(entry[str(token)]["logprob"]) for entry, token in pairs]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(
-                f"the teacher at {self._url} returned no prompt_logprobs ({error!r}): serve it with vLLM"
+                f"the teacher at {self._shown} returned no prompt_logprobs ({error!r}): serve it with vLLM"
             ) from error
 
+    async def close(self) -> None:
+        """Give up the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer; a connection that breaks, or a server in trouble, is tried again."""
-        why = ""
-        for number in range(_TRIES):
-            if number:
-                await asyncio.sleep(_PAUSE_S * number)
+        """The answer; a connection that breaks, and a server that is busy or in trouble, is tried again for a while."""
+        began, pause = time.monotonic(), _PAUSE_S
+        while True:
+            wanted = pause
             try:
-                async with (
-                    Patience(self._timeout_s),
-                    aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)) as session,
-                    session.request(method, url, json=body) as response,
-                ):
-                    if response.status == 200:
-                        return await response.json()
-                    why = f"status {response.status}: {(await response.text())[:300]}"
+                async with Patience(self._timeout_s), self._connection().request(method, url, json=body) as said:
+                    if said.status == 200:
+                        return await said.json()
+                    why = f"status {said.status}: {hide_userinfo((await said.text())[:300])}"
+                    wanted = max(pause, _seconds(said.headers.get("Retry-After", "")))
             except TimeoutError:
-                raise DeadlineError(f"the teacher at {url} did not answer within {self._timeout_s:g} s") from None
+                raise DeadlineError(
+                    f"the teacher at {hide_userinfo(url)} did not answer within {self._timeout_s:g} s"
+                ) from None
             except (aiohttp.ClientError, ValueError) as error:
-                why = str(error) or type(error).__name__
+                why = hide_userinfo(str(error)) or type(error).__name__
             else:
-                if response.status == 400:
+                if said.status == 400:
                     raise Refused(f"refused: {why}")
-                if response.status < 500:
+                if said.status < 500 and said.status not in _PASSING:
                     break
-        raise EngineError(f"the teacher at {url} cannot be asked ({why}): look at that server, and at teacher.url")
+            if time.monotonic() - began + wanted > self._patience_s:
+                why += f", for {time.monotonic() - began:.0f} s"
+                break
+            await asyncio.sleep(wanted)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        raise EngineError(
+            f"the teacher at {hide_userinfo(url)} cannot be asked ({why}): look at that server, and at teacher.url"
+        )
+
+    def _connection(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
+        return self._session
+
+
+def _seconds(retry_after: str) -> float:
+    """What the header asks for, a number of seconds or a date; 0 where it says neither."""
+    with contextlib.suppress(ValueError):
+        return float(retry_after)
+    with contextlib.suppress(ValueError, TypeError):
+        return parsedate_to_datetime(retry_after).timestamp() - time.time()
+    return 0.0

@@ -16,13 +16,10 @@ import contextlib
 import itertools
 import operator
 import os
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -31,6 +28,7 @@ from torch import Tensor
 
 from slipstream.errors import WeightsError
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
+from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.base import Announce, Engine, NamedWeights
 from slipstream.weights.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
@@ -262,7 +260,7 @@ class BroadcastPublisher:
         """`joined` waits until all workers run, and says how often some were replaced: then a new group is made."""
         self._joined = joined
         self._num_replaced = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-group-"))
+        self._folder = make_temporary("group")
         self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s, backend)
         self._group: Group | None = None
 
@@ -328,8 +326,7 @@ class BroadcastPublisher:
         if self._group is not None:
             self._group.leave()
             self._group = None
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self._folder)
+        remove_temporary(self._folder)
 
 
 class BroadcastReceiver:

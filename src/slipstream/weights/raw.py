@@ -4,25 +4,24 @@ loaded or verified. Each receiver is a process of its own, as an engine is.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 import torch
 
 from slipstream.errors import WeightsError
+from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.broadcast import Group, Rendezvous
 
+_POLL_S = 0.5
 MESSAGE_BYTES = 1 << 30
 """More than any bridge sends at once: what a message costs by itself does not count."""
 
@@ -37,15 +36,13 @@ def raw_broadcast_s(
 ) -> float:
     """Median seconds to send `num_bytes` to some processes, each of which sees these GPUs (CUDA_VISIBLE_DEVICES; empty:
     those of this one). Raises `WeightsError` when one of them does not come or ends early."""
-    folder = Path(tempfile.mkdtemp(prefix="slipstream-raw-"))
+    folder = make_temporary("raw")
     rendezvous = Rendezvous(str(folder / "store"), len(receivers), timeout_s, backend)
-    arguments = [msgspec.json.encode(rendezvous).decode(), str(num_bytes), str(repeats)]
+    arguments = [str(os.getpid()), msgspec.json.encode(rendezvous).decode(), str(num_bytes), str(repeats)]
     children = [
         subprocess.Popen(
             [sys.executable, "-m", "slipstream.weights.raw", *arguments, str(rank)],
-            stdin=subprocess.PIPE,  # closes when this process ends, however it does, and ends them
             stdout=subprocess.PIPE,
-            start_new_session=True,
             env=dict(os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})),
         )
         for rank, gpus in enumerate(receivers, start=1)
@@ -66,8 +63,7 @@ def raw_broadcast_s(
         for child in children:
             child.kill()
             child.wait(30)
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
+        remove_temporary(folder)
     return statistics.median(map(max, zip(ours, *theirs, strict=True)))
 
 
@@ -86,9 +82,16 @@ def passes(group: Group, num_bytes: int, repeats: int) -> list[float]:
     return seconds[1:]
 
 
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
+
+
 def main() -> None:
-    """A receiving process: prints its seconds as JSON."""
-    rendezvous, num_bytes, repeats, rank = sys.argv[1:]
+    """A receiving process: prints its seconds as JSON. It ends with the one that started it."""
+    parent, rendezvous, num_bytes, repeats, rank = sys.argv[1:]
+    threading.Thread(target=_follow, args=(int(parent),), daemon=True).start()
     group = Group(msgspec.json.decode(rendezvous, type=Rendezvous), rank=int(rank))
     print(json.dumps(passes(group, int(num_bytes), int(repeats))))
     group.leave()
