@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 
 from slipstream.cli.output import print_json
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.runlog.temporary import temporary
 
 if TYPE_CHECKING:
     from slipstream.runlog.trace import Trace
@@ -91,7 +92,6 @@ def bench_sync(
     _check_sync(counts, changed, timeout, scratch)
     from slipstream.launch.sync_bench import BRIDGES, TOGETHER, measure_sync
     from slipstream.launch.sync_figures import SyncOptions
-    from slipstream.runlog.temporary import temporary
     from slipstream.trainer.shapes import SHAPES
 
     with temporary("shape", scratch) as own:
