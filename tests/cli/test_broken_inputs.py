@@ -121,7 +121,11 @@ COMMAND_LINE = [
     ("train sft.toml --resume", 2, "--resume needs the folder of the run to continue: add --run.folder FOLDER"),
     ("train sft.toml --resume --run.folder none", 2, "none holds no run to resume: name a run's folder"),
     ("train sft.toml --resume --run.folder empty", 2, "empty holds no run to resume: name a run's folder"),
-    ("train sft.toml --run.folder finished", 2, "finished exists and is not empty: continue it with --resume or use"),
+    (
+        "train sft.toml --run.folder finished",
+        2,
+        "before its first checkpoint: begin it again with --resume",
+    ),
     ("train sft.toml --resume --run.folder locked", 2, "locked is in use by process .*: wait until it ends"),
     ("train sft.toml --run.folder rows.jsonl", 2, "rows.jsonl is a file: name another folder"),
     ("train sft.toml --run.folder rows.jsonl/run", 2, "cannot be made .*: name another folder"),

@@ -13,18 +13,12 @@ from slipstream.config import (
     TrainingConfig,
 )
 from slipstream.errors import ConfigError
-from slipstream.launch.facts import (
-    gather_facts,
-    measure_adapter,
-    measure_data,
-    measure_gpus,
-    read_model,
-    usable_cpus,
-    usable_memory_bytes,
-)
+from slipstream.launch.facts import gather_facts, measure_adapter, measure_data, read_model
+from slipstream.launch.machine import measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.records import Message, Sequence, Task
 
 SHAPE = {
+    "model_type": "qwen3",
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
@@ -36,6 +30,13 @@ SHAPE = {
     "dtype": "float32",
     "tie_word_embeddings": True,
 }
+
+
+def save_weights(file, size):
+    import numpy
+    from safetensors.numpy import save_file
+
+    save_file({"a": numpy.zeros(size, "float32")}, file)
 
 
 class LetterTokenizer:
@@ -101,31 +102,48 @@ class TestData:
 
 
 class TestModel:
-    def test_shape_and_estimate(self, tmp_path):
+    def test_shape_and_count_before_there_are_weights(self, tmp_path):
         model = read_model(folder_with(tmp_path, SHAPE))
         assert (model.hidden_size, model.num_layers, model.num_kv_heads, model.head_dim) == (128, 4, 2, 32)
         assert (model.context_length, model.vocab_size, model.dtype) == (512, 100, "float32")
-        layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384 + 2 * 128
+        layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384 + 2 * 128 + 2 * 32  # and the norms of queries and keys
         assert model.num_parameters == 4 * layer + 100 * 128 + 128
         untied = read_model(folder_with(tmp_path, SHAPE | {"tie_word_embeddings": False}))
         assert untied.num_parameters == model.num_parameters + 100 * 128
 
     def test_defaults_of_older_shapes(self, tmp_path):
         shape = {key: value for key, value in SHAPE.items() if key in ("vocab_size",)}
-        shape |= {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 99, "torch_dtype": "bfloat16"}
+        shape |= {
+            "model_type": "gpt2",
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 99,
+            "torch_dtype": "bfloat16",
+        }
         model = read_model(folder_with(tmp_path, shape))
         assert (model.num_kv_heads, model.head_dim, model.intermediate_size) == (4, 16, 256)
         assert (model.context_length, model.dtype) == (99, "bfloat16")
 
     def test_text_part_of_a_larger_model(self, tmp_path):
         nested = {"text_config": SHAPE, "vision_config": {"hidden_size": 7}, "dtype": "bfloat16"}
-        model = read_model(folder_with(tmp_path, nested))
+        path = folder_with(tmp_path, nested)
+        save_weights(tmp_path / "model.safetensors", 3)
+        model = read_model(path)
         assert (model.hidden_size, model.dtype) == (128, "bfloat16")
 
     @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
     def test_experts_by_each_of_their_names(self, name, tmp_path):
         assert read_model(folder_with(tmp_path, SHAPE | {name: 8})).num_experts == 8
         assert read_model(folder_with(tmp_path, SHAPE)).num_experts == 0
+
+    def test_every_expert_is_counted(self, tmp_path):
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        model = read_model(folder_with(tmp_path, SHAPE | experts | {"model_type": "qwen3_moe"}))
+        attention = 128 * 128 * 2 + 128 * 64 * 2 + 2 * 128 + 2 * 32
+        layer = attention + 8 * 128 + 8 * 3 * 128 * 16  # with the router
+        assert model.num_parameters == 4 * layer + 100 * 128 + 128
+        assert model.num_experts == 8
 
     def test_parameters_are_counted_in_all_files(self, tmp_path):
         numpy = pytest.importorskip("numpy")
@@ -168,14 +186,50 @@ class TestModel:
 
 
 class TestMachine:
-    def test_counts(self, tmp_path):
+    def test_what_there_is(self):
         assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
-        limit = tmp_path / "limit"
-        limit.write_text("1000\n")
-        assert usable_memory_bytes([str(limit)]) == 1000
-        limit.write_text("max\n")
-        assert usable_memory_bytes([str(limit), str(tmp_path / "none")]) == usable_memory_bytes([])
         assert usable_memory_bytes() > 1 << 20
+
+    @pytest.mark.parametrize(
+        ("membership", "files"),
+        [
+            ("0::/", {"cpu.max": "{cpus}00000 100000", "memory.max": "{bytes}"}),
+            ("0::/jobs/mine", {"jobs/mine/cpu.max": "{cpus}00000 100000", "jobs/memory.max": "{bytes}"}),
+            (
+                "4:memory:/mine\n3:cpu,cpuacct:/mine",
+                {
+                    "cpu,cpuacct/mine/cpu.cfs_quota_us": "{cpus}50000",
+                    "cpu,cpuacct/mine/cpu.cfs_period_us": "100000",
+                    "memory/mine/memory.limit_in_bytes": "{bytes}",
+                },
+            ),
+            (
+                "3:cpu:/elsewhere",
+                {
+                    "cpu/cpu.cfs_quota_us": "{cpus}00000",
+                    "cpu/cpu.cfs_period_us": "100000",
+                    "memory/memory.limit_in_bytes": "{bytes}",
+                },
+            ),
+        ],
+    )
+    def test_a_control_group_may_have_less(self, tmp_path, monkeypatch, membership, files):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+        groups, member = tmp_path / "cgroup", tmp_path / "membership"
+        member.write_text(f"{membership}\n")
+        for name, text in files.items():
+            (groups / name).parent.mkdir(parents=True, exist_ok=True)
+            (groups / name).write_text(text.replace("{cpus}", "2").replace("{bytes}", "1000") + "\n")
+        assert usable_cpus(groups, member) == 2
+        assert usable_memory_bytes(groups, member) == 1000
+
+    @pytest.mark.parametrize("quota", ["max 100000", "-1 100000", "50000 100000", ""])
+    def test_a_quota_leaves_a_core_at_least(self, tmp_path, monkeypatch, quota):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        (tmp_path / "memory.max").write_text("max\n")
+        assert usable_cpus(tmp_path, tmp_path / "none") == (1 if quota.startswith("5") else 64)
+        assert usable_memory_bytes(tmp_path, tmp_path / "none") == usable_memory_bytes(tmp_path / "none")
 
     def test_gpus(self):
         count, memory = measure_gpus()

@@ -71,12 +71,13 @@ def _train(
         raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
     from slipstream.launch.local import run_folder_of, train
     from slipstream.launch.prepare import prepare
+    from slipstream.launch.resume import same_commit
     from slipstream.runlog import refuse_used
     from slipstream.view import make_view
 
     if loaded.config.run.folder is not None and not resume:
         refuse_used(loaded.config.run.folder)  # before minutes of reading data
-    prepared = prepare(loaded)
+    prepared = prepare(same_commit(loaded) if resume else loaded)
     folder = run_folder_of(prepared, run_file.stem)
     view = make_view("none" if as_json else "plain" if plain else "auto")
     result = train(prepared, folder, view, resume=resume)
@@ -181,7 +182,7 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
     from slipstream.launch.prepare import prepare
     from slipstream.launch.render import plan_as_json, render_plan
 
-    prepared = prepare(loaded)
+    prepared = prepare(loaded, weights=False)
     if json:
         print(plan_as_json(prepared.plan))
     else:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
 from slipstream.config.keys import all_keys, dotted, leaves, optional_sections, sections, suggestion
-from slipstream.config.messages import located, rewrite, show
+from slipstream.config.messages import located, rewrite, shortened, show
 from slipstream.config.overrides import Override, parse_overrides, place
 from slipstream.config.paths import path_problems, unusable_path
 from slipstream.config.recipes import BUILT_IN
@@ -158,7 +158,7 @@ def _take_out_unknown(tree: dict[str, Any], sources: _Sources, warnings: list[st
     def refuse(path: str, reason: str) -> None:
         place = next((sources.place(leaf) for leaf in (path, path.split(".")[0]) if sources.place(leaf)), "")
         is_foreign = reason.startswith("applies to") and chosen and sources.origin(path) != COMMAND_LINE
-        (warnings if is_foreign else problems).append(located(f"{path} {reason}", place))
+        (warnings if is_foreign else problems).append(located(f"{shortened(path)} {reason}", place))
 
     for section in list(tree):
         content = tree[section]

@@ -51,7 +51,11 @@ def show(value: Any) -> str:
     """A value as the run file would have it, cut when long."""
     if isinstance(value, bool):
         return str(value).lower()
-    text = quoted(value[:80]) if isinstance(value, str) else str(value)
+    return shortened(quoted(value[:80]) if isinstance(value, str) else str(value))
+
+
+def shortened(text: str) -> str:
+    """`text`, cut when long."""
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -36,7 +36,7 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
-            problems.append(f"{argument!r} is not a setting: write --section.key VALUE after the run file")
+            problems.append(f"{argument[:60]!r} is not a setting: write --section.key VALUE after the run file")
             continue
         flag, equals, text = argument.partition("=")
         value: str | None = text if equals else None
@@ -89,17 +89,17 @@ def _override(flag: str, text: str | None) -> Override:
     if len(names) > 2:
         # The longest known beginning tells the user where the path went wrong.
         reason = f"{section}.{name} has no keys of its own" if key else suggestion(f"{section}.{name}")
-        raise ConfigError(f"{flag} is not a known setting: {reason}")
+        raise ConfigError(f"{flag[:60]} is not a known setting: {reason}")
     if key is None and names[1].startswith("no-"):
         positive = all_keys().get(f"{section}.{name.removeprefix('no_')}")
         if positive is not None and positive.is_flag:
             if text is not None:
-                raise ConfigError(f"{flag} takes no value, but was given {text!r}: remove it")
+                raise ConfigError(f"{flag} takes no value, but was given {text[:60]!r}: remove it")
             return Override((section, positive.name), False, flag)
         remedy = f"use --{positive.path} VALUE" if positive else suggestion(f"{section}.{name[3:]}")
-        raise ConfigError(f"{flag} is not a flag that can be turned off: {remedy}")
+        raise ConfigError(f"{flag[:60]} is not a flag that can be turned off: {remedy}")
     if key is None:
-        raise ConfigError(f"{flag} is not a known setting: {suggestion(f'{section}.{name}')}")
+        raise ConfigError(f"{flag[:60]} is not a known setting: {suggestion(f'{section}.{name}')}")
     return Override((section, name), _value(flag, key, text), flag)
 
 
@@ -126,10 +126,10 @@ def _section_switch(flag: str, name: str, text: str | None) -> Override:
         switched_off = name.startswith("no-")
         if text is None or (not switched_off and text in ("true", "false")):
             return Override((section,), not switched_off and text != "false", flag)
-        raise ConfigError(f"{flag} takes no value, but was given {text!r}: write --{section}.KEY VALUE")
+        raise ConfigError(f"{flag} takes no value, but was given {text[:60]!r}: write --{section}.KEY VALUE")
     if section in sections():
         raise ConfigError(f"{flag} is a section: write --{section}.KEY VALUE")
-    raise ConfigError(f"{flag} is not a known setting: {suggestion(name.replace('-', '_'))}")
+    raise ConfigError(f"{flag[:60]} is not a known setting: {suggestion(name.replace('-', '_'))}")
 
 
 def place(tree: dict[str, Any], override: Override) -> None:

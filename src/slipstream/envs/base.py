@@ -93,8 +93,9 @@ class Environment(ABC):
 
     name: str = ""
     """Used in messages and reports; the class's name when empty."""
-    max_turns: ClassVar[int] = 1
-    """Most turns of the policy in one episode."""
+    max_turns: ClassVar[int]
+    """Most turns of the policy in one episode. The engine gets room for them, so every class with a `run` of its own
+    says it."""
     given_settings: Mapping[str, Any] = MappingProxyType({})
     """`environment.settings` of the run file, for messages; set by whoever makes the environment."""
 

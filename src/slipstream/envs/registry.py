@@ -105,6 +105,13 @@ def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
         ) from error
     if not hasattr(environment, "seed"):
         raise ConfigError(f"environment.name: class {name} does not call super().__init__(seed): add the call")
+    turns: object = getattr(environment, "max_turns", None)
+    if not isinstance(turns, int) or turns < 1:
+        said = "does not say how many turns an episode may take" if turns is None else f"has max_turns = {turns!r}"
+        raise ConfigError(
+            f"environment.name: class {name} {said}, and by that inference.max_model_len is planned: write "
+            "max_turns = 1, or as many as there may be, in the class"
+        )
     return environment
 
 

@@ -48,6 +48,8 @@ Reward = Callable[[Task, str], Score]
 class Rows(Environment):
     """See the module. Raises `ConfigError` for settings that cannot be used, `DataError` for rows."""
 
+    max_turns = 1
+
     def __init__(self, seed: int = 0, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(seed)
         self.name = NAME

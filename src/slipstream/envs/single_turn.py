@@ -33,6 +33,8 @@ TASKS_TIMEOUT_S = 120.0
 class SingleTurn(Environment):
     """An environment of one turn. Subclasses give `tasks` and `reward`."""
 
+    max_turns = 1
+
     @abstractmethod
     def reward(self, task: Task, completion: str) -> float | Mapping[str, float]:
         """How good an answer is; a mapping has the key `reward`, its other entries are metrics."""

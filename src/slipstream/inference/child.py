@@ -9,19 +9,30 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slipstream.errors import ConfigError
+from slipstream.runlog.temporary import make_temporary
+
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every vLLM that Slipstream starts: it reports to nobody."""
 
+MAX_SOCKET_FOLDER = 60
+"""Bytes of a folder's name: a Unix socket's path has 107, and libraries add names of up to 46 to it."""
+_TAIL_BYTES = 1 << 16
+_LOGGED = re.compile(r"^(?:\([^()]* pid=\d+\) )?(?:(?:ERROR|CRITICAL) [^\]]*\] )?")
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Fault)(?::|$)")
+_SECOND_HAND = re.compile(r"Engine core initialization failed|root cause")
+"""What vLLM raises because one of its processes raised."""
 
 _DYING_S = 30.0
 """How long a killed process may take to be gone."""
@@ -72,11 +83,45 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def last_lines(log_path: Path, count: int = 15) -> str:
-    """The end of what it printed; empty when there is no log."""
-    with contextlib.suppress(FileNotFoundError), log_path.open(errors="replace") as file:
-        return "".join(deque(file, maxlen=count)).rstrip()
-    return ""
+def ending(code: int | None, log_path: Path) -> str:
+    """One sentence's part on how a child is, None: still running, and where its log is; with what it raised at last."""
+    state = "is running" if code is None else f"ended with code {code}"
+    reason = "" if code is None else last_error(log_path)
+    return f"{state}{f' ({reason})' if reason else ''}; its log is {log_path}"
+
+
+def last_error(log_path: Path) -> str:
+    """The last exception that its log tells of, on one line; or its last line; empty when there is no log."""
+    try:
+        with log_path.open("rb") as file:
+            file.seek(max(0, log_path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    lines = [text for line in lines if (text := _LOGGED.sub("", line).strip())]
+    raised = [place for place, line in enumerate(lines) if _RAISED.match(line) and not _SECOND_HAND.search(line)]
+    text = " ".join(lines[raised[-1] : raised[-1] + 4] if raised else lines[-1:])
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def private_folder(kind: str) -> Path:
+    """A new temporary folder for the sockets and files of a child: in the usual place or, where that has too long a
+    name for a socket in it, in /tmp. Raises ConfigError when there is no room for one."""
+    for parent in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
+        if len(os.fsencode(parent)) + len(kind) > MAX_SOCKET_FOLDER:
+            continue
+        with contextlib.suppress(OSError):
+            return make_temporary(kind, Path(parent))
+    raise ConfigError(
+        f"there is no folder for the engine's socket: {tempfile.gettempdir()} and /tmp are full, not writable or have "
+        f"names of more than {MAX_SOCKET_FOLDER} bytes: set TMPDIR"
+    )
+
+
+def short_temporary_folder(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """TMPDIR for a child whose libraries make sockets too: `folder`, where the usual one has too long a name."""
+    usual = environment.get("TMPDIR", "")
+    return {"TMPDIR": str(folder)} if len(os.fsencode(usual)) > MAX_SOCKET_FOLDER else {}
 
 
 def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:

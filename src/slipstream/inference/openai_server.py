@@ -76,10 +76,8 @@ class OpenAIServer:
         raise DeadlineError(f"vLLM's server was not ready after {timeout_s:g} s (--start-timeout): {self.describe()}")
 
     def describe(self) -> str:
-        """How it is, with the last lines of its log."""
-        code = self._process.poll() if self._process else None
-        lines = child.last_lines(self._log_path)
-        return f"it {'is running' if code is None else f'ended with code {code}'}; its last lines are:\n{lines}"
+        """How it is, and where its log is."""
+        return f"it {child.ending(self._process.poll() if self._process else None, self._log_path)}"
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End it and everything it started: asked first, killed at the deadline."""

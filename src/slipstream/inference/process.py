@@ -22,7 +22,7 @@ from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.plugin import ENGINE_VARIABLE, patches
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
-from slipstream.runlog.temporary import make_temporary, remove_temporary
+from slipstream.runlog.temporary import remove_temporary
 
 _POLL_S = 0.1
 
@@ -44,7 +44,7 @@ class EngineProcess:
         self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen[bytes] | None = None
         # A folder of its own, mode 0700: a run folder's path may be too long for a Unix socket (108 bytes).
-        self._folder = make_temporary("engine")
+        self._folder = child.private_folder("engine")
         self.client = EngineClient(
             str(self._folder / "engine.sock"),
             is_alive=self.is_alive,
@@ -59,16 +59,14 @@ class EngineProcess:
         return self.process is not None and self.process.poll() is None
 
     def describe(self) -> str:
-        """One sentence on the process's end, with the last lines of its log."""
-        code = self.process.poll() if self.process else None
-        state = "never started" if self.process is None else "is running" if code is None else f"ended with code {code}"
-        if self._was_silent:
-            state = "was killed, as it said nothing" if code is not None else "said nothing, and cannot be killed"
-        return f"engine process {state}; last lines of {self.log_path}:\n{self.last_lines()}"
-
-    def last_lines(self) -> str:
-        """The end of the child's output."""
-        return child.last_lines(self.log_path)
+        """One sentence on the process's state or end, which names its log."""
+        if self.process is None:
+            return "engine process never started"
+        code = self.process.poll()
+        if not self._was_silent:
+            return f"engine process {child.ending(code, self.log_path)}"
+        state = "said nothing, and cannot be killed" if code is None else "was killed, as it said nothing"
+        return f"engine process {state}; its log is {self.log_path}"
 
     def launch(self) -> None:
         """Start the process without waiting for it, so that other work can overlap its start-up."""
@@ -91,6 +89,7 @@ class EngineProcess:
             # Idle OpenMP threads must not spin: the trainer needs the same cores.
             "OMP_WAIT_POLICY": "PASSIVE",
             "KMP_BLOCKTIME": "0",
+            **child.short_temporary_folder(environment, self._folder),
         }
         if self.settings.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.settings.gpus)
@@ -103,7 +102,7 @@ class EngineProcess:
         return environment
 
     async def wait_ready(self) -> None:
-        """Wait until the engine is in service; raises `EngineError` with the child's last lines otherwise."""
+        """Wait until the engine is in service; raises `EngineError` with what the child raised otherwise."""
         with contextlib.suppress(TimeoutError):
             async with Patience(self.start_timeout_s):
                 while not await self._is_ready():

@@ -22,7 +22,8 @@ from slipstream.config import (
     with_values,
 )
 from slipstream.errors import ConfigError
-from slipstream.launch.facts import measure_gpus, read_model, usable_cpus, usable_memory_bytes
+from slipstream.launch.facts import read_model
+from slipstream.launch.machine import measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.launch.memory import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
 from slipstream.launch.model_folder import check_hub_id, check_model
 from slipstream.launch.plan import SMALL_MODEL_PARAMETERS

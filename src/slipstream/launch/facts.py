@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 from slipstream.launch.engine_version import read_engine
+from slipstream.launch.machine import measure_gpus, name_card, usable_cpus, usable_memory_bytes
 from slipstream.launch.measured import AdapterFacts, DataFacts, Facts, ModelFacts
+from slipstream.launch.model_folder import hub_id
 from slipstream.launch.peaks import find_peaks
 from slipstream.records import Message, Task
 from slipstream.records import Sequence as TokenSequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from slipstream.weights.adapter import AdapterConfig
 
 MAX_MEASURED = 1000
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 NAMES_IN_CONFIG = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -78,6 +78,7 @@ def gather_facts(
             measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
             max_turns=max_turns,
             num_requested_tasks=num_requested_tasks,
+            num_eval_tasks=len(eval_tasks) or None,
         ),
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
@@ -126,44 +127,7 @@ def adapter_config(config: RunConfig) -> AdapterConfig:
     lora = config.lora
     assert lora is not None
     targets = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
-    return AdapterConfig(lora.rank, lora.alpha, targets, config.model.path, dora=lora.dora)
-
-
-def usable_cpus() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def usable_memory_bytes(limit_files: Sequence[str] = CGROUP_LIMITS) -> int:
-    """The machine's memory, or the control group's limit where that is lower."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in limit_files:
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) > 0:
-            memory = min(memory, int(text))
-    return memory
-
-
-def measure_gpus() -> tuple[int, int]:
-    """Number of GPUs and the memory of the smallest, in bytes."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0, 0
-    count = torch.cuda.device_count()
-    return count, min(int(torch.cuda.get_device_properties(index).total_memory) for index in range(count))
-
-
-def name_card() -> tuple[str, str]:
-    """Name of the first GPU, and version of torch."""
-    import torch
-
-    return torch.cuda.get_device_name(0), torch.__version__
+    return AdapterConfig(lora.rank, lora.alpha, targets, hub_id(config.model.path), dora=lora.dora)
 
 
 def measure_data(
@@ -221,10 +185,7 @@ def read_trained_model(path: str, *, trust_remote_code: bool = False) -> ModelFa
 
     network = blank_network(path, trust_remote_code=trust_remote_code)
     num_frozen = sum(parameter.numel() for parameter in frozen_parameters(network))
-    is_counted = Path(path).is_dir() and _count_parameters(Path(path)) is not None
-    # An estimate is of the decoder alone.
-    num_parameters = facts.num_parameters + (0 if is_counted else num_frozen)
-    return dataclasses.replace(facts, num_frozen=num_frozen, num_parameters=num_parameters)
+    return dataclasses.replace(facts, num_frozen=num_frozen)
 
 
 def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
@@ -242,7 +203,8 @@ def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
 def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """The shape of the model in a local folder, or of the hub id `path`.
 
-    Parameters are counted in the folder's safetensors files, and estimated from the shape without them.
+    Parameters are counted in the folder's safetensors files; where these are still to come, in the network that
+    transformers makes of the configuration, without memory.
     """
     folder = Path(path)
     values = _config_values(path, trust_remote_code)
@@ -251,7 +213,7 @@ def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
         # A config file may leave out what its class has as a default.
         values = _library_config(path, trust_remote_code)
         shape = values.get("text_config") or values
-    return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None)
+    return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None, trust_remote_code)
 
 
 def _config_values(path: str, trust_remote_code: bool) -> dict[str, Any]:
@@ -264,7 +226,11 @@ def _config_values(path: str, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _model_facts(
-    path: str, values: Mapping[str, Any], shape: Mapping[str, Any], num_parameters: int | None
+    path: str,
+    values: Mapping[str, Any],
+    shape: Mapping[str, Any],
+    num_parameters: int | None,
+    trust_remote_code: bool,
 ) -> ModelFacts:
     found: dict[str, Any] = {}
     for name, alternatives in NAMES_IN_CONFIG.items():
@@ -290,7 +256,10 @@ def _model_facts(
     )
     if num_parameters is not None:
         return facts
-    return dataclasses.replace(facts, num_parameters=_estimate_parameters(facts))
+    from slipstream.trainer.towers import blank_network
+
+    network = blank_network(path, trust_remote_code=trust_remote_code)
+    return dataclasses.replace(facts, num_parameters=sum(each.numel() for each in network.parameters()))
 
 
 def _original_context(shape: Mapping[str, Any]) -> int:
@@ -300,14 +269,6 @@ def _original_context(shape: Mapping[str, Any]) -> int:
         if isinstance(part, Mapping) and part.get("rope_type", part.get("type")) in ("longrope", "su"):
             return int(_first({**shape, **part}, ("original_max_position_embeddings", "max_position_embeddings")) or 0)
     return 0
-
-
-def _estimate_parameters(model: ModelFacts) -> int:
-    """Of a decoder with a gated MLP and two norms in each layer, without biases."""
-    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    per_layer = attention + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
-    embeddings = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    return model.num_layers * per_layer + embeddings + model.hidden_size
 
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:

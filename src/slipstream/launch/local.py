@@ -7,6 +7,7 @@ engine starts while the trainer loads, so that neither waits for the other's imp
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,16 @@ from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, up
 from slipstream.launch.draws import START_GRACE_S, Draws, quiet_s, waits_of
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.log_events import logged_as_events
-from slipstream.launch.models import Trained, build, build_objective, build_sharded, open_shared, share_weights
+from slipstream.launch.model_folder import hub_id
+from slipstream.launch.models import (
+    CompilerFailed,
+    Trained,
+    build,
+    build_objective,
+    build_sharded,
+    open_shared,
+    share_weights,
+)
 from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.progress import Progress
@@ -100,17 +110,37 @@ def train(
             progress.message(f"left out: {count} ({reason})")
         if changed:
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
-        run = _Run(prepared, folder, progress, log, stop, make_engine)
         with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
             log.listen(sinks.put)
-            log.listen(note_peak(log, prepared.plan.memory_settings))
             try:
-                return run.carry_out(resume)
+                return _carry_out(prepared, folder, progress, log, stop, make_engine, resume=resume)
             finally:
-                try:
-                    run.stop()
-                finally:
-                    progress.stop()
+                progress.stop()
+
+
+def _carry_out(
+    prepared: Prepared,
+    folder: Path,
+    progress: Progress,
+    log: RunLog,
+    stop: StopRequest,
+    make_engine: EngineMaker,
+    *,
+    resume: bool,
+) -> RunResult:
+    """The plan or, where its own choice was to compile layers and the compiler fails, one without that."""
+    try:
+        return _Run(prepared, folder, progress, log, stop, make_engine).carry_out(resume)
+    except CompilerFailed as error:
+        if prepared.loaded.config.training.compile != "auto":
+            raise
+        problem = error.problem
+    gc.collect()  # what was loaded for the first plan
+    prepared = prepared.without_compiling(problem)
+    log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
+    log.warning(prepared.plan.warnings[-1])
+    progress.message(prepared.plan.warnings[-1], "warning")
+    return _Run(prepared, folder, progress, log, stop, make_engine).carry_out(resume)
 
 
 class _Run:
@@ -159,12 +189,12 @@ class _Run:
         if warning:
             self._warn(warning)
 
-    def stop(self) -> None:
-        """End everything that was started, in the opposite order."""
-        self._exits.close()
-
     def carry_out(self, resume: bool) -> RunResult:
-        """Start what is needed, train, and say what came of it."""
+        """Start what is needed, train, say what came of it, and end everything in the opposite order."""
+        with self._exits:
+            return self._train(resume)
+
+    def _train(self, resume: bool) -> RunResult:
         config = self.config
         begins = f"starting vLLM (its log: {self.folder / 'logs'}) and " if self.prepared.uses_engine else ""
         self.progress.message(f"{begins}loading the model")
@@ -174,9 +204,10 @@ class _Run:
             self._teacher = launch_teacher(self.prepared, self.folder, self.log, self.progress, self._make_engine)
             self._exits.callback(self._teacher.kill)
         loop = self._build_loop(resume)
-        title = f"{Path(config.model.path).name} {config.algorithm.kind}"
+        title = f"{Path(hub_id(config.model.path)).name} {config.algorithm.kind}"
         if config.environment is not None:
             title += f" {config.environment.name}"
+        self.log.listen(note_peak(self.log, self.prepared.plan.memory_settings))
         self.progress.start(title, config.training.steps, loop.step)
         loop.run()
         checkpoint, best = loop.store.latest(), loop.store.best()

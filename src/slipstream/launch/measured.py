@@ -63,6 +63,8 @@ class DataFacts:
     """SFT: longest conversation that is trained on."""
     num_requested_tasks: int | None = None
     """Training tasks that the environment was asked for; None without one."""
+    num_eval_tasks: int | None = None
+    """Held-out tasks that there are and that can be used; None: nobody counted."""
     max_turns: int = 1
     """How often an episode asks the model at most."""
 

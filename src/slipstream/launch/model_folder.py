@@ -17,12 +17,54 @@ _TOKENIZERS = (
 _HUB_TIMEOUT_S = 5.0
 
 
-def check_model(model: ModelConfig, *, packing: bool) -> None:
-    """Raises `ConfigError` when the local folder `model.path` is no causal language model that is all there.
-
-    Of a hub id only whether the hub has it: it is loaded, and refused, where it is used.
-    """
+def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
+    """`model` with the folder that it is in and, of a hub id, the commit: asked once, so that whatever reads the model
+    reads the same. Without `weights` they are not downloaded. Raises `ConfigError` when there is none."""
     folder = Path(model.path)
+    if folder.is_dir():
+        if model.revision is not None and model.revision != folder.name:
+            raise ConfigError(
+                f'model.revision = "{model.revision}" is of a hub id, and "{folder}" is a folder: remove it'
+            )
+        return model
+    _refuse_missing(folder)
+    check_hub_id(model.path)
+    from slipstream.trainer.model import resolve_folder
+
+    snapshot = resolve_folder(model.path, model.revision, weights=weights)
+    return model.model_copy(update={"path": str(snapshot), "revision": snapshot.name})
+
+
+def hub_id(path: str) -> str:
+    """The hub id whose snapshot `path` is; any other path as it is."""
+    parts = Path(path).parts
+    if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].removeprefix("models--").replace("--", "/")
+    return path
+
+
+def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> None:
+    """Raises `ConfigError` when the folder `model.path` is no causal language model that is all there; its weights may
+    be missing where there are to be no `weights` yet."""
+    folder = Path(model.path)
+    _refuse_missing(folder)
+    if not folder.is_dir():
+        return
+    _check_config_file(folder)
+    from slipstream.trainer.model import check_architecture
+
+    check_architecture(folder, model.trust_remote_code, packing=packing)
+    if weights:
+        _check_weights(folder)
+    if not model.trust_remote_code and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+        raise ConfigError(
+            f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
+            "tokenizer there, or save it with save_pretrained"
+        )
+
+
+def _refuse_missing(folder: Path) -> None:
+    """Raises `ConfigError` for a path that is no folder and cannot be a hub id."""
     if not folder.is_dir():
         if folder.exists() or folder.is_absolute():
             said = "is a file" if folder.exists() else "does not exist"
@@ -32,18 +74,6 @@ def check_model(model: ModelConfig, *, packing: bool) -> None:
                 f'model.path = "{folder}" does not exist, and {folder.parent}/ does: correct the name, or make the '
                 "model first (a hub id must not begin with the name of a folder that is here)"
             )
-        check_hub_id(model.path)
-        return
-    _check_config_file(folder)
-    from slipstream.trainer.model import check_architecture
-
-    check_architecture(folder, model.trust_remote_code, packing=packing)
-    _check_weights(folder)
-    if not model.trust_remote_code and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
-        raise ConfigError(
-            f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
-            "tokenizer there, or save it with save_pretrained"
-        )
 
 
 def check_hub_id(name: str) -> None:

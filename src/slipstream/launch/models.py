@@ -32,6 +32,14 @@ POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 """What the ranks call the models of a run."""
 
 
+class CompilerFailed(ConfigError):
+    """The model's layers were to be compiled and cannot be; `problem` says why."""
+
+    def __init__(self, problem: str, message: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a run trains, and what it measures from."""
@@ -107,9 +115,10 @@ def compile_if_asked(config: RunConfig, model: PolicyModel, group: RankGroup | N
     if config.training.compile is not True:
         return
     if problem := compile_layers(model, None if group is None else group.first_problem):
-        raise ConfigError(
+        raise CompilerFailed(
+            problem,
             f"training.compile is on and the model's layers could not be compiled ({problem}): set "
-            "training.compile = false, with which less fits on the GPU"
+            "training.compile = false, with which less fits on the GPU",
         )
 
 

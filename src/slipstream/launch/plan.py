@@ -126,6 +126,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
     draft = Draft(config, facts)
     _plan_dtype(draft)
     _plan_batch(draft)
+    _plan_evaluation(draft)
     plan_placement(draft)
     _plan_lora(draft)
     plan_learning_rate(draft)
@@ -180,6 +181,14 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
         planned_teacher(planned, facts),
         memory_settings(planned, facts),
     )
+
+
+def _plan_evaluation(draft: Draft) -> None:
+    """`evaluation.num_tasks`, where there are fewer."""
+    evaluation, there = draft.original.evaluation, draft.facts.data.num_eval_tasks
+    if evaluation is not None and there is not None and there < evaluation.num_tasks:
+        reason = f"lowered from {evaluation.num_tasks}: there are only {there} held-out tasks that can be used"
+        draft.derive("evaluation.num_tasks", there, reason)
 
 
 def _plan_dtype(draft: Draft) -> None:

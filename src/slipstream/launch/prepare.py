@@ -11,7 +11,8 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from slipstream.config import Loaded, RunConfig
+from slipstream.config import Derived, Loaded, RunConfig, with_values
+from slipstream.config.load import DEFAULT
 from slipstream.config.traits import uses_engine
 from slipstream.data.chat import ChatTokenizer
 from slipstream.data.fields import check_fields
@@ -24,8 +25,8 @@ from slipstream.launch.deployable import with_weights_folder
 from slipstream.launch.engine_options import check_options
 from slipstream.launch.facts import gather_facts, longest_answer, read_model
 from slipstream.launch.lengths import least_tokens, wanted_tokens
-from slipstream.launch.measured import ModelFacts
-from slipstream.launch.model_folder import check_model
+from slipstream.launch.measured import Facts, ModelFacts
+from slipstream.launch.model_folder import check_model, find_model
 from slipstream.launch.plan import Plan, make_plan
 from slipstream.launch.teacher import check_teacher
 from slipstream.launch.totals import Note
@@ -42,6 +43,7 @@ class Prepared:
 
     loaded: Loaded
     plan: Plan
+    facts: Facts
     tokenizer: ChatTokenizer
     environment: Environment | None
     train_tasks: list[Task]
@@ -66,6 +68,17 @@ class Prepared:
         """Size of the training set."""
         return len(self.conversations) if self.config.algorithm.kind == "sft" else len(self.train_tasks)
 
+    def without_compiling(self, problem: str) -> Prepared:
+        """The same run, planned again for layers that are not compiled, as `problem` is in the way."""
+        asked = self.loaded.config.model_copy(update={"model": self.config.model})
+        plan = make_plan(with_values(asked, {"training.compile": False}), self.facts)
+        reason = f"the compiler failed ({problem})"
+        # What was found before the plan is in no plan.
+        found = [item for item in self.plan.derived if item.name == "model.revision"]
+        derived = (*found, Derived("training.compile", False, reason), *plan.derived)
+        warning = f"training.compile = false, as {reason}: layers are not compiled, and the run is slower"
+        return replace(self, plan=replace(plan, derived=derived, warnings=(*plan.warnings, warning)))
+
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without nucleus)."""
         s = self.config.sampling
@@ -82,8 +95,9 @@ class Prepared:
         )
 
 
-def prepare(loaded: Loaded) -> Prepared:
-    """Load the environment and the data, drop what cannot be used, and plan."""
+def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
+    """Load the environment and the data, drop what cannot be used, and plan. Without `weights`, those of a hub id are
+    not downloaded: the plan can be made, and the run not be started."""
     loaded = with_weights_folder(loaded)
     config = loaded.config
     require_sinks(config.run.sinks)
@@ -92,8 +106,9 @@ def prepare(loaded: Loaded) -> Prepared:
     section = config.environment
     system = section.system_prompt if section else ""
     check_options(config.inference.options)
-    check_model(config.model, packing=config.training.packing)
-    model = config.model
+    model = find_model(config.model, weights=weights)
+    config = config.model_copy(update={"model": model})
+    check_model(model, packing=config.training.packing, weights=weights or model.path == loaded.config.model.path)
     tokenizer = ChatTokenizer(
         model.path, system, model.trust_remote_code, model.chat_template_kwargs, thinking=model.thinking
     )
@@ -141,9 +156,18 @@ def prepare(loaded: Loaded) -> Prepared:
     plan = make_plan(config, facts)
     notes = [Note("held-out tasks", len(eval_tasks), "", environment.eval_source)] if environment and eval_tasks else []
     notes = [note for note in notes if note.how]
-    warnings = (*loaded.warnings, *plan.warnings, *unknown)
-    plan = replace(plan, warnings=warnings, notes=(*plan.notes, *notes))
-    return Prepared(loaded, plan, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+    derived = plan.derived
+    if model.revision != loaded.config.model.revision:
+        reason = f"the commit that the hub has for {loaded.config.model.path}"
+        derived = (Derived("model.revision", model.revision, reason), *derived)
+    told = [
+        f"{item.name} was {item.reason}"
+        for item in derived
+        if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
+    ]
+    warnings = (*loaded.warnings, *told, *plan.warnings, *unknown)
+    plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
+    return Prepared(loaded, plan, facts, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
 
 
 def _check_optimizer(config: RunConfig) -> None:

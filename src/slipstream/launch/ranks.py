@@ -73,9 +73,6 @@ class _Rank:
     channel: Channel
     log: Path
 
-    def last_lines(self) -> str:
-        return child.last_lines(self.log, 8)
-
 
 class RankCrew:
     """See the module; `together` and `meanwhile` are what `trainer.sharded.Crew` asks for."""
@@ -238,7 +235,7 @@ class RankCrew:
             if (answer := said.get(rank.number)) is not None:
                 return self._said(rank, answer)
             if (code := rank.process.poll()) is not None:
-                return RankError(f"{self._name(rank)} ended with code {code}; its last lines:\n{rank.last_lines()}")
+                return RankError(f"{self._name(rank)} {child.ending(code, rank.log)}")
         return None
 
     def _said(self, rank: _Rank, answer: Answer) -> SlipstreamError:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from slipstream.config import RunConfig
+from slipstream.config import Loaded, RunConfig, with_values
 from slipstream.errors import ConfigError
 from slipstream.records import Message, Task
+from slipstream.runlog import read_settings
 
 
 def refuse_to_resume(folder: Path, config: RunConfig) -> None:
@@ -33,6 +35,16 @@ def refuse_to_resume(folder: Path, config: RunConfig) -> None:
         raise ConfigError(f"run {folder} has already made its {step} steps: raise training.steps to go on")
     if watch.reason:
         raise ConfigError(f"run {folder} has ended at step {step}, as {watch.reason}: change that setting to go on")
+
+
+def same_commit(loaded: Loaded) -> Loaded:
+    """`loaded` with the commit of the hub that the run in `run.folder` began with, where the run file names none."""
+    config = loaded.config
+    settings = read_settings(config.run.folder) if config.run.folder is not None and config.run.folder.is_dir() else {}
+    recorded = settings.get("model.revision")
+    if config.model.revision is not None or recorded is None or settings.get("model.path") != config.model.path:
+        return loaded
+    return replace(loaded, config=with_values(config, {"model.revision": recorded}))
 
 
 def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ def _sequences(draft: Draft) -> tuple[int, str]:
         prompts = draft["training.prompts_per_batch"]
         wanted[prompts * algorithm.group_size] = f"{prompts} prompts x {algorithm.group_size} completions"
     if draft.original.evaluation is not None:
-        wanted[draft.original.evaluation.num_tasks] = "the tasks of an evaluation"
+        wanted[draft["evaluation.num_tasks"]] = "the tasks of an evaluation"
     most, replicas = max(wanted), draft["inference.replicas"]
     each, reason = -(-most // replicas), wanted[most] + (f", shared out to {replicas} engines" if replicas > 1 else "")
     if each > MAX_SEQUENCES:

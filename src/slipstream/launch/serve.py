@@ -21,7 +21,7 @@ from slipstream.data.chat import ChatTokenizer
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.openai_server import OpenAIServer
 from slipstream.launch.deployable import Deployable, engine_config
-from slipstream.launch.facts import measure_gpus
+from slipstream.launch.machine import measure_gpus
 from slipstream.launch.memory import GIB
 from slipstream.launch.stop import StopRequest
 from slipstream.runlog.temporary import temporary

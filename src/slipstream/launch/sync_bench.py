@@ -26,7 +26,8 @@ from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.cards import num_cards, place
 from slipstream.launch.deployable import engine_config, find_deployable
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_settings
-from slipstream.launch.facts import measure_adapter, measure_gpus, read_model
+from slipstream.launch.facts import measure_adapter, read_model
+from slipstream.launch.machine import measure_gpus
 from slipstream.launch.models import share_weights
 from slipstream.launch.ranks import rank_threads
 from slipstream.launch.stop import StopRequest

@@ -251,6 +251,11 @@ def refuse_used(folder: Path) -> None:
     if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"{folder} may not be read and written by this user: name another folder")
     if folder.is_dir() and any(path.name != LOCK_FILE for path in folder.iterdir()):
+        if (folder / _EVENTS).is_file() and not any(folder.glob("checkpoints/step-*")):
+            raise ConfigError(
+                f"{folder} holds a run that ended before its first checkpoint: begin it again with --resume, or use "
+                "another folder"
+            )
         raise ConfigError(f"{folder} exists and is not empty: continue it with --resume or use another folder")
 
 

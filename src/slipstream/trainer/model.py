@@ -366,8 +366,9 @@ def hide_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
-def resolve_folder(path: str | os.PathLike[str]) -> Path:
-    """The local folder of a model: `path` itself, or the snapshot of the hub id it names."""
+def resolve_folder(path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local folder of a model: `path` itself, or the snapshot of the hub id it names, called as its commit. Without
+    `weights` that has only the small files, unless it was there."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -376,12 +377,18 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    patterns = ["*.json", *(["*.safetensors"] if weights else []), "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken"]
     try:
         # Mistral's own format: the same weights once more, which nobody reads.
-        return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise ConfigError(f"model.path {str(path)!r} is no folder and the hub did not give it: {error}") from error
+        return Path(
+            snapshot_download(str(path), revision=revision, allow_patterns=patterns, ignore_patterns="consolidated*")
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError, ValueError) as error:
+        wanted = f" (model.revision = {revision!r})" if revision is not None else ""
+        raise ConfigError(
+            f"model.path {str(path)!r}{wanted} is no folder and the hub did not give it ({_one_line(error)}): check "
+            "spelling and network, or give the path of a folder"
+        ) from error
 
 
 def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing: bool = True) -> None:
