@@ -40,6 +40,7 @@ VARIABLE = "SLIPSTREAM_REAL_STARTS"
 ROOT = Path(__file__).parents[1]
 KINDS = {
     "slipstream.inference.plugin.server": "engine",
+    "slipstream.inference.plugin.trial": "engine",
     "slipstream.cli": "trainer",
     "slipstream.launch.rank": "trainer",
     "tests.launch.quick_rank": "trainer",
@@ -87,6 +88,7 @@ READ_LATER = {
     "TORCHINDUCTOR_CACHE_DIR",
     "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_API_KEY",
+    "PYTHONSAFEPATH",
     *ENVIRONMENT["engine"],
 }
 NUM_THREADS = "1"

@@ -315,8 +315,22 @@ def judge(code: int | None, out: str, err: str) -> str:
 
 def _plan(path: Path) -> None:
     from slipstream.cli.app import main
+    from slipstream.launch import prepare
 
+    prepare.try_options = _try_options  # in this fork, which has imported vLLM
     main(["plan", str(path), "--json"])
+
+
+def _try_options(config: Any, settings: Any) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from slipstream.errors import ConfigError
+    from slipstream.inference.plugin.arguments import engine_arguments
+
+    try:
+        AsyncEngineArgs(**engine_arguments(settings)).create_engine_config()
+    except Exception as error:
+        raise ConfigError(f"inference.options: {type(error).__name__}") from error
 
 
 def forked(work: Callable[[], None], folder: Path, outputs: list[Path], deadline_s: float = DEADLINE_S) -> int | None:
@@ -383,7 +397,7 @@ def check_starts(path: Path) -> None:
         sampling_arguments(request)
 
 
-def warm_up(*, vllm: bool) -> None:
+def warm_up() -> None:
     """Import what every fork needs."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
@@ -391,12 +405,11 @@ def warm_up(*, vllm: bool) -> None:
     import slipstream.launch.local
     import slipstream.launch.prepare  # noqa: F401
 
-    if vllm:
-        os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "slipstream"}
-        import vllm.engine.arg_utils
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "slipstream"}
 
 
 def main() -> None:
+    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--first", type=int, default=0)
@@ -407,7 +420,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     folder = options.folder.absolute()
-    warm_up(vllm=options.starts > 0)
+    warm_up()
     forked(lambda: make_folder(folder), folder.parent, [Path(os.devnull)])
     accepted: list[Result] = []
     with (folder / "results.jsonl").open("a") as results:

@@ -43,6 +43,23 @@ def test_two_functions(load):
     assert env.tasks("train", 5) == []
 
 
+TALKING = """
+from slipstream.envs import Environment
+class Game(Environment):
+    def tasks(self, split, num_tasks): return []
+    async def run(self, task, policy): ...
+    def score(self, task, completion): ...
+"""
+
+
+def test_a_class_that_talks_says_how_often(load):
+    with pytest.raises(ConfigError, match=r"how many turns .* inference.max_model_len .* max_turns = 1"):
+        load(TALKING)
+    with pytest.raises(ConfigError, match="has max_turns = 0"):
+        load(TALKING + "    max_turns = 0\n")
+    assert load(TALKING + "    max_turns = 3\n").max_turns == 3
+
+
 def test_what_lies_beside_the_file_can_be_imported(load, tmp_path):
     (tmp_path / "beside_mine.py").write_text("VALUE = 1")
     assert load("import beside_mine\n" + CLASSES).name == "Sums"

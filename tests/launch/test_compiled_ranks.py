@@ -27,6 +27,7 @@ def compilers(monkeypatch):
         monkeypatch.setattr(layers, "COMPILER", quick_rank.compiler(0))
 
     monkeypatch.setattr(ranks, "PROGRAM", quick_rank.__name__)
+    monkeypatch.setattr(ranks, "ENVIRONMENT", {})  # the program is found from the current folder
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield use

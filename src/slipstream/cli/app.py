@@ -16,7 +16,7 @@ from rich.text import Text
 import slipstream
 from slipstream.cli import commands, output, proof, talk
 from slipstream.cli.first_run import COMMANDS
-from slipstream.errors import Interrupted, SlipstreamError
+from slipstream.errors import ConfigError, Interrupted, SlipstreamError
 from slipstream.inference.child import leave
 from slipstream.runlog.redaction import hide_userinfo
 
@@ -71,6 +71,7 @@ def _run(arguments: list[str]) -> int:
     """Run one command; its exit code."""
     output.Printed.json = False
     try:
+        _check_process()
         code = app(arguments, exit_on_error=False, print_error=False)
         output.flush()
     except CycloptsError as error:
@@ -101,3 +102,13 @@ def _fail(arguments: list[str], error: BaseException, message: str, exit_code: i
             output.print_json({"error": type(error).__name__, "message": message, "exit_code": exit_code})
             output.flush()
     return exit_code
+
+
+def _check_process() -> None:
+    """Raises `ConfigError` for a process in which no command could work."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder has been removed: change to one that exists") from None
+    if sys.flags.optimize > 1:
+        raise ConfigError("PYTHONOPTIMIZE=2 removes docstrings, which transformers reads: unset it, or use 1")

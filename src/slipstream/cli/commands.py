@@ -179,10 +179,11 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
     loaded = load_config(Path(run_file), overrides)
     from rich.console import Console
 
-    from slipstream.launch.prepare import prepare
+    from slipstream.launch.prepare import check_engine, prepare
     from slipstream.launch.render import plan_as_json, render_plan
 
     prepared = prepare(loaded, weights=False)
+    check_engine(prepared)
     if json:
         print(plan_as_json(prepared.plan))
     else:

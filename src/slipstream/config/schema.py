@@ -302,7 +302,8 @@ class TrainingConfig(Section):
     (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `adamw_paged`: `adamw` whose moments CUDA moves to
     the CPU's memory as far as the GPU has too little room (arXiv 2305.14314), by bitsandbytes; up to eight bytes a
     parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with masters: matrices move by their momentum made
-    orthogonal, at AdamW's learning rates; embeddings, head and vectors are AdamW's. It keeps one moment for two.
+    orthogonal, at AdamW's learning rates; embeddings, head, vectors and experts that a layer keeps in one parameter are
+    AdamW's. It keeps one moment for two.
     Over `training.ranks` only `adamw` and `adamw_bf16`."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of Muon's momentum (Nesterov's)."""

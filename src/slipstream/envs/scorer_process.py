@@ -82,6 +82,7 @@ class Worker:
         """A process that was sent its setup; its first answer says whether the environment could be made."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # a file in the current folder does not hide a module of the standard library
             "-m",
             "slipstream.envs.scorer_worker",
             stdin=asyncio.subprocess.PIPE,

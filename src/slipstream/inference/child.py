@@ -25,6 +25,9 @@ from slipstream.runlog.temporary import make_temporary
 
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every vLLM that Slipstream starts: it reports to nobody."""
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Environment in which `python -m` imports nothing from the current folder, where a file may have the name of a module
+of the standard library."""
 
 MAX_SOCKET_FOLDER = 60
 """Bytes of a folder's name: a Unix socket's path has 107, and libraries add names of up to 46 to it."""

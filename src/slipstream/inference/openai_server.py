@@ -43,7 +43,7 @@ class OpenAIServer:
         """Start the process without waiting for it."""
         guard = ["--middleware", f"{__name__}.KeyGuard"] if self._api_key else []
         environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-        environment |= child.OFFLINE
+        environment |= {**child.OFFLINE, **child.SAFE_PATH}
         if self._api_key:
             environment[KEY_VARIABLE] = self._api_key
         self._process = child.launch(

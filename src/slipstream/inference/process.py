@@ -83,6 +83,7 @@ class EngineProcess:
         environment = dict(os.environ)
         environment |= {
             **child.OFFLINE,
+            **child.SAFE_PATH,
             ENGINE_VARIABLE: "1",
             patches.VARIABLE: self.settings.patches,
             **({"VLLM_PLUGINS": _with_ours(environment["VLLM_PLUGINS"])} if "VLLM_PLUGINS" in environment else {}),

@@ -1,20 +1,33 @@
 """Are the `inference.options` of a run file options of the vLLM that is installed? Asked before anything starts.
 
-Importing vLLM takes many seconds, so its source is read instead: the annotated fields of the engine arguments' classes.
-Where vLLM is not installed, or its source is built otherwise, nothing is refused here; vLLM itself will.
+Importing vLLM takes many seconds, so its source is read for the names: the annotated fields of the engine arguments'
+classes. Where vLLM is not installed, or its source is built otherwise, nothing is refused here; vLLM itself will. For
+the values `slipstream plan` asks vLLM itself, in a process that ends with the answer.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from slipstream.config.keys import closest
-from slipstream.errors import ConfigError
+import msgspec
 
+from slipstream.config import RunConfig
+from slipstream.config.keys import closest
+from slipstream.config.messages import show
+from slipstream.errors import ConfigError
+from slipstream.inference import child
+from slipstream.inference.settings import EngineSettings
+
+TRIAL = "slipstream.inference.plugin.trial"
+TRIAL_TIMEOUT_S = 600.0
 _CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
@@ -27,6 +40,35 @@ def check_options(options: Iterable[str]) -> None:
             near = closest(name, sorted(known))
             hint = f"did you mean {near}?" if near else "see the engine arguments of `vllm serve --help`"
             raise ConfigError(f"inference.options.{name} is not an engine argument of the installed vLLM: {hint}")
+
+
+def try_options(config: RunConfig, settings: EngineSettings) -> None:
+    """Have vLLM make its configuration of `settings`, without an engine. Raises `ConfigError` with its reason and the
+    options that it names, where it refuses."""
+    environment = {
+        **os.environ,
+        **child.OFFLINE,
+        **child.SAFE_PATH,
+        "SLIPSTREAM_ENGINE": "1",
+        "VLLM_PLUGINS": "slipstream",
+    }
+    with tempfile.TemporaryDirectory(prefix="slipstream-trial-") as folder:
+        path, log = Path(folder) / "settings.json", Path(folder) / "log"
+        path.write_bytes(msgspec.json.encode(settings))
+        process = child.launch([sys.executable, "-m", TRIAL, str(path)], environment, log)
+        try:
+            process.communicate(timeout=TRIAL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"vLLM did not say within {TRIAL_TIMEOUT_S:g} s whether it takes inference.options: remove them"
+            ) from None
+        finally:
+            child.end(process, 0.0)
+        said = "" if process.returncode == 0 else child.last_error(log).partition(" [type=")[0]
+    if process.returncode != 0:
+        named = [name for name in config.inference.options if name in said] or [*config.inference.options]
+        values = ", ".join(f"inference.options.{name} = {show(config.inference.options[name])}" for name in named[:3])
+        raise ConfigError(f"{values}: the installed vLLM refuses it ({said or 'it died'}): correct or remove it")
 
 
 @cache

@@ -22,7 +22,8 @@ from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.deployable import with_weights_folder
-from slipstream.launch.engine_options import check_options
+from slipstream.launch.engine_options import check_options, try_options
+from slipstream.launch.engines import engine_settings
 from slipstream.launch.facts import gather_facts, longest_answer, read_model
 from slipstream.launch.lengths import least_tokens, wanted_tokens
 from slipstream.launch.measured import Facts, ModelFacts
@@ -168,6 +169,13 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     warnings = (*loaded.warnings, *told, *plan.warnings, *unknown)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
     return Prepared(loaded, plan, facts, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+
+
+def check_engine(prepared: Prepared) -> None:
+    """Raises `ConfigError` for `inference.options` that vLLM refuses; a run that starts is told by its engine."""
+    config = prepared.config
+    if prepared.uses_engine and config.inference.options:
+        try_options(config, engine_settings(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0))
 
 
 def _check_optimizer(config: RunConfig) -> None:

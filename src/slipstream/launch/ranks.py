@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "slipstream.launch.rank"
 """The module that a rank runs."""
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", **child.SAFE_PATH}
 _START_S = 300.0
 """How long a rank may take to start and import what it needs, at least."""
 _GRACE_S = 5.0
@@ -108,7 +109,7 @@ class RankCrew:
         path = self._folder / f"rank-{settings.rank}.json"
         path.write_bytes(msgspec.json.encode(settings))
         channel, theirs = Channel.pair()
-        environment = dict(os.environ, OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
         with theirs:
             process = child.launch(
                 [sys.executable, "-m", PROGRAM, str(path), str(theirs.fileno())],

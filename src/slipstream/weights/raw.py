@@ -41,7 +41,7 @@ def raw_broadcast_s(
     arguments = [str(os.getpid()), msgspec.json.encode(rendezvous).decode(), str(num_bytes), str(repeats)]
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "slipstream.weights.raw", *arguments, str(rank)],
+            [sys.executable, "-P", "-m", "slipstream.weights.raw", *arguments, str(rank)],
             stdout=subprocess.PIPE,
             env=dict(os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})),
         )

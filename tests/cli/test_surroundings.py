@@ -1,0 +1,129 @@
+"""What a process may find itself in: no current folder, no docstrings, no place for its output, files with the names of
+modules, a temporary folder with a long name, another locale."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.inference import child
+from tests.config.conftest import MINIMAL
+
+ROOT = Path(__file__).parents[2]
+
+
+def slipstream(*arguments, cwd=ROOT, **environment):
+    """The command as people start it, but for what imports torch."""
+    program = "import sys; from slipstream.cli.app import main; main()"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", program, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def said(done, code):
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def test_a_current_folder_that_was_removed(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = f"import os; os.rmdir({str(gone)!r}); from slipstream.cli.app import main; main(['runs'])"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=gone, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert "error: the current folder has been removed: change to one" in said(done, 2)
+
+
+def test_docstrings_that_were_removed():
+    assert "error: PYTHONOPTIMIZE=2 removes docstrings" in said(slipstream("runs", PYTHONOPTIMIZE="2"), 2)
+
+
+def test_output_that_cannot_be_written(tmp_path):
+    program = "from slipstream.cli.app import main; main()"
+    with open("/dev/full", "w") as full:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        command = [sys.executable, "-P", "-c", program, "runs", str(tmp_path)]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=300, check=False
+        )
+    assert "the output cannot be written" in said(done, 120)
+
+
+def test_arguments_are_utf8_in_any_locale(tmp_path):
+    (tmp_path / "run.toml").write_text(MINIMAL)
+    program = (
+        "import sys; from slipstream.config import load_config; "
+        "print(ascii(load_config('run.toml', sys.argv[1:]).config.environment.system_prompt))"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, "--environment.system-prompt", "é".encode()],
+        cwd=tmp_path, env={**os.environ, **ascii_only}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == r"'\xe9'", done.stderr
+
+
+def test_markup_and_emoji_are_left_as_they_are(capsys, tmp_path):
+    from slipstream.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path / "a:b:c.toml[")])
+    assert "a:b:c.toml[" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["[/red]:smile:"])
+    assert "[/red]:smile:" in capsys.readouterr().err
+
+
+class TestSockets:
+    def test_a_long_temporary_folder_is_gone_round(self, tmp_path, monkeypatch):
+        long = tmp_path / ("x" * 150)
+        long.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(long))
+        folder = child.private_folder("slipstream-")
+        try:
+            assert not folder.is_relative_to(long)
+            assert folder.stat().st_mode & 0o77 == 0
+            assert len(os.fsencode(folder / "engine.sock")) < 108
+        finally:
+            folder.rmdir()
+        assert child.short_temporary_folder({"TMPDIR": str(long)}, folder) == {"TMPDIR": str(folder)}
+        assert child.short_temporary_folder({"TMPDIR": "/tmp"}, folder) == {}
+
+    def test_a_short_one_is_used(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("tempfile.tempdir", "/tmp")
+        folder = child.private_folder("slipstream-")
+        folder.rmdir()
+        assert folder.parent == Path("/tmp")
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("starting\nTraceback (most recent call last):\n  File x\nOSError: path too long\n", "OSError: path too long"),
+        (
+            "(EngineCore pid=7) ERROR 11-22 10:00:00 [core.py:1] ValueError: no room\nTraceback\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+            "ValueError: no room Traceback",
+        ),
+        ("killed\n", "killed"),
+        ("", ""),
+    ],
+)
+def test_the_last_error_of_a_log(tmp_path, log, expected):
+    (tmp_path / "log").write_text(log)
+    assert child.last_error(tmp_path / "log").startswith(expected)
+    ending = child.ending(1, tmp_path / "log")
+    assert "ended with code 1" in ending
+    assert str(tmp_path / "log") in ending
+    assert "\n" not in ending

@@ -1,0 +1,53 @@
+"""Of run files that are wrong, or odd: each is planned or refused in one sentence, and what is planned starts.
+
+SLIPSTREAM_MUTATION_SEED gives others; `tests/config/mutate.py` is a command, too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main
+
+ROOT = Path(__file__).parents[2]
+SEED = os.environ.get("SLIPSTREAM_MUTATION_SEED", "0")
+
+
+def mutated(folder, cases, starts):
+    """What became of the first `cases`, and of `starts` of those that were accepted."""
+    options = ["--cases", str(cases), "--starts", str(starts), "--seed", SEED, "--folder", str(folder)]
+    subprocess.run([sys.executable, "-m", "tests.config.mutate", *options], cwd=ROOT, check=True)
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def judge(results, cases, starts):
+    assert [each for each in results if each["verdict"] not in ("accepted", "refused", "starts")] == []
+    count = Counter(each["verdict"] for each in results)
+    assert count["accepted"] + count["refused"] == cases
+    assert min(count["accepted"], count["refused"]) > cases // 10
+    assert count["starts"] == min(starts, count["accepted"])
+
+
+@pytest.mark.timeout(900)
+def test_sixty_are_planned_or_refused_in_one_sentence(tmp_path):
+    judge(mutated(tmp_path / "files", 60, 3), 60, 3)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(5400)
+def test_four_hundred_and_what_is_accepted_runs(tmp_path, monkeypatch):
+    folder = tmp_path / "files"
+    results = mutated(folder, 400, 30)
+    judge(results, 400, 30)
+    monkeypatch.chdir(folder)
+    accepted = [each["number"] for each in results if each["verdict"] == "accepted"]
+    for number in accepted[:: len(accepted) // 4][:4]:
+        run = ["--training.steps", "1", "--run.folder", f"run{number}", "--evaluation", "false"]
+        with pytest.raises(SystemExit) as ended:
+            main(["train", f"case{number:04}.toml", *run])
+        assert ended.value.code == 0, (folder / f"case{number:04}.toml").read_text()
