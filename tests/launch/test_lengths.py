@@ -98,3 +98,11 @@ class TestBlame:
     )
     def test_memory(self, values, named):
         assert named in self.refusal(values)
+
+
+def test_fewer_held_out_tasks_than_asked_for_are_planned_with_both_numbers():
+    made = planned(num_eval_tasks=115)
+    assert made.config.evaluation.num_tasks == 115
+    assert reason_for(made, "evaluation.num_tasks").startswith("lowered from 500: there are only 115 held-out tasks")
+    assert next(note.how for note in made.notes if note.name == "evaluations") == "of 115 held-out tasks"
+    assert planned(num_eval_tasks=500).config.evaluation.num_tasks == 500

@@ -1,0 +1,39 @@
+"""Values of `inference.options` are vLLM's to judge, before a run."""
+
+import pytest
+
+from slipstream.config import RLConfig, RunConfig, TrainingConfig, with_values
+from slipstream.config.schema import EnvironmentConfig, ModelConfig
+from slipstream.errors import ConfigError
+from slipstream.inference.settings import EngineSettings
+from slipstream.launch.engine_options import try_options
+from slipstream.trainer.new_model import new_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("options") / "model", hidden_size=32, num_layers=1)
+
+
+def tried(model, **options):
+    config = RunConfig(
+        model=ModelConfig(path=str(model)),
+        environment=EnvironmentConfig(name="x"),
+        algorithm=RLConfig(),
+        training=TrainingConfig(steps=1),
+    )
+    settings = EngineSettings(str(model), "", "float32", 64, 4, kv_cache_bytes=1 << 26, options=options)
+    try_options(with_values(config, {"inference.options": options}), settings)
+
+
+@pytest.mark.timeout(900)
+def test_a_value_that_vllm_refuses(model):
+    with pytest.raises(ConfigError, match=r'inference.options.block_size = "many": .* refuses it .*integer') as raised:
+        tried(model, block_size="many", max_logprobs=5)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_values_that_it_takes(model):
+    tried(model, block_size=32, max_logprobs=5)
