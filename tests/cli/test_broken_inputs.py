@@ -87,7 +87,7 @@ CONFIG = [
     ("plan sft.toml --training.steps many", 2, 'steps = "many" is a text: use a positive whole number'),
     ("plan sft.toml --training.steps", 2, "--training.steps has no value: use a positive whole number"),
     ("plan sft.toml --training 5", 2, r"--training is a section: write --training.KEY VALUE"),
-    ("plan sft.toml --training.learning_rate=-1", 2, "learning_rate = -1 must be greater than 0: use a positive"),
+    ("plan sft.toml --training.learning_rate=-1", 2, "learning_rate = -1 must be greater than 0: use a number"),
     ("plan sft.toml --training.schedule cosin", 2, r'did you mean "cosine"\?'),
     ("plan sft.toml --algorithm.group_size 8", 2, "group_size applies to grpo, not to sft: remove it"),
     ("plan grpo.toml --algorithm.train_on last", 2, "train_on applies to sft, not to grpo: remove it"),
