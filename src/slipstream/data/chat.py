@@ -68,9 +68,9 @@ class ChatTokenizer:
         _check_template_kwargs(given, self._tokenizer)
         self.template_kwargs = given | _thinking_kwargs(thinking, given, self._tokenizer.chat_template)
         """The template's variables in every rendering."""
+        self._turn_suffix = self._find_turn_suffix()
         self.has_thinking_switch = bool(template_variables(self._tokenizer.chat_template) & {*THINKING_VARIABLES})
         """Whether the template can be told to have the model think, or not to."""
-        self._turn_suffix = self._find_turn_suffix()
         self.end_token_id = self._turn_suffix[0]
         """The token that ends an assistant's turn; SFT trains on it."""
         self.stop_token_ids = self._find_stop_tokens(trust_remote_code)
