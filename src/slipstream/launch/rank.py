@@ -6,6 +6,7 @@ channel closes, which the kernel does however rank 0 ends; what goes wrong here 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import shutil
@@ -47,9 +48,10 @@ def main(path: str, descriptor: str) -> int:
 def _listen(channel: Channel, commands: queue.SimpleQueue[bytes], folder: Path) -> None:
     """Take commands while others are carried out, so that the end of rank 0 is seen at any moment."""
     try:
-        while True:
-            commands.put(channel.receive(None))
-    except (ChannelClosed, OSError):
+        with contextlib.suppress(ChannelClosed, OSError):
+            while True:
+                commands.put(channel.receive(None))
+    finally:  # whatever it was: nobody would see the end of rank 0 any more
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
