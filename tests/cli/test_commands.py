@@ -223,6 +223,19 @@ def test_env_test_fails_on_an_environment_that_cannot_tell_right_from_wrong(slip
     assert err.startswith("error: environment constant cannot be trained on: ")
 
 
+def test_env_test_shows_no_number_for_what_was_not_graded(slipstream, run_file, tmp_path):
+    """Answers of one character have no other order."""
+    source = CONSTANT.replace("str(i)}", "'ab'[i % 2]}").replace("return 1.0", "return completion == task.answer")
+    (tmp_path / "choice.py").write_text(source)
+    command = ("env", "test", run_file, "--environment.name", tmp_path / "choice.py", "--num-tasks", "8")
+    code, out, _ = slipstream(*command, "--json")
+    shuffled = next(row for row in json.loads(out)["results"] if row["kind"] == "shuffled")
+    assert (code, shuffled["num_scored"], shuffled["mean_reward"], shuffled["accuracy"]) == (0, 0, None, None)
+    code, out, _ = slipstream(*command)
+    row = next(line for line in out.splitlines() if line.startswith("shuffled"))
+    assert (code, row.split()[1:]) == (0, ["-", "-", "0"])
+
+
 def test_model_new(slipstream, tmp_path):
     code, out, _ = slipstream(
         "model", "new", "model", "--hidden-size", "32", "--num-layers", "1", "--tokenizer", "byte", "--json"

@@ -11,8 +11,11 @@ from slipstream.records import Message, Task
 
 def environment(reward, answers=None, num=40):
     answers = answers or [f"number {i * 7919 % 997}" for i in range(num)]
-    rows = [{"prompt": f"question {i}", "answer": answer} for i, answer in enumerate(answers)]
-    return FunctionEnvironment("demo", lambda split, num_tasks, seed: rows[:num_tasks], reward)
+    rows = {
+        split: [{"prompt": f"{asked} {i}", "answer": answer} for i, answer in enumerate(answers)]
+        for split, asked in (("train", "question"), ("eval", "held-out question"))
+    }
+    return FunctionEnvironment("demo", lambda split, num_tasks, seed: rows[split][:num_tasks], reward)
 
 
 async def check(reward, answers=None, **options):
@@ -80,6 +83,16 @@ async def test_the_threshold_counts():
 
     assert not (await check(reward)).passed
     assert (await check(reward, threshold=0.8)).passed
+
+
+async def test_an_environment_that_ignores_the_split_fails():
+    rows = [{"prompt": f"question {i}", "answer": f"number {i * 7919 % 997}"} for i in range(40)]
+    env = FunctionEnvironment(
+        "demo", lambda split, num_tasks, seed: rows[:num_tasks], lambda task, completion: completion == task.answer
+    )
+    result = await check_environment(env, InlineScorer(env))
+    assert "8 of 8 held-out prompts are training prompts too, first 'question 0'" in " ".join(result.failures)
+    assert (await check_environment(env, InlineScorer(env), held_out=False)).passed
 
 
 async def test_no_gold_cannot_be_checked():

@@ -245,6 +245,9 @@ def report(
     return 0
 
 
+_UNGRADED = {"mean_reward": None, "accuracy": None}
+
+
 @env_app.command(name="test")
 def env_test(
     run_file: RunFile,
@@ -275,15 +278,18 @@ def env_test(
     threshold = (config.evaluation or EvaluationConfig()).threshold
 
     async def check() -> Any:
-        async with ScorerPool(section, timeout_s=section.reward_timeout_s) as scorer:
-            return await check_environment(environment, scorer, num_tasks, threshold=threshold)
+        async with ScorerPool(section) as scorer:
+            return await check_environment(
+                environment, scorer, num_tasks, threshold=threshold, held_out=config.evaluation is not None
+            )
 
     result = asyncio.run(check())
     notes, unsaid = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
     failures = [*result.failures, *([unsaid] if unsaid else [])]
     if json:
         kinds = [
-            {"kind": r.kind, "mean_reward": r.mean_reward, "accuracy": r.accuracy, "num_scored": r.num_scored}
+            {"kind": r.kind, "num_scored": r.num_scored}
+            | ({"mean_reward": r.mean_reward, "accuracy": r.accuracy} if r.num_scored else _UNGRADED)
             | {"num_failed": r.num_failed, "num_timeouts": r.num_timeouts, "first_failure": r.first_failure}
             for r in result.results
         ]
@@ -295,7 +301,8 @@ def env_test(
         from slipstream.view import render_table
 
         rows = [
-            {"answers": r.kind, "mean reward": r.mean_reward, "right, %": 100 * r.accuracy, "graded": r.num_scored}
+            {"answers": r.kind, "graded": r.num_scored}
+            | ({"mean reward": r.mean_reward, "right, %": 100 * r.accuracy} if r.num_scored else {})
             for r in result.results
         ]
         Console(emoji=False).print(render_table(rows, ["answers", "mean reward", "right, %", "graded"]))

@@ -11,7 +11,8 @@ part of the scores that reach `threshold`:
   between two answers `other_row` is always the wrong one, because equal texts are never played;
 - the mean reward of each kind of junk lies below gold's by at least a twentieth of the range of all rewards, so that a
   reward that pays by degrees still has a slope;
-- the reward fails on none of it: junk is what a young policy says.
+- the reward fails on none of it: junk is what a young policy says;
+- fewer than half of the held-out prompts are training prompts: others ignore `split`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ MIN_GOLD_ACCURACY = 0.99
 # Of junk, as part of gold's.
 MAX_ACCURACY: Mapping[Kind, float] = {"empty": 0.05, "prompt": 0.05, "shuffled": 0.5, "other_row": 0.5}
 MIN_MARGIN = 0.05
+MAX_SHARED = 0.5
+"""Part of the held-out prompts; a run leaves such training prompts out."""
+_NUM_HELD_OUT = 8
 _STOP_AFTER_TIMEOUTS = 3
 _AT_ONCE = 32
 _WORDS: Mapping[Kind, str] = {
@@ -92,9 +96,16 @@ class EnvironmentCheck:
 
 
 async def check_environment(
-    environment: Environment, scorer: Scorer, num_tasks: int = 100, *, threshold: float = 1.0, seed: int = 0
+    environment: Environment,
+    scorer: Scorer,
+    num_tasks: int = 100,
+    *,
+    threshold: float = 1.0,
+    seed: int = 0,
+    held_out: bool = True,
 ) -> EnvironmentCheck:
-    """Grade gold and junk for `num_tasks` training tasks and judge the outcome.
+    """Grade gold and junk for `num_tasks` training tasks and judge the outcome; with `held_out`, look whether a few
+    held-out tasks are among them.
 
     Stops playing after three timeouts: a reward that hangs would take a deadline for each.
     """
@@ -110,6 +121,8 @@ async def check_environment(
         if sum(result.num_timeouts for result in results) >= _STOP_AFTER_TIMEOUTS:
             break
     failures = judge_results(results)
+    if held_out:
+        failures += shared_prompts(tasks, make_tasks(environment, "eval", min(num_tasks, _NUM_HELD_OUT)))
     if len(known) < len(tasks):
         failures.append(f"{len(tasks) - len(known)} of {len(tasks)} tasks have no gold answer: give them")
     return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures)
@@ -176,6 +189,23 @@ def judge_results(results: Sequence[KindResult]) -> list[str]:
                 f"{gold.mean_reward:.3g}: make the reward stricter"
             )
     return failures
+
+
+def shared_prompts(train: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
+    """What there is to say against tasks of which many are in both splits."""
+    trained = {_asked(task) for task in train}
+    shared = [task for task in held_out if _asked(task) in trained]
+    if len(shared) < MAX_SHARED * len(held_out) or not shared:
+        return []
+    return [
+        f"{len(shared)} of {len(held_out)} held-out prompts are training prompts too, first "
+        f"{_short(_asked(shared[0]))}: have tasks() heed its argument split (slipstream.envs.split_of says which text "
+        "is held out)"
+    ]
+
+
+def _asked(task: Task) -> str:
+    return "\n".join(message.content for message in task.prompt if message.role != "system")
 
 
 async def _play(kind: Kind, plays: Sequence[tuple[Task, str]], scorer: Scorer, threshold: float) -> KindResult:
