@@ -1,5 +1,6 @@
 """Environments for tests; scorer workers load them from this file by path."""
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -16,6 +17,8 @@ from slipstream.envs.single_turn import as_tasks
 
 class Behaving(SingleTurn):
     """The reward does what the completion says; otherwise it compares with the answer."""
+
+    changed = 0.0
 
     def __init__(self, seed=0, size=8, gold=True):
         super().__init__(seed)
@@ -102,6 +105,42 @@ class Behaving(SingleTurn):
             with contextlib.suppress(OSError):
                 os.write(number, frame(Answer("score", Score(1000.0))))
         return 0.5
+
+    def _variable(self, name):
+        return float(name in os.environ)
+
+    async def _wait(self, how):
+        seconds, number = how.split()
+        await asyncio.sleep(float(seconds))
+        return float(number)
+
+    async def _wait_beside(self, seconds):
+        self.at_once = getattr(self, "at_once", 0) + 1
+        await asyncio.sleep(float(seconds))
+        at_once = self.at_once
+        self.at_once -= 1
+        return float(at_once)
+
+    async def _in_coroutine(self, how):
+        await asyncio.sleep(0.1)
+        return self.reward(None, how)
+
+    def _own_loop(self, number):
+        return asyncio.run(self._wait(f"0.05 {number}"))
+
+    def _change(self, number):
+        type(self).changed = float(number)
+        return self.changed
+
+    def _changed(self, _):
+        return self.changed
+
+    def _metrics(self, how):
+        number, name = how.split()
+        return {"reward": 1.0, **{f"{name}.{i}": i for i in range(int(number))}}
+
+    def _program(self, seconds):
+        subprocess.run(["sleep", seconds], start_new_session=True, check=False)
 
     def _child(self, path):
         child = subprocess.Popen(["sleep", "60"])

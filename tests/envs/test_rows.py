@@ -1,11 +1,13 @@
 """The environment `rows`: its splits, its rewards, and verl's reward functions in a worker that can be killed."""
 
+import asyncio
 import json
 
 import pytest
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.answers import last_number
+from slipstream.envs.base import Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.rows import Rows
 from slipstream.envs.scorer import ScorerPool
@@ -123,7 +125,17 @@ async def test_a_reward_function_of_verl_runs_unchanged_and_is_killed_when_it_ha
 def test_an_async_function_too(make, tmp_path):
     (tmp_path / "score.py").write_text(COMPUTE_SCORE)
     environment = make([verl(n) for n in range(20)], reward=f"{tmp_path / 'score.py'}:waiting", strip_thinking=True)
-    assert reward(environment, environment.tasks("train", 1)[0], "<think>x</think>four") == 4.0
+    assert asyncio.run(environment.score(environment.tasks("train", 1)[0], "<think>x</think>four")).reward == 4.0
+
+
+def test_numbers_beside_the_score_that_are_not_finite_are_counted(make, tmp_path):
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1.0, 'a': float('nan'), 'b': 2, 'c': float('inf'), 'note': 'text'}\n"
+    )
+    environment = make([verl(n) for n in range(20)], reward=f"{tmp_path / 'score.py'}")
+    score = environment.score(environment.tasks("train", 1)[0], "four")
+    assert score == Score(1.0, {"b": 2.0, "non_finite": 2.0})
 
 
 def test_rewards_by_data_source(make):

@@ -11,11 +11,11 @@ import pytest
 import uvloop
 from tests.envs.environments import config, task
 
-from slipstream.envs.base import RewardFailed, RewardTimeout, Score
+from slipstream.envs.base import MAX_METRICS, RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scorer import InlineScorer, ScorerPool
 from slipstream.envs.scorer_process import Worker
-from slipstream.errors import EnvironmentFault
+from slipstream.errors import ConfigError, EnvironmentFault
 
 
 def alive(pid):
@@ -281,3 +281,147 @@ def test_it_works_on_the_orchestrators_event_loop():
     assert (right.reward, wrong.reward, printed.reward) == (1.0, 0.0, 1.0)
     assert isinstance(hung, RewardTimeout)
     assert isinstance(ended, RewardFailed)
+
+
+def test_a_reward_has_no_second_way_to_the_answers():
+    """uvloop leaves its children further descriptors of their own pipes."""
+
+    async def main():
+        async with ScorerPool(config()) as pool:
+            asked = [f"number {number}" for number in range(20)]
+            await asyncio.gather(*(pool.score(task(), text) for text in asked))
+            found = await asyncio.gather(*(pool.score(task(), text) for text in ["fork writes", *asked]))
+            assert [score.reward for score in found] == [0.5, *map(float, range(20))]
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("pipe"), ValueError("unforeseen")])
+async def test_whatever_breaks_the_grading_nobody_waits_for_ever(monkeypatch, error):
+    async with ScorerPool(config(timeout_s=5.0)) as pool:
+
+        async def broken(self):
+            raise error
+
+        monkeypatch.setattr(Worker, "_next_answer", broken)
+        calls = asyncio.gather(*(pool.score(task("4"), "4") for _ in range(3)), return_exceptions=True)
+        found = await asyncio.wait_for(calls, 30.0)
+    assert all(isinstance(each, EnvironmentFault) for each in found)
+    assert isinstance(error, ConnectionError) or "unforeseen" in str(found[0])
+
+
+async def test_a_worker_has_no_keys_but_those_that_are_named(monkeypatch):
+    for name in ("OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "JUDGE_KEY", "HF_HOME", "LC_TIME", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    named = config().model_copy(update={"variables": ("JUDGE_KEY",)})
+    async with ScorerPool(named) as pool:
+        asked = ["OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "JUDGE_KEY", "HF_HOME", "LC_TIME", "OMP_NUM_THREADS"]
+        found = await asyncio.gather(*(pool.score(task(), f"variable {name}") for name in [*asked, "PATH", "HOME"]))
+    assert [score.reward for score in found] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="JUDGE_KEY is not set"):
+        load_environment(named)
+
+
+async def test_coroutines_are_graded_side_by_side():
+    async with ScorerPool(config(timeout_s=10.0), num_workers=1) as pool:
+        await pool.score(task(), "wait 0 1")
+        started = time.monotonic()
+        asked = [(0.5 + 0.01 * (number % 7), number) for number in range(60)]
+        found = await asyncio.gather(*(pool.score(task(), f"wait {seconds} {number}") for seconds, number in asked))
+        assert time.monotonic() - started < 15, "30 s one after the other"
+        assert [score.reward for score in found] == [float(number) for number in range(60)]
+
+
+async def test_more_coroutines_than_may_run_at_once_wait_their_turn():
+    few = config(timeout_s=10.0).model_copy(update={"reward_concurrency": 3})
+    async with ScorerPool(few, num_workers=1) as pool:
+        found = await asyncio.gather(*(pool.score(task(), "wait_beside 0.1") for _ in range(12)))
+        assert max(score.reward for score in found) == 3.0
+
+
+async def test_a_coroutine_that_hangs_is_alone_to_blame():
+    async with ScorerPool(config(timeout_s=1.5), num_workers=1) as pool:
+        asked = [f"wait 0.2 {number}" for number in range(10)]
+        asked[3:3] = ["wait 60 3"]
+        found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
+        assert isinstance(found[3], RewardTimeout)
+        assert "in _wait" in found[3].details
+        del found[3]
+        assert [score.reward for score in found] == [float(number) for number in range(10)]
+
+
+@pytest.mark.parametrize(("how", "kind"), [("sleep 60", RewardTimeout), ("exit 3", RewardFailed)])
+@pytest.mark.quick("exit*")
+async def test_a_coroutine_that_takes_its_worker_along_is_alone_to_blame(how, kind):
+    async with ScorerPool(config(timeout_s=1.5), num_workers=1) as pool:
+        asked = [f"wait 0.5 {number}" for number in range(4)]
+        asked[2:2] = [f"in_coroutine {how}"]
+        found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
+        assert type(found.pop(2)) is kind
+        assert [score.reward for score in found] == [0.0, 1.0, 2.0, 3.0]
+
+
+async def test_a_plain_reward_among_coroutines_may_have_a_loop_of_its_own():
+    async with ScorerPool(config(timeout_s=5.0), num_workers=1) as pool:
+        asked = [text for number in range(5) for text in (f"wait 0.2 {number}", f"own_loop {number}")]
+        found = await asyncio.gather(*(pool.score(task(), text) for text in asked))
+        assert [score.reward for score in found] == [float(number) for number in range(5) for _ in (0, 1)]
+
+
+async def test_what_a_fresh_worker_changes_is_gone_at_the_next_call():
+    fresh = config(timeout_s=2.0).model_copy(update={"fresh_worker": True})
+    async with ScorerPool(fresh) as pool:
+        asked = [
+            "change 5",
+            "changed x",
+            "exit 3",
+            "wait 0 7",
+            "number 8",
+            "raise boom",
+            "hang x",
+            "changed x",
+            "fork x",
+        ]
+        found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
+        kinds = [type(each) if isinstance(each, Exception) else each.reward for each in found]
+        assert kinds == [5.0, 0.0, RewardFailed, 7.0, 8.0, RewardFailed, RewardTimeout, 0.0]
+        assert "exit code 3" in str(found[2])
+        assert "in _hang" in found[6].details
+        assert pool.num_restarts == 1
+
+
+async def test_text_with_half_a_surrogate_pair_is_graded():
+    async with ScorerPool(config()) as pool:
+        assert (await pool.score(task("\ud83d"), "\ud83d")).reward == 1.0
+        with pytest.raises(RewardFailed, match="KeyError"):
+            await pool.score(task(), "raise \ud83d")
+
+
+async def test_metrics_beyond_what_a_run_can_keep_are_counted():
+    warnings = []
+    async with ScorerPool(config(), warn=warnings.append) as pool:
+        found = [(await pool.score(task(), f"metrics {MAX_METRICS} of{number}")).metrics for number in range(6)]
+        with pytest.raises(RewardFailed, match="at most"):
+            await pool.score(task(), f"metrics {MAX_METRICS + 1} x")
+    assert [len(metrics) for metrics in found] == [64, 64, 64, 64, 1, 1]
+    assert found[5] == {"metrics_left_out": 64.0}
+    assert len(warnings) == 1
+
+
+async def test_further_workers_start_only_where_rewards_wait(tmp_path):
+    async with ScorerPool(config(timeout_s=60.0), num_workers=3) as pool:
+        found = await asyncio.gather(*(pool.score(task(), "pid x") for _ in range(200)))
+        assert len({score.reward for score in found}) == 1
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_program_that_holds_the_pipes_delays_nobody(run):
+    async def main():
+        async with ScorerPool(config(timeout_s=1.0)) as pool:
+            with pytest.raises(RewardTimeout):
+                await pool.score(task(), "program 60")
+
+    started = time.monotonic()
+    run(main())
+    assert time.monotonic() - started < 30

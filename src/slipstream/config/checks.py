@@ -40,6 +40,10 @@ OPTIONS_FIXED = {
     "skip_tokenizer_init": "stop strings need the tokenizer",
 }
 """vLLM's engine arguments that nobody else may set, and why."""
+_OF_REWARDS = (
+    *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "fresh_worker"),
+    "max_reward_failures",
+)
 
 
 def inapplicable(config: RunConfig) -> dict[str, str]:
@@ -49,6 +53,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     if config.training.ranks == 1:
         for name in ("reshard", "rank_timeout_s"):
             found[f"training.{name}"] = "has no effect while training.ranks is 1"
+    if environment is not None and environment.fresh_worker:
+        found["environment.reward_concurrency"] = "has no effect with environment.fresh_worker: each has one call"
     if config.training.optimizer != "muon":
         found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
     if not uses_critic(config):
@@ -76,7 +82,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found["environment.num_train_tasks"] = "has no effect when data is given"
     if not uses_engine(config):
         without_engine = ("sampling", "inference", "weights", "run.placement")
-        without_rewards = ("environment.reward_timeout_s", "environment.max_reward_failures")
+        without_rewards = (f"environment.{name}" for name in _OF_REWARDS)
         for path in (*without_engine, *without_rewards):
             found[path] = "has no effect under sft while evaluation is off"
     return found

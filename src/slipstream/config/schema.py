@@ -10,17 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import Field, PositiveFloat
 
 from slipstream.config import limits
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys and infinite numbers are refused, values never change later."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.section import Section
 
 
 class ModelConfig(Section):
@@ -46,34 +40,6 @@ class ModelConfig(Section):
     whole, in the model's dtype. Not over `training.ranks`."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
-
-
-class EnvironmentConfig(Section):
-    """Where tasks and rewards come from."""
-
-    name: str
-    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `path/to/file.py:Class`, or the name of an
-    entry point in the group `slipstream.environments`."""
-    settings: dict[str, Any] = {}
-    """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
-    `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `strip_thinking`."""
-    system_prompt: str = ""
-    """Put before every conversation that has no system message of its own."""
-    seed: limits.Seed = 0
-    """Seeds the tasks. In reasoning_gym a question's text alone decides whether it is held out, so no run of any
-    seed trains on a held-out one; for an environment of your own `slipstream.envs.split_of` does the same."""
-    num_train_tasks: limits.Items | Literal["auto"] = "auto"
-    """Size of the training set; it repeats in a fresh shuffle when used up. `auto`: all rows of a file, 10,000 of
-    what is made by a program."""
-    reward_timeout_s: limits.Seconds = 10.0
-    """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
-    trained on."""
-    run_timeout_s: limits.Seconds = 300.0
-    """How long the environment may take between two turns; then the rollout is counted as `environment_error` and not
-    trained on."""
-    max_reward_failures: limits.Fraction = 0.1
-    """The run stops when more than this part of a batch's rollouts fail, in the reward, the environment or the
-    engine."""
 
 
 class DataConfig(Section):

@@ -8,11 +8,12 @@ kept by the policy (`policy.py`), so an environment cannot change what is traine
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
@@ -25,6 +26,9 @@ from slipstream.records import Message, Task
 
 Split = Literal["train", "eval"]
 
+MAX_METRICS = 64
+"""Most metrics of one reward: each of them is a column of the whole run."""
+_MAX_NAME, _MAX_SAID, _MAX_DETAILS = 100, 1000, 20_000
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
@@ -135,8 +139,9 @@ class Environment(ABC):
         """
 
     @abstractmethod
-    def score(self, task: Task, completion: str) -> Score:
-        """Judge an episode's text. Called in a process that may be killed: keep no state between calls."""
+    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
+        """Judge an episode's text, or a coroutine that does; several of these run at once. Called in a process that
+        may be killed: keep no state between calls."""
 
 
 def as_score(value: object) -> Score:
@@ -151,24 +156,61 @@ def as_score(value: object) -> Score:
         if "reward" not in named:
             keys = ", ".join(sorted(named)) or "nothing"
             raise RewardFailed(f"the reward returned a mapping of {keys} without the key 'reward': add it")
+        _refuse_many(named)
         parts = {name: _finite(part, name) for name, part in named.items()}
         return Score(parts.pop("reward"), parts)
     return Score(_finite(value, "reward"))
 
 
-def judge(environment: Environment, task: Task, completion: str) -> Score:
-    """Run the environment's `score` here and now; whatever it does short of hanging or exiting, `RewardFailed` says."""
+def scored(value: Any, convert: Callable[[Any], Score] = as_score) -> Score | Awaitable[Score]:
+    """The score meant by what a reward function returned, which may be a coroutine."""
+    if not inspect.isawaitable(value):
+        return convert(value)
+
+    async def later() -> Score:
+        return convert(await value)
+
+    return later()
+
+
+def judge(environment: Environment, task: Task, completion: str) -> Score | Awaitable[Score]:
+    """Run the environment's `score` here and now, or when it is awaited where it is a coroutine. `RewardFailed` says
+    what it raises, but for what is meant for the process."""
     try:
-        return as_score(environment.score(task, completion))
+        found = environment.score(task, completion)
+        if not inspect.isawaitable(found):
+            return as_score(found)
     except RewardError:
         raise
     except (Exception, SystemExit) as error:  # a reward that raises is an outcome, and the caller counts it
-        lines = _their_traceback(error).splitlines()
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RewardFailed(
-            f"the reward of {environment.name} raised {said} ({place_of(error)})",
-            "\n".join(lines[-12:]),
-        ) from error
+        raise explained(environment, error) from error
+    return _judge_later(environment, found)
+
+
+async def _judge_later(environment: Environment, coming: Awaitable[Score]) -> Score:
+    try:
+        return as_score(await coming)
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise explained(environment, error) from error
+
+
+def explained(environment: Environment, error: BaseException) -> RewardFailed:
+    """What a reward raised, as the failure that it is."""
+    lines = _their_traceback(error).splitlines()
+    said = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())
+    return RewardFailed(
+        f"the reward of {environment.name} raised {said[:_MAX_SAID]} ({place_of(error)})",
+        "\n".join(lines[-12:])[-_MAX_DETAILS:],
+    )
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 (the exception is the user's class)
+        return "(it cannot be written as text)"
 
 
 def _their_traceback(error: BaseException) -> str:
@@ -177,6 +219,18 @@ def _their_traceback(error: BaseException) -> str:
     theirs = [frame for frame in found.stack if not Path(frame.filename).is_relative_to(_PACKAGE)]
     found.stack = traceback.StackSummary.from_list(theirs or found.stack)
     return "".join(found.format()).rstrip()
+
+
+def _refuse_many(named: Collection[str]) -> None:
+    if len(named) > MAX_METRICS + 1:
+        raise RewardFailed(
+            f"the reward returned {len(named)} numbers: return the reward and at most {MAX_METRICS} more"
+        )
+    if long := [name for name in named if len(name) > _MAX_NAME]:
+        raise RewardFailed(
+            f"the reward returned a number with a name of {len(long[0])} characters ({long[0]:.40}...): use at most "
+            f"{_MAX_NAME}"
+        )
 
 
 def _finite(value: object, name: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +37,8 @@ def load_environment(config: EnvironmentConfig) -> Environment:
 
 def _load(config: EnvironmentConfig) -> Environment:
     name = config.name
+    if missing := [variable for variable in config.variables if variable not in os.environ]:
+        raise ConfigError(f"environment.variables: {', '.join(missing)} is not set: set it, or leave it out")
     if name.startswith(PREFIX):
         return ReasoningGym(name.removeprefix(PREFIX), config.seed, config.settings)
     if "seed" in config.settings:

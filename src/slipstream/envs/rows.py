@@ -16,11 +16,10 @@ source begins with. What such a function sees is the whole completion, as in ver
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -29,7 +28,7 @@ from slipstream.config.user_file import import_file
 from slipstream.data.files import Columns, Form, Problem, read_problems
 from slipstream.data.tables import held_out_split
 from slipstream.envs.answers import final_answer, last_number, same_text
-from slipstream.envs.base import Environment, Episode, Policy, RewardFailed, Score, Split, as_score
+from slipstream.envs.base import Environment, Episode, Policy, RewardFailed, Score, Split, as_score, scored
 from slipstream.envs.split import split_of
 from slipstream.envs.suggest import did_you_mean
 from slipstream.errors import ConfigError, DataError
@@ -42,7 +41,7 @@ _SETTINGS = (*_TEXTS, *_COLUMNS, "reward", "strip_thinking")
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _REWARD_FORMS = '"exact", "number", "path/to/file.py:function", or a table of these by data_source'
 
-Reward = Callable[[Task, str], Score]
+Reward = Callable[[Task, str], Score | Awaitable[Score]]
 
 
 class Rows(Environment):
@@ -89,7 +88,7 @@ class Rows(Environment):
         reply = await policy.chat(task.prompt)
         return Episode(reply.text, "truncated" if reply.finish_reason == "length" else "done")
 
-    def score(self, task: Task, completion: str) -> Score:
+    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """The reward that the row's `data_source` is given to."""
         return self._rewards[self._reward_name(str(task.info["data_source"]))](task, completion)
 
@@ -191,15 +190,12 @@ def _reward(kind: Any, strip: bool | None, setting: str) -> Reward:
     file, _, name = kind.partition(":")
     function = _function(Path(file), name or "compute_score", setting)
 
-    def call(task: Task, completion: str) -> Score:
+    def call(task: Task, completion: str) -> Score | Awaitable[Score]:
         solution = final_answer(completion) if strip else completion
         if solution is None:
             return Score(0.0, {"unclosed_thinking": 1.0})
         values = (task.info["data_source"], solution, task.info["ground_truth"], task.info["extra_info"])
-        found = function(**dict(zip(_ARGUMENTS, values, strict=True)))
-        if inspect.iscoroutine(found):
-            found = asyncio.run(cast("Coroutine[Any, Any, Any]", found))
-        return _as_verl_score(found)
+        return scored(function(**dict(zip(_ARGUMENTS, values, strict=True))), _as_verl_score)
 
     return call
 
@@ -231,7 +227,8 @@ def _function(file: Path, name: str, setting: str) -> Callable[..., Any]:
 
 
 def _as_verl_score(found: Any) -> Score:
-    """verl's dictionaries have `score`, and beside it whatever is to be written down: its numbers become metrics."""
+    """verl's dictionaries have `score`, and beside it whatever is to be written down: its finite numbers become
+    metrics, and `non_finite` says how many others there are."""
     if not isinstance(found, Mapping):
         return as_score(found)
     named = cast("Mapping[str, Any]", found)

@@ -3,7 +3,7 @@
 A user's file either subclasses `SingleTurn`, or has the functions
 
     def tasks(split, num_tasks, seed): ...      # dictionaries {"prompt", "answer", ...} or `Task`s
-    def reward(task, completion): ...           # a number, or {"reward": number, other metrics}
+    def reward(task, completion): ...           # a number, or {"reward": number, other metrics}; may be async
 
 What is graded is the answer: the part after the thinking, see `answers.py`.
 """
@@ -14,18 +14,19 @@ import contextlib
 import signal
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from slipstream.config.user_file import last_line, place_of
 from slipstream.data.plain import not_plain
 from slipstream.envs.answers import final_answer
-from slipstream.envs.base import Environment, Episode, Policy, Score, Split, as_score
+from slipstream.envs.base import Environment, Episode, Policy, Score, Split, scored
 from slipstream.errors import DataError, EnvironmentFault, SlipstreamError
 from slipstream.records import Message, Role, Task
 from slipstream.runlog.redaction import redact
 
 RawTask = Task | Mapping[str, Any]
+Reward = float | Mapping[str, float]
 TASKS_TIMEOUT_S = 120.0
 """How long `tasks` may take to make all that a run needs."""
 
@@ -36,20 +37,21 @@ class SingleTurn(Environment):
     max_turns = 1
 
     @abstractmethod
-    def reward(self, task: Task, completion: str) -> float | Mapping[str, float]:
-        """How good an answer is; a mapping has the key `reward`, its other entries are metrics."""
+    def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
+        """How good an answer is, or a coroutine that says so; a mapping has the key `reward`, its other entries are
+        metrics."""
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Ask once."""
         reply = await policy.chat(task.prompt)
         return Episode(reply.text, "truncated" if reply.finish_reason == "length" else "done")
 
-    def score(self, task: Task, completion: str) -> Score:
+    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """The reward of the answer; 0 and the metric `unclosed_thinking` when the thinking never ended."""
         answer = final_answer(completion)
         if answer is None:
             return Score(0.0, {"unclosed_thinking": 1.0})
-        return as_score(self.reward(task, answer))
+        return scored(self.reward(task, answer))
 
 
 class FunctionEnvironment(SingleTurn):
@@ -59,7 +61,7 @@ class FunctionEnvironment(SingleTurn):
         self,
         name: str,
         make_tasks: Callable[..., Iterable[RawTask]],
-        reward: Callable[[Task, str], float | Mapping[str, float]],
+        reward: Callable[[Task, str], Reward | Awaitable[Reward]],
         seed: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -76,7 +78,7 @@ class FunctionEnvironment(SingleTurn):
             raise DataError(f"tasks() of {self.name} returned {_kind_of(made)}: return a list of tasks")
         return as_tasks(cast("Iterable[RawTask]", made), split, self.name)
 
-    def reward(self, task: Task, completion: str) -> float | Mapping[str, float]:
+    def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
         """What the function `reward` gives."""
         return self._reward(task, completion)
 

@@ -342,7 +342,7 @@ class _Run:
         assert prepared.environment is not None
         assert config.environment is not None
         engine = self._create_engine()
-        scorer = self._scorer = ScorerPool(config.environment, timeout_s=config.environment.reward_timeout_s)
+        scorer = self._scorer = ScorerPool(config.environment, warn=self._warn)
 
         thread = self._event_loop()
         bridge, published = run_bridge(config, loop.learner, engine, self.folder / "weights", thread)

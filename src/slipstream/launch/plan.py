@@ -157,6 +157,9 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
     if config.environment is not None and (config.data is None or config.algorithm.kind != "sft"):
         made = facts.data.num_requested_tasks or facts.data.num_train_tasks
         draft.derive_auto("environment.num_train_tasks", made, "all that the environment has, or enough of them")
+    if config.environment is not None and uses_engine(config):
+        workers = max(1, facts.num_cpus - 1)
+        draft.derive_auto("environment.reward_workers", workers, "one less than the cores, which the rest needs, too")
     draft.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
     draft.derive_auto("run.checkpoint_every", max(1, config.training.steps // 10), "ten checkpoints in a run")
     if config.evaluation is not None:
