@@ -65,7 +65,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
     try:
         engine.launch()
         await engine.wait_ready()
-        async with ScorerPool(section) as scorer:
+        async with ScorerPool(section, warn=lambda text: progress.message(text, "warning")) as scorer:
             runner = RolloutRunner(
                 prepared.environment,
                 scorer,
