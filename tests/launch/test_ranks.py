@@ -7,6 +7,8 @@ import contextlib
 import gc
 import random
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -350,3 +352,21 @@ def test_a_child_can_be_forked_by_another_thread_when_the_ranks_are_gone(model, 
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # as the orchestrator's thread starts reward workers
         assert pool.submit(uvloop.run, start()).result(60) == (0, b"")
+
+
+def test_a_rank_that_can_no_longer_hear_of_rank_0s_end_ends(tmp_path):
+    """Whatever it was that ended the thread that listens."""
+    program = """
+import pathlib, queue, sys, threading, time
+from slipstream.launch.rank import _listen
+
+class Broken:
+    def receive(self, timeout_s):
+        raise MemoryError
+
+threading.Thread(target=_listen, args=(Broken(), queue.SimpleQueue(), pathlib.Path(sys.argv[1]))).start()
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "settings")]
+    ended = subprocess.run(command, start_new_session=True, capture_output=True, timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
