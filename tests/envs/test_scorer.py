@@ -387,7 +387,7 @@ async def test_what_a_fresh_worker_changes_is_gone_at_the_next_call():
         ]
         found = await asyncio.gather(*(pool.score(task(), text) for text in asked), return_exceptions=True)
         kinds = [type(each) if isinstance(each, Exception) else each.reward for each in found]
-        assert kinds == [5.0, 0.0, RewardFailed, 7.0, 8.0, RewardFailed, RewardTimeout, 0.0]
+        assert kinds == [5.0, 0.0, RewardFailed, 7.0, 8.0, RewardFailed, RewardTimeout, 0.0, 0.5]
         assert "exit code 3" in str(found[2])
         assert "in _hang" in found[6].details
         assert pool.num_restarts == 1
