@@ -97,11 +97,12 @@ def main() -> None:
         sys.exit(
             f"Python {sys.version.split()[0]} is not supported: use 3.11 to 3.13, for example PYTHON=python3.12 make"
         )
+    print(f"installing into {VENV.relative_to(ROOT)}: some minutes, and about 4 GB on the disk", flush=True)
     if not (VENV / "bin/python").exists():
         run(sys.executable, "-m", "venv", VENV)
     run(VENV / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "uv>=0.9")
     kind = "gpu" if options.gpu else "cpu"
-    bare = [VENV / "bin/uv", "pip", "install", "--python", VENV / "bin/python"]
+    bare = [VENV / "bin/uv", "pip", "install", "--quiet", "--python", VENV / "bin/python"]
     install = [*bare, "--constraint", f"constraints/{kind}.txt", *(torch_source() if kind == "cpu" else [])]
     extras = ",".join([kind, *filter(None, options.extras.split(","))])
     leave_out = ["--override", "constraints/cpu-overrides.txt"] if kind == "cpu" else []
@@ -111,6 +112,7 @@ def main() -> None:
         run(*install, "--no-deps", "--target", BESIDE, "torchvision")
     if "dev" in options.extras.split(","):
         run(*bare, "--no-deps", "--target", REFERENCE, "trl==1.0.0")
+    print("done; next: source .venv/bin/activate, then slipstream --help or docs/tutorial.md; or: make quickstart")
 
 
 if __name__ == "__main__":

@@ -301,11 +301,11 @@ def env_test(
         from slipstream.view import render_table
 
         rows = [
-            {"answers": r.kind, "graded": r.num_scored}
+            {"kind": r.kind, "answers graded": r.num_scored}
             | ({"mean reward": r.mean_reward, "right, %": 100 * r.accuracy} if r.num_scored else {})
             for r in result.results
         ]
-        Console(emoji=False).print(render_table(rows, ["answers", "mean reward", "right, %", "graded"]))
+        Console(emoji=False).print(render_table(rows, ["kind", "mean reward", "right, %", "answers graded"]))
         for text in notes:
             print(text)
         if not failures:
