@@ -261,23 +261,17 @@ def test_a_reward_with_very_many_parts_does_not_push_the_curves_away(write, tmp_
     assert "All other metrics (292)" in text
 
 
-@pytest.mark.parametrize(("rewards", "low", "high"), [((0, 0, 0, 1), 0.0, None), ((1, 1, 1, 0), None, 1.0)])
-def test_the_band_of_rewards_of_0_and_1_ends_there(rewards, low, high):
+@pytest.mark.parametrize("rewards", [(0, 0, 0, 1), (1, 1, 1, 0), (0.2, 0.9, 1, 1), (-3, 5, 5, 5)])
+def test_the_band_ends_where_rewards_do(rewards):
     values = torch.tensor(rewards, dtype=torch.float64)
     mean, std = values.mean().item(), values.std(correction=0).item()
-    rows = [{"step": step, "reward/mean": mean, "reward/std": std} for step in (1, 2)]
-    line = Line("reward/mean", "mean", spread="reward/std")
-    found = series_of(rows, line, "mean", 0)
-    assert found.low[0] == pytest.approx(mean - std if low is None else low)
-    assert found.high[0] == pytest.approx(mean + std if high is None else high)
-
-
-@pytest.mark.parametrize("rewards", [(0.0, 0.0, 0.5, 1.0), (-1.0, 1.0), (0.0, 2.0)])
-def test_the_band_of_other_rewards_is_one_standard_deviation(rewards):
-    values = torch.tensor(rewards, dtype=torch.float64)
-    mean, std = values.mean().item(), values.std(correction=0).item()
-    found = series_of([{"step": 1, "reward/mean": mean, "reward/std": std}], PANELS[0].lines[0], "mean", 0)
-    assert (found.low[0], found.high[0]) == pytest.approx((mean - std, mean + std))
+    row = {"step": 1, "reward/mean": mean, "reward/std": std}
+    line = PANELS[0].lines[0]
+    found = series_of([row | {"reward/min": min(rewards), "reward/max": max(rewards)}], line, "mean", 0)
+    assert found.low == [pytest.approx(max(mean - std, min(rewards)))]
+    assert found.high == [pytest.approx(min(mean + std, max(rewards)))]
+    found = series_of([row], line, "mean", 0)
+    assert (found.low[0], found.high[0]) == pytest.approx((mean - std, mean + std)), "a run of before"
 
 
 def test_rollouts_that_changed_come_first_with_the_right_answer(write, tmp_path):

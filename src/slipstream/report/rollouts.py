@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.report.html import Html, h, join, number
 from slipstream.runlog import RunRecord
+from slipstream.runlog.samples import sample_id
 
 _MAX_SHOWN = 6
 _MAX_CHARACTERS = 4000
@@ -93,7 +94,7 @@ def _one(sample: Sample, word: str = "", named: bool = False) -> Html:
         f"{word}, step {sample['step']}" if word else "",
         f"reward {number(float(reward))}" if isinstance(reward, int | float) else "",
         "" if sample.get("outcome") == "done" else str(sample.get("outcome", "")),
-        str(sample.get("id", "")),
+        sample_id(str(sample.get("id", "")), sample["step"]),
     ]
     facts = h("p", " · ".join(filter(None, told)), class_="note")
     return h("div", _task(sample) if named else None, h("pre", _cut(sample["completion"])), facts, class_="attempt")

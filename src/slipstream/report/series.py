@@ -14,15 +14,23 @@ MAX_POINTS = 400
 
 @dataclass(frozen=True)
 class Line:
-    """One metric of a panel. `spread` is a standard deviation, `low` and `high` an interval."""
+    """One metric of a panel. `spread` is a standard deviation, drawn no further than `least` and `most` of the numbers
+    that the metric is the mean of; `low` and `high` are an interval."""
 
     metric: str
     label: str
     spread: str = ""
     low: str = ""
     high: str = ""
+    least: str = ""
+    most: str = ""
     absent: float | None = None
     """What a row without the metric means, for a metric that is only written when there is something to tell."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """All that it is drawn from."""
+        return (self.metric, self.spread, self.low, self.high, self.least, self.most)
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,8 @@ def _ratio_lines(group: str) -> tuple[Line, ...]:
 
 
 PANELS = (
-    Panel("Reward", "Mean over a step's rollouts; the band is one standard deviation.",
-          (Line("reward/mean", "mean", spread="reward/std"),)),
+    Panel("Reward", "Mean over a step's rollouts; the band is one standard deviation, as far as rewards went.",
+          (Line("reward/mean", "mean", spread="reward/std", least="reward/min", most="reward/max"),)),
     Panel("Held-out accuracy", "Part of the held-out tasks solved, with its 95 % interval.",
           (Line("eval/accuracy", "accuracy", low="eval/accuracy_low", high="eval/accuracy_high"),), "%", dots=True),
     Panel("Probe difference", "Engine against trainer on the same tokens and weights, in log-probability a token.",
@@ -139,9 +147,7 @@ def panels_of(runs: Sequence[list[dict[str, Any]]]) -> tuple[list[Panel], list[P
     if reasons:
         lines = tuple(Line(name, name.removeprefix("dropped/").replace("_", " "), absent=0.0) for name in reasons)
         known.append(Panel(DROPPED.title, DROPPED.note, lines, from_zero=True))
-    shown = {
-        name for panel in known for line in panel.lines for name in (line.metric, line.spread, line.low, line.high)
-    }
+    shown = {name for panel in known for line in panel.lines for name in line.metrics}
     rest = sorted(name for name in present - shown if not name.startswith(_TIMES))
     own = [name for name in rest if name.startswith(_REWARD) and name not in _NOT_OWN][:_MAX_OWN]
     place = next((place + 1 for place, panel in enumerate(known) if panel.lines[0].metric == "reward/mean"), 0)
@@ -153,20 +159,9 @@ def _panel_of(name: str, title: str, note: str) -> Panel:
     return Panel(title, note, (Line(name, name.partition("/")[2]),))
 
 
-def is_right_or_wrong(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether every reward was 0 or 1, seen from mean and standard deviation: for numbers between 0 and 1 the variance
-    is at most mean * (1 - mean), and only where all are 0 or 1 is it that (Bhatia and Davis, 2000)."""
-    pairs = [(value_of(row, "reward/mean"), value_of(row, "reward/std")) for row in rows]
-    known = [(mean, spread) for mean, spread in pairs if mean is not None and spread is not None]
-    return bool(known) and all(
-        0 <= mean <= 1 and math.isclose(spread**2, mean * (1 - mean), abs_tol=1e-9) for mean, spread in known
-    )
-
-
 def series_of(rows: list[dict[str, Any]], line: Line, label: str, color: int) -> Series | None:
     """The line through a run's rows, or None when no row has the metric."""
     points: list[tuple[float, float, float, float]] = []
-    least, most = (0.0, 1.0) if line.spread == "reward/std" and is_right_or_wrong(rows) else (-math.inf, math.inf)
     for row in rows:
         value = value_of(row, line.metric)
         if value is None:
@@ -175,13 +170,14 @@ def series_of(rows: list[dict[str, Any]], line: Line, label: str, color: int) ->
                 continue
             value = line.absent
         spread = value_of(row, line.spread) or 0.0
+        least, most = value_of(row, line.least), value_of(row, line.most)
         low, high = value_of(row, line.low), value_of(row, line.high)
         points.append(
             (
                 float(row["step"]),
                 value,
-                max(least, value - spread) if low is None else low,
-                min(most, value + spread) if high is None else high,
+                max(value - spread, -math.inf if least is None else least) if low is None else low,
+                min(value + spread, math.inf if most is None else most) if high is None else high,
             )
         )
     if not points:

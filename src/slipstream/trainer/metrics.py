@@ -38,6 +38,8 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
     metrics |= {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
         "rollout/length": statistics.fmean(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated_fraction": statistics.fmean(r.outcome == "truncated" for r in rollouts),
