@@ -1,4 +1,4 @@
-"""The terminal, as a run uses it: `slipstream.view` has what implements this."""
+"""The terminal, as a run sees it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """See the module."""
+    """The terminal, as a run uses it."""
 
     def start(self, title: str, total_steps: int, step: int = 0) -> None:
         """The run begins."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from slipstream.config import RunConfig
+from slipstream.data.files import Columns, conversation_from
 from slipstream.data.tables import read_rows
 from slipstream.data.vocabulary import Text, Vocabulary, check_vocabulary
 from slipstream.envs.base import Environment
@@ -21,12 +22,12 @@ def unknown_characters(
     train_tasks: Sequence[Task],
     eval_tasks: Sequence[Task],
 ) -> list[str]:
-    """See `check_vocabulary`. `conversations` are all that SFT could imitate: the rows of `data.path` in their order,
-    or the gold answers of `train_tasks`."""
+    """See `check_vocabulary`. `conversations` are all that SFT could imitate: the rows of `data.path`, or the
+    gold answers of `train_tasks`."""
     trained: list[Text] = []
     read: list[Text] = []
-    for place, conversation in enumerate(conversations):
-        where = partial(_source, config, environment, train_tasks, place)
+    for conversation in conversations:
+        where = partial(_source, config, train_tasks, conversation)
         turns = _trained_turns(config, conversation)
         trained.append((where, "".join(turn.content for turn in turns)))
         read.append((where, "".join(turn.content for turn in conversation if turn not in turns)))
@@ -64,8 +65,13 @@ def _trained_turns(config: RunConfig, conversation: Sequence[Message]) -> list[M
     return turns[-1:] if is_last else turns
 
 
-def _source(config: RunConfig, environment: Environment | None, tasks: Sequence[Task], place: int) -> str:
+def _source(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[Message]) -> str:
+    """The row or the task that it was made of."""
     if config.data is not None:
-        return read_rows(config.data.path, config.data.split)[place].where
-    assert environment is not None, "the config check asks for data or an environment"
-    return gold_answers(environment, tasks)[place][0]
+        data = config.data
+        columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
+        rows = read_rows(data.path, data.split)
+        found = (row.where for row in rows if [*conversation_from(row.values, row.where, columns)] == [*conversation])
+    else:
+        found = (f"task {task.id}" for task in tasks if list(task.prompt) == list(conversation[:-1]))
+    return next(found, repr(conversation[-1].content)[:60])
