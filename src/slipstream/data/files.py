@@ -88,6 +88,11 @@ def read_conversations(
     return found
 
 
+def conversation_of(row: Row, columns: Columns) -> Conversation:
+    """The conversation in one row. Raises `DataError`."""
+    return _conversation(row, columns)[0]
+
+
 def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
     """The conversation in one row, and the columns that it was made of."""
     where = row.where

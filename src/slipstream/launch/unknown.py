@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from slipstream.config import RunConfig
-from slipstream.data.files import Columns, conversation_from
+from slipstream.data.files import Columns, conversation_of
 from slipstream.data.tables import read_rows
 from slipstream.data.vocabulary import Text, Vocabulary, check_vocabulary
 from slipstream.envs.base import Environment
@@ -60,7 +60,7 @@ def gold_answers(environment: Environment | None, tasks: Sequence[Task]) -> list
 
 
 def _trained_turns(config: RunConfig, conversation: Sequence[Message]) -> list[Message]:
-    turns = [turn for turn in conversation if turn.role == "assistant"]
+    turns = [turn for turn in conversation if turn.role == "assistant" and turn.carries_loss]
     is_last = config.algorithm.kind == "sft" and config.algorithm.train_on == "last"
     return turns[-1:] if is_last else turns
 
@@ -71,7 +71,7 @@ def _source(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[Mes
         data = config.data
         columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
         rows = read_rows(data.path, data.split)
-        found = (row.where for row in rows if [*conversation_from(row.values, row.where, columns)] == [*conversation])
+        found = (row.where for row in rows if conversation_of(row, columns) == tuple(conversation))
     else:
         found = (f"task {task.id}" for task in tasks if list(task.prompt) == list(conversation[:-1]))
     return next(found, repr(conversation[-1].content)[:60])

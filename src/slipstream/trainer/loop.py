@@ -335,7 +335,7 @@ class TrainingLoop:
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         rate = learning_rate_at(
             number,
-            peak=training.learning_rate,
+            peak=float(training.learning_rate),
             schedule=training.schedule,
             warmup_steps=training.warmup_steps,
             num_steps=training.steps * training.updates_per_batch * training.epochs_per_batch,
