@@ -302,8 +302,6 @@ class EngineHealth(msgspec.Struct, frozen=True):
     """Those that are not, and why."""
     reason: str = ""
     num_running: int = 0
-    keeps_requests: bool = False
-    """Whether a version can be applied while requests run, which then go on with it."""
     info: dict[str, Any] = {}
 
 

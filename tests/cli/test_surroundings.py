@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.inference import child
+from slipstream.runlog.temporary import remove_temporary
 from tests.config.conftest import MINIMAL
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ def test_output_that_cannot_be_written(tmp_path):
         done = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=300, check=False
         )
-    assert "the output cannot be written" in said(done, 120)
+    assert "cannot be written" in said(done, 1)
 
 
 def test_arguments_are_utf8_in_any_locale(tmp_path):
@@ -90,20 +91,20 @@ class TestSockets:
         long = tmp_path / ("x" * 150)
         long.mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(long))
-        folder = child.private_folder("slipstream-")
+        folder = child.private_folder("engine")
         try:
             assert not folder.is_relative_to(long)
             assert folder.stat().st_mode & 0o77 == 0
             assert len(os.fsencode(folder / "engine.sock")) < 108
         finally:
-            folder.rmdir()
+            remove_temporary(folder)
         assert child.short_temporary_folder({"TMPDIR": str(long)}, folder) == {"TMPDIR": str(folder)}
         assert child.short_temporary_folder({"TMPDIR": "/tmp"}, folder) == {}
 
     def test_a_short_one_is_used(self, tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", "/tmp")
-        folder = child.private_folder("slipstream-")
-        folder.rmdir()
+        folder = child.private_folder("engine")
+        remove_temporary(folder)
         assert folder.parent == Path("/tmp")
 
 

@@ -27,7 +27,6 @@ from slipstream.records import ApplyReport, Completion, GenerateRequest, Samplin
 class Host(SimpleNamespace):
     """Computes `num_places` requests at once, each in `seconds`; urgent ones at once."""
 
-    keeps_requests = True
     is_dead = False
 
     def __init__(self, seconds, num_places=100):

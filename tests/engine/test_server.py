@@ -21,7 +21,6 @@ from slipstream.records import ApplyReport, Completion, GenerateRequest, Samplin
 class StandingHost(SimpleNamespace):
     """A host that only stands still."""
 
-    keeps_requests = True
     clock = TokenClock()
 
     async def pause(self):
@@ -65,13 +64,6 @@ async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(se
     with pytest.raises(OutOfService, match="failed"):
         await server.until_in_service()
     assert "was not begun: applying version 0.1 failed" in (await waiting).error
-
-
-async def test_requests_that_cannot_be_kept_must_end_before_a_fence(server):
-    server.num_running, server.host.keeps_requests = 2, False
-    with pytest.raises(OutOfService, match=r"2 requests are running, and this vLLM .* use weights.in_flight"):
-        await server.fence()
-    assert server.reason == ""
 
 
 async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(server):

@@ -69,8 +69,9 @@ def _train(
     loaded = load_config(run_file, overrides, algorithm=algorithm)
     if resume and loaded.config.run.folder is None:
         raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
-    from slipstream.launch.local import run_folder_of, train
+    from slipstream.launch.local import train
     from slipstream.launch.prepare import prepare
+    from slipstream.launch.result import run_folder_of
     from slipstream.launch.resume import same_commit
     from slipstream.runlog import refuse_used
     from slipstream.view import make_view

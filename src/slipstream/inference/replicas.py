@@ -17,8 +17,6 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.records import (
     ApplyReport,
@@ -168,9 +166,8 @@ class EngineReplicas:
             replica.engine.launch()
 
     async def wait_ready(self) -> EngineHealth:
-        """Wait until all are in service; what the first says, and what all of them can."""
-        healths = await self._all(lambda engine: engine.wait_ready())
-        return msgspec.structs.replace(healths[0], keeps_requests=all(health.keeps_requests for health in healths))
+        """Wait until all are in service; what the first says."""
+        return (await self._all(lambda engine: engine.wait_ready()))[0]
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion, by whichever engine; asked again of another when that one dies."""

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import dump_resolved, needs_engine_logprobs
-from slipstream.config.traits import apply_timeout_s, publishes_adapter, update_phase
+from slipstream.config.traits import apply_timeout_s, update_phase
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import START_GRACE_S, Draws, quiet_s, waits_of
@@ -36,6 +34,7 @@ from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.progress import Progress
 from slipstream.launch.ranks import RankCrew, rank_threads
+from slipstream.launch.result import RunResult
 from slipstream.launch.resume import changed_settings, identity_of, refuse_to_resume
 from slipstream.launch.sleep import Turns
 from slipstream.launch.stop import StopRequest
@@ -58,26 +57,7 @@ from slipstream.weights.single_copy import SharedWeights
 if TYPE_CHECKING:
     from slipstream.trainer.loop import TrainingLoop
 
-_HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "patches_left_out", "keeps_requests")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a finished run leaves."""
-
-    folder: Path
-    steps: int
-    evaluation: Evaluation | None
-    checkpoint: Path | None
-    """Deployable weights of the last step."""
-    best: Path | None = None
-    """With `evaluation.patience`: those of the most accurate step."""
-
-
-def run_folder_of(prepared: Prepared, name: str) -> Path:
-    """`run.folder`, or a new one below `runs/` named after the run file and the time."""
-    folder = prepared.config.run.folder
-    return folder if folder is not None else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+_HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "patches_left_out")
 
 
 def train(
@@ -351,9 +331,7 @@ class _Run:
 
         async def start_engine() -> None:
             health = await self._engine_ready()
-            # An adapter changes nothing for requests that are running: they end with the one that they began with.
-            if health.keeps_requests or publishes_adapter(config):
-                versions.allow_in_flight()
+            versions.allow_in_flight()
             self.log.event("engine", **{name: getattr(health, name) for name in _HEALTH_SHOWN})
 
         async def start() -> None:

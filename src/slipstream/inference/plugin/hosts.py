@@ -70,11 +70,6 @@ class Host(Protocol):
         """When tokens come."""
         ...
 
-    @property
-    def keeps_requests(self) -> bool:
-        """Whether `pause` keeps running requests, and completions say which version made which token."""
-        ...
-
     async def pause(self) -> None:
         """Make no step until `resume`; running requests wait where they are."""
         ...
@@ -241,11 +236,6 @@ class InProcessHost:
         """See `Host`."""
         return await asyncio.wrap_future(self._submit(lambda: self._engine.collective_rpc(method, args=args)))
 
-    @property
-    def keeps_requests(self) -> bool:
-        """See `Host`."""
-        return True
-
     async def pause(self) -> None:
         """See `Host`."""
         await asyncio.wrap_future(self._submit(self._stop_stepping))
@@ -351,11 +341,6 @@ class AsyncHost:
     async def rpc(self, method: str, *args: str) -> list[str]:
         """See `Host`."""
         return await self._engine.collective_rpc(method, args=args)
-
-    @property
-    def keeps_requests(self) -> bool:
-        """See `Host`."""
-        return True
 
     async def pause(self) -> None:
         """See `Host`."""

@@ -154,17 +154,14 @@ class EngineServer:
         """Load a version in place, verify it, drop the prefix cache.
 
         Requests that are running stand still meanwhile and go on with the new version, their context computed anew
-        by it or kept, or they are waited for (`EngineSettings.in_flight`); where vLLM cannot say which version made
-        which token, there may be none. Under an adapter they go on with the one that they began with; a third one
-        waits for their end. On any failure the engine stays out of
-        service and standing requests never go on: they end at their deadlines or with their client. A delta against
-        anything but the version in service is refused before anything is done.
+        by it or kept, or they are waited for (`EngineSettings.in_flight`). Under an adapter they go on with the one
+        that they began with; a third one waits for their end. On any failure the engine stays out of service and
+        standing requests never go on: they end at their deadlines or with their client. A delta against anything but
+        the version in service is refused before anything is done.
         """
         check_base(ticket, None if self.reason else self.version, self.reason)
         if ticket.bridge == "lora":
             await self._adapters.until_room()
-        else:
-            self._check_running()
         goes_on = ticket.bridge == "single_copy" and self._unproved == ticket.version.name and not self._stands
         if not goes_on:
             self._refuse()
@@ -233,7 +230,6 @@ class EngineServer:
     async def go_on(self, version: Version) -> None:
         """The weights that were fenced off are written: compute with them, as `version`, whose proof `apply` makes
         meanwhile. What has a token of it is answered after that."""
-        self._check_running()
         self._refuse()
         self.reason = f"proving version {version.name}"
         self._settled.clear()
@@ -250,13 +246,6 @@ class EngineServer:
             self.reason = f"going on with version {version.name} failed: {error!r}"
             self._settled.set()
             raise
-
-    def _check_running(self) -> None:
-        if self.num_running and self.settings.in_flight != "drain" and not self.host.keeps_requests:
-            raise OutOfService(
-                f"{self.num_running} requests are running, and this vLLM cannot tell what a version made of them from "
-                'what the next did: use weights.in_flight = "drain"'
-            )
 
     async def _stand(self) -> None:
         """Make no step from now on; under `drain` when the last request has ended, and none begins meanwhile."""
@@ -315,7 +304,6 @@ class EngineServer:
     async def fence(self) -> None:
         """Compute nothing from now to the next `apply`: the weights are about to be written in place. Requests stand
         still as during an apply."""
-        self._check_running()
         self.reason = "the trainer is writing the weights"
         self._settled.clear()
         self._begin_stall()
@@ -454,7 +442,6 @@ class EngineServer:
             patches_left_out=self.patches_left_out,
             reason=self.reason,
             num_running=self.num_running,
-            keeps_requests=self.host.keeps_requests,
         )
 
 
