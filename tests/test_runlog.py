@@ -661,10 +661,13 @@ def test_samples_of_older_runs_are_found_by_the_ids_of_newer_ones(tmp_path):
 
     with RunLog.create(tmp_path / "run") as log:
         for step in (0, 2):
-            log.sample({"step": step, "split": "eval", "id": "eval.1", "task": f"eval/{step}", "completion": "x"})
+            tokens = {"token_ids": [step, 6], "sampled": [[1, 2]], "logprobs": [-0.5]}
+            line = {"step": step, "split": "eval", "id": "eval.1", "task": f"eval/{step}", "completion": "x"}
+            log.sample(line | {"sequences": [tokens]})
         log.sample({"step": 2, "id": "2.0.1", "task": "train/9", "completion": "x"})
     record = runlog.read_run(tmp_path / "run")
     assert trace(record, "eval.2.1").task == "eval/2"
+    assert trace(record, "eval.2.1").num_sampled == 1
     assert trace(record, "eval.0.1").step == 0
     assert trace(record, "2.0.1").task == "train/9"
     with pytest.raises(ConfigError, match=r"name one of 2\.0\.1, eval\.0\.1, eval\.2\.1, as"):

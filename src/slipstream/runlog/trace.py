@@ -169,8 +169,10 @@ def _with_tokens(sample: _Sample, path: Path) -> _Sample:
     place = _Place(sample.step, sample.lineage, sample.id, sample.split)
     for number, line in whole_lines(path):
         try:
-            if same.decode(line) == place:
-                return msgspec.json.decode(line, type=_Sample)
+            found = same.decode(line)
+            found.id = sample_id(found.id, found.step)
+            if found == place:
+                return msgspec.structs.replace(msgspec.json.decode(line, type=_Sample), id=found.id)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if sample.id.encode() in line:
                 raise DataError(f"{path}, line {number} is no sample of ours ({error}): remove that line") from error
