@@ -4,6 +4,7 @@ import os
 import subprocess
 import zlib
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 from slipstream.inference import child
 
 from .fork_server import VARIABLE, ForkServers, name_context, take_for_usual
+
+# Children look for modules of the tests (workers, ranks) here: they do not look in the current folder.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 NUM_PARTS = 4
 CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full")

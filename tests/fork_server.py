@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import re
@@ -224,7 +225,7 @@ class ForkServers:
         environment = {**os.environ, **ENVIRONMENT[kind], **PASSIVE, "OMP_NUM_THREADS": NUM_THREADS}
         with listening, (self.folder / f"{kind}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", program],
+                [sys.executable, "-P", "-c", program],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -334,6 +335,7 @@ class _Server:
             for end in (self._wake, self._woken):
                 os.close(end)
             tells = _take_descriptors(fds, request["descriptors"], tells)
+            sys.stdout, sys.stderr = _stream(1, sys.stdout), _stream(2, sys.stderr)
             if request["new_session"]:
                 os.setsid()
             os.environ.clear()
@@ -369,13 +371,22 @@ def _take_descriptors(fds: list[int], numbers: list[int], own: int) -> int:
     return moved
 
 
+def _stream(fd: int, before: Any) -> Any:
+    """The text stream on what is a descriptor's file from now on; `before` knows whether the file before it can seek."""
+    through = before.write_through
+    binary = open(fd, "wb", buffering=0 if through else -1, closefd=False)  # noqa: SIM115 (open to the end)
+    by_line = fd == 2 or os.isatty(fd)
+    return io.TextIOWrapper(binary, before.encoding, before.errors, line_buffering=by_line, write_through=through)
+
+
 def _run(command: list[str]) -> int:
     """`command` as the interpreter runs it; its exit code."""
     setproctitle.setproctitle(" ".join(command))
     tempfile.tempdir = None
     sys.orig_argv[:] = command
     sys.argv[:] = [command[2], *command[3:]]
-    sys.path[0] = os.getcwd()
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, os.getcwd())
     gc.unfreeze()
     gc.enable()
     try:

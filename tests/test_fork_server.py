@@ -104,7 +104,7 @@ def test_a_forked_command_is_killed_and_waited_for_as_any_other(tmp_path):
 def test_what_libraries_read_early_has_to_be_the_same():
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     assert fork_server.forks(COMMAND, environment) == "trainer"
-    assert fork_server.forks(COMMAND, environment | {"ANY": "1", "PYTHONPATH": ""}) == "trainer"
+    assert fork_server.forks(COMMAND, environment | {"ANY": "1", "PYTHONHOME": ""}) == "trainer"
     assert fork_server.forks(COMMAND, environment | {"OMP_NUM_THREADS": "2"}) is None
     assert fork_server.forks(COMMAND, environment | {"PYTHONPATH": "/elsewhere"}) is None
     assert fork_server.forks(COMMAND, environment | {"VLLM_USE_V1": "0"}) is None
