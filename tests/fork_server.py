@@ -372,7 +372,7 @@ def _take_descriptors(fds: list[int], numbers: list[int], own: int) -> int:
 
 
 def _stream(fd: int, before: Any) -> Any:
-    """The text stream on what is a descriptor's file from now on; `before` knows whether the file before it can seek."""
+    """The text stream on what is a descriptor's file by now; the one `before` knows whether that before it can seek."""
     through = before.write_through
     binary = open(fd, "wb", buffering=0 if through else -1, closefd=False)  # noqa: SIM115 (open to the end)
     by_line = fd == 2 or os.isatty(fd)

@@ -75,6 +75,9 @@ class Message(msgspec.Struct, frozen=True):
     carries_loss: bool = True
     """False: SFT does not train on it."""
 
+    def __hash__(self) -> int:
+        return hash((self.role, self.content))
+
     def as_chat(self) -> dict[str, Any]:
         """The dictionary that chat templates expect."""
         chat: dict[str, Any] = {"role": self.role, "content": self.content, **self.extra}

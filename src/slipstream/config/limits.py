@@ -15,9 +15,9 @@ Temperature = Annotated[float, Field(ge=0.01, le=2.0)]
 """What vLLM draws at; a lower one it would raise to 0.01."""
 Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 """A learning rate."""
-Factor = Annotated[float, Field(gt=0.0, le=1e6)]
+Factor = Annotated[float, Field(gt=0.0, le=1e12)]
 """A weight or bound that float32 can be multiplied by."""
-NonNegativeFactor = Annotated[float, Field(ge=0.0, le=1e6)]
+NonNegativeFactor = Annotated[float, Field(ge=0.0, le=1e12)]
 Times = Annotated[int, Field(gt=0, le=1000)]
 """How often something is repeated."""
 Processes = Annotated[int, Field(gt=0, le=256)]

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from slipstream.config.messages import show
 from slipstream.errors import ConfigError
 from slipstream.inference import child
 from slipstream.inference.settings import EngineSettings
+from slipstream.runlog.temporary import temporary
 
 TRIAL = "slipstream.inference.plugin.trial"
 TRIAL_TIMEOUT_S = 600.0
@@ -52,8 +52,8 @@ def try_options(config: RunConfig, settings: EngineSettings) -> None:
         "SLIPSTREAM_ENGINE": "1",
         "VLLM_PLUGINS": "slipstream",
     }
-    with tempfile.TemporaryDirectory(prefix="slipstream-trial-") as folder:
-        path, log = Path(folder) / "settings.json", Path(folder) / "log"
+    with temporary("trial") as folder:
+        path, log = folder / "settings.json", folder / "log"
         path.write_bytes(msgspec.json.encode(settings))
         process = child.launch([sys.executable, "-m", TRIAL, str(path)], environment, log)
         try:

@@ -80,14 +80,19 @@ def check_hub_id(name: str) -> None:
     """Raises `ConfigError` for what is no folder and no model that the hub has or that was downloaded before. The hub
     is asked once: the libraries ask an unreachable one for half a minute."""
     from huggingface_hub import model_info, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     said = f'model.path = "{name}" is no folder here, and'
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
         model_info(name, timeout=_HUB_TIMEOUT_S)
-    except GatedRepoError:
+    except (GatedRepoError, OfflineModeIsEnabled):
         return  # whoever loads it says what is to be done
     except HFValidationError:
         raise ConfigError(f"{said} no name of a model on the hub: correct the path, or give owner/name") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 from typing import Any, get_args
 
 from slipstream.inference.settings import EngineSettings
@@ -49,8 +51,30 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **lora,
         **_captured(settings),
         **settings.options,
-        **({"hf_overrides": {**settings.options.get("hf_overrides", {}), **_FP32_HEAD}} if settings.fp32_head else {}),
+        **_of_model(settings),
     }
+
+
+def _of_model(settings: EngineSettings) -> dict[str, Any]:
+    """Changes to the model's configuration, after those of `settings.options`."""
+    asked = settings.options.get("hf_overrides", {})
+    overrides = {**_position_scaling(Path(settings.model)), **asked, **(_FP32_HEAD if settings.fp32_head else {})}
+    return {"hf_overrides": overrides} if overrides else {}
+
+
+def _position_scaling(folder: Path) -> dict[str, Any]:
+    """The scaling of queries by their position (Ministral 3), where vLLM looks for it: the files of Hugging Face have
+    another place for it, and without it vLLM computes these models without it."""
+    if not (folder / "config.json").is_file():
+        return {}
+    whole = json.loads((folder / "config.json").read_text())
+    part = whole.get("text_config", whole)
+    rotary = part.get("rope_parameters") or {}
+    if "llama_4_scaling_beta" not in rotary or "llama_4_scaling" in part:
+        return {}
+    length = rotary.get("original_max_position_embeddings")
+    found = {"llama_4_scaling": {"original_max_position_embeddings": length, "beta": rotary["llama_4_scaling_beta"]}}
+    return found if part is whole else {"text_config": found}
 
 
 def _captured(settings: EngineSettings) -> dict[str, Any]:
