@@ -120,8 +120,8 @@ def test_plugins_of_the_user_are_loaded_too(own, expected, tmp_path, monkeypatch
 
 
 @pytest.mark.engine
-def test_with_the_required_patches_alone_an_engine_says_the_same(live, tmp_path):
-    other = start(live.model, tmp_path, patches="required")
+def test_with_the_required_patches_alone_an_engine_says_the_same(tiny_model, tmp_path):
+    live, other = start(tiny_model, tmp_path / "auto"), start(tiny_model, tmp_path / "required", patches="required")
     try:
         health = other.call(other.engine.process.client.health())
         assert not HERE & set(health.patches)
@@ -136,6 +136,7 @@ def test_with_the_required_patches_alone_an_engine_says_the_same(live, tmp_path)
             assert one.token_ids == theirs.token_ids
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0)
     finally:
+        stop(live)
         stop(other)
 
 
