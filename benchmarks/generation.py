@@ -7,6 +7,7 @@ run uses: tokens, and one number for each.
 
     python benchmarks/generation.py [--shape chars|tiny|0.5b|1.5b] [--sequences 256 1024] [--tokens 128] [--repeats 3]
                                     [--group 1] [--in-process] [--systems vllm ours required] [--model FOLDER]
+                                    [--requests even seeds ends rollouts]
 
 `chars` is a new model of 0.1 M parameters with a vocabulary of 98: nearly all of its time is Python, which is what it
 is for. With `--group 8` eight sequences have one prompt, as in a batch of GRPO. As on GPUs, engine core and worker
@@ -21,6 +22,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -41,6 +43,8 @@ SYSTEMS = {
     "ours": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1", patches.VARIABLE: "all"},
     "required": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1", patches.VARIABLE: "required"},
 }
+KINDS = ("even", "seeds", "ends", "rollouts")
+"""Of requests: all of one length, with a seed each, with lengths and stop tokens of their own, or both as in a run."""
 _seconds: dict[str, float] = {}
 _inner = threading.local()
 
@@ -110,6 +114,9 @@ class Load:
     logprobs: bool
     group: int = 1
     """Sequences that have one prompt."""
+    kind: str = "even"
+    """See `KINDS`."""
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,22 +190,29 @@ async def _round(host: Any, load: Load, number: int) -> tuple[float, float]:
     from slipstream.inference.plugin.delivery import sampled_logprobs
 
     ours = bool(os.environ["VLLM_PLUGINS"])
-    params = SamplingParams(
-        max_tokens=load.num_tokens,
-        temperature=1.0,
-        ignore_eos=True,
-        logprobs=0 if load.logprobs else None,
-        flat_logprobs=ours,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    draw = random.Random(number)
+    ends = load.kind in ("ends", "rollouts")
+    stops = [draw.randrange(load.vocabulary) for _ in range(max(1, load.vocabulary // 1000))] if ends else None
+
+    def sampling(place: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=draw.randint(1, load.num_tokens) if ends and place % 4 else load.num_tokens,
+            temperature=1.0,
+            seed=number * load.num_sequences + place if load.kind in ("seeds", "rollouts") else None,
+            stop_token_ids=stops,
+            ignore_eos=True,
+            logprobs=0 if load.logprobs else None,
+            flat_logprobs=ours,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     async def one(place: int) -> int:
         # Every round and group has a prompt of its own: nothing comes from the prefix cache of another.
         first = place // load.group
         prompt = [(7 * first + 13 * number + (3 + first) * i) % 90 + 1 for i in range(load.prompt_tokens)]
         prompt[:2] = [first // 90 % 90 + 1, first % 90 + 1]
-        output, _ = await host.generate({"prompt_token_ids": prompt}, params, f"{number}.{place}")
+        output, _ = await host.generate({"prompt_token_ids": prompt}, sampling(place), f"{number}.{place}")
         ids = output.outputs[0].token_ids
         if load.logprobs:
             assert len(sampled_logprobs(output.outputs[0].logprobs, ids)) == len(ids)
@@ -267,7 +281,7 @@ def measure(setting: Setting, systems: list[str], loads: list[Load], repeats: in
                     answer = engine.generate(load)
                     if repeat:
                         results.setdefault((engine.name, load), []).append(answer)
-                        told = [engine.name, load.num_sequences, load.logprobs, *answer]
+                        told = [engine.name, load.num_sequences, load.kind, load.logprobs, *answer]
                         print(json.dumps(told), file=sys.stderr, flush=True)
         return results
     finally:
@@ -277,16 +291,17 @@ def measure(setting: Setting, systems: list[str], loads: list[Load], repeats: in
 
 def tables(results: dict[tuple[str, Load], list[Any]]) -> str:
     """The speeds, and the parts of a decode step."""
-    lines = ["| engine | sequences | log-probabilities | tokens/s | ms a decode step |", "|---|---|---|---|---|"]
+    heads = ("engine", "sequences", "requests", "log-probabilities", "tokens/s", "ms a decode step")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for (name, load), answers in results.items():
         speeds = [speed for speed, _ in answers]
         step = statistics.median(parts["all"] for _, parts in answers)
         spread = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
         asked = "yes" if load.logprobs else "no"
-        lines.append(f"| {name} | {load.num_sequences:,} | {asked} | {spread} | {step:.2f} |")
+        lines.append(f"| {name} | {load.num_sequences:,} | {load.kind} | {asked} | {spread} | {step:.2f} |")
     labels = sorted({label for answers in results.values() for _, parts in answers for label in parts} - {"all"})
-    heads = [f"{name}, {load.num_sequences:,}{', lp' if load.logprobs else ''}" for name, load in results]
-    lines += ["", f"| CPU ms of a decode step | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    names = [f"{name}, {load.num_sequences:,}, {load.kind}{', lp' if load.logprobs else ''}" for name, load in results]
+    lines += ["", f"| CPU ms of a decode step | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for label in labels:
         cells = [
             f"{statistics.median(parts.get(label, 0.0) for _, parts in answers):.2f}" for answers in results.values()
@@ -304,12 +319,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--group", type=int, default=1, help="sequences that have one prompt")
+    parser.add_argument("--requests", nargs="+", default=["even"], choices=KINDS, help="see KINDS in the source")
     parser.add_argument("--logprobs", choices=["both", "yes"], default="both", help="with them only, or without too")
     parser.add_argument("--model", type=Path, help="a model's folder; made, of that shape, when it is not there")
     parser.add_argument("--systems", nargs="+", default=["vllm", "ours"], choices=list(SYSTEMS))
     parser.add_argument("--in-process", action="store_true", help="as on a CPU: core, worker and server in one process")
     options = parser.parse_args()
     import torch
+
+    from slipstream.launch.facts import read_model
 
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="slipstream-generation-") as folder:
@@ -325,8 +343,14 @@ def main() -> int:
         length = options.prompt + options.tokens
         dtype = "bfloat16" if on_gpu else "float32"
         setting = Setting(str(model), max(options.sequences), length, dtype, options.in_process, on_gpu)
+        vocabulary = read_model(str(model)).vocab_size
         asked = (False, True) if options.logprobs == "both" else (True,)
-        loads = [Load(n, options.tokens, options.prompt, lp, options.group) for n in options.sequences for lp in asked]
+        loads = [
+            Load(number, options.tokens, options.prompt, with_logprobs, options.group, kind, vocabulary)
+            for number in options.sequences
+            for kind in options.requests
+            for with_logprobs in asked
+        ]
         print(tables(measure(setting, options.systems, loads, options.repeats)))
     return 0
 

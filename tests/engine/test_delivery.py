@@ -38,10 +38,8 @@ class Steps:
         for request in made.values():
             request._output_token_ids, request.num_output_placeholders = [], 0
             request.status = RequestStatus.RUNNING
-        self.scheduler: Any = SimpleNamespace(
-            log_stats=False, requests=made, vllm_config=SimpleNamespace(max_concurrent_batches=2)
-        )
-        self.held = delivery.Held()
+        self.scheduler: Any = SimpleNamespace(log_stats=False, requests=made)
+        self.held = delivery.Held(1)
         self.made: dict[str, tuple[list[int], list[float]]] = {id_: ([], []) for id_ in requests}
         self.number = 0
 

@@ -6,8 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -179,12 +177,6 @@ def test_an_engine_that_lacks_a_patch_starts_on_a_version_and_refuses_to_be_upda
             live.call(live.engine.apply(ticket, 60))
     finally:
         stop(live)
-
-
-def test_an_engine_without_the_plugin_does_not_go_into_service():
-    code = "from slipstream.inference.plugin import patches; patches.apply_to(None)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert "vLLM did not load Slipstream's plugin" in done.stderr
 
 
 def test_the_extras_are_bounded_by_what_was_looked_at():

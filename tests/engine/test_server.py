@@ -1,6 +1,7 @@
 """The engine's server by itself, without vLLM: who may be answered, and when."""
 
 import asyncio
+import json
 import tempfile
 from types import SimpleNamespace
 
@@ -64,6 +65,18 @@ async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(se
     with pytest.raises(OutOfService, match="failed"):
         await server.until_in_service()
     assert "was not begun: applying version 0.1 failed" in (await waiting).error
+
+
+async def test_an_engine_that_did_not_load_the_plugin_does_not_go_into_service():
+    class Host(StandingHost):
+        async def rpc(self, method, *args):
+            shipped = {"patches": ["scores_at_temperature"], "patches_left_out": {}, "files": [], "head_dtypes": []}
+            return [json.dumps(shipped)]
+
+    made = EngineServer(EngineSettings("", "", "float32", 8, 8), Host())
+    with pytest.raises(RuntimeError, match=r"did not load Slipstream's plugin.*install the package"):
+        await made.start()
+    assert made.reason == "starting"
 
 
 async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(server):

@@ -149,7 +149,9 @@ _NOTHING: Mapping[str, Kept] = MappingProxyType({})
 class Held:
     """What a scheduler's running requests have made and nobody was told of yet."""
 
-    def __init__(self, plain: PlainTokens | None = None) -> None:
+    def __init__(self, most_to_come: int, plain: PlainTokens | None = None) -> None:
+        """`most_to_come`: see `Kept.check`."""
+        self._most_to_come = most_to_come
         self.plain = plain
         self._kept: dict[int, dict[str, Kept]] = {}
         """By client and request."""
@@ -185,7 +187,7 @@ class Held:
                 kept.logprobs += logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 del held[output.request_id]
-                kept.check(_most_to_come(scheduler))
+                kept.check(self._most_to_come)
                 ready.append(kept.complete(output))
         if len(held) > len(scheduler.requests):  # some were aborted
             self._kept[client] = held = {id_: kept for id_, kept in held.items() if id_ in scheduler.requests}
@@ -308,7 +310,8 @@ def _check_tokens(scheduler: Any) -> None:
 
 def _held(scheduler: Any) -> Held:
     if not hasattr(scheduler, "_slipstream_held"):
-        scheduler._slipstream_held = Held(decoding.PlainTokens.of(scheduler))
+        # Asked for once: vLLM may look through all installed packages for it, more than ten milliseconds each time.
+        scheduler._slipstream_held = Held(_most_to_come(scheduler), decoding.PlainTokens.of(scheduler))
     return scheduler._slipstream_held
 
 

@@ -139,7 +139,6 @@ TABLE = (
 
 _applied: list[str] = []
 _left_out: dict[str, str] = {}
-_asked: set[str] = set()
 
 
 def applied() -> tuple[str, ...]:
@@ -165,18 +164,11 @@ def apply_all() -> tuple[str, ...]:
 
     device = "cpu" if current_platform.is_cpu() else "gpu"
     _apply(device, "vllm")
-    _asked.add("vllm")
     return applied()
 
 
 def apply_to(runner: Any) -> None:
-    """The same for patches of a loaded model, given vLLM's model runner. Raises RuntimeError where vLLM's own were
-    never asked for."""
-    if "vllm" not in _asked:
-        raise RuntimeError(
-            "vLLM did not load Slipstream's plugin, without which its tokens and updates cannot be trusted: install "
-            "the package, so that its entry point in vllm.general_plugins is found"
-        )
+    """The same for patches of a loaded model, given vLLM's model runner."""
     device = "cpu" if runner.device.type == "cpu" else "gpu"
     _apply(device, "model", runner)
 

@@ -93,6 +93,11 @@ class EngineServer:
     async def start(self) -> None:
         """Verify what was loaded; only then go into service."""
         described = [msgspec.json.decode(text) for text in await self.host.rpc("slipstream_describe")]
+        if not all("flush" in {*each["patches"], *each["patches_left_out"]} for each in described):
+            raise RuntimeError(
+                "vLLM did not load Slipstream's plugin, without which its tokens and updates cannot be trusted: "
+                "install the package, so that its entry point in vllm.general_plugins is found"
+            )
         for path in described[0]["files"]:
             lifeline.remove_at_end(path)
         self.patches = tuple(described[0]["patches"])
