@@ -203,16 +203,22 @@ def perturbed(weights: dict[str, torch.Tensor], seed: int, scale: float = 0.02) 
     }
 
 
-def mean_difference(live: LiveEngine, policy: PolicyModel, sampling: SamplingParams) -> float:
-    """Between the engine's log-probabilities of what it samples and the trainer's of the same."""
-    completions = live.sample(f"probe-{os.urandom(4).hex()}", sampling)
+def differences(
+    live: LiveEngine, model: PolicyModel, sampling: SamplingParams, prompts: list[list[int]] | None = None
+) -> torch.Tensor:
+    """Of each sampled token's log-probability between engine and trainer."""
+    completions = live.sample(f"compared-{os.urandom(4).hex()}", sampling, prompts)
     sequences = [
         Tokens(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
-        for prompt, c in zip(PROMPTS, completions, strict=True)
+        for prompt, c in zip(prompts or PROMPTS, completions, strict=True)
     ]
-    ours = torch.cat(score(policy, sequences, sampling, micro_batch_tokens=1024).logprobs)
-    theirs = torch.tensor([value for c in completions for value in c.logprobs])
-    return (ours - theirs).abs().mean().item()
+    ours = torch.cat(score(model, sequences, sampling, micro_batch_tokens=1024).logprobs)
+    return (ours - torch.tensor([value for c in completions for value in c.logprobs or []])).abs()
+
+
+def mean_difference(live: LiveEngine, policy: PolicyModel, sampling: SamplingParams) -> float:
+    """The mean of `differences`."""
+    return differences(live, policy, sampling).mean().item()
 
 
 def sparsely(

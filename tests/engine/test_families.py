@@ -4,12 +4,11 @@ same in float32, packed and unpacked, beyond the original context too."""
 import pytest
 import torch
 
-from slipstream.records import SamplingParams, Sequence
-from slipstream.trainer.learner import score
+from slipstream.records import SamplingParams
 from slipstream.trainer.model import PolicyModel
 
 from .architectures import _text
-from .conftest import start, stop
+from .conftest import differences, start, stop
 from .test_lora import start_lora
 
 SAMPLING = SamplingParams(max_tokens=24)
@@ -40,17 +39,6 @@ UNPACKED = {"soft-capping"}
 """Whose attention packing does not do."""
 
 
-def differences(live, model):
-    """Of each sampled token's log-probability between engine and trainer."""
-    completions = live.sample("family", SAMPLING, PROMPTS)
-    sequences = [
-        Sequence(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
-        for prompt, c in zip(PROMPTS, completions, strict=True)
-    ]
-    ours = torch.cat(score(model, sequences, SAMPLING, micro_batch_tokens=1024).logprobs)
-    return (ours - torch.tensor([value for c in completions for value in c.logprobs])).abs()
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "name", [name if name == "longrope-long" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
@@ -61,7 +49,7 @@ def test_trainer_and_engine_say_the_same_of_a_token(name, tmp_path):
     try:
         for packing in (False,) if name in UNPACKED else (False, True):
             model = PolicyModel.load(folder, packing=packing, max_model_len=256)
-            assert differences(live, model).max() < 1e-3
+            assert differences(live, model, SAMPLING, PROMPTS).max() < 1e-3
     finally:
         stop(live)
 
@@ -73,9 +61,9 @@ def test_the_same_of_experts_beside_an_adapter(tmp_path):
     folder = build(tmp_path / "model", "float32")
     lora = start_lora(folder, tmp_path, "float32", 8, 16.0, ("all-linear",))
     try:
-        before = differences(lora.live, lora.policy)
+        before = differences(lora.live, lora.policy, SAMPLING, PROMPTS)
         lora.update(1)
-        assert max(before.max(), differences(lora.live, lora.policy).max()) < 1e-3
+        assert max(before.max(), differences(lora.live, lora.policy, SAMPLING, PROMPTS).max()) < 1e-3
         unpacked = PolicyModel.load(folder, packing=False)
         adapter = unpacked.add_adapter(lora.policy.adapter.config)
         with torch.no_grad():
@@ -83,8 +71,8 @@ def test_the_same_of_experts_beside_an_adapter(tmp_path):
                 adapter.named_weights(), lora.policy.adapter.named_weights(), strict=True
             ):
                 own.copy_(trained)
-        assert differences(lora.live, unpacked).max() < 1e-3
-        assert differences(lora.live, unpacked.without_adapter()).max() > 1e-2
+        assert differences(lora.live, unpacked, SAMPLING, PROMPTS).max() < 1e-3
+        assert differences(lora.live, unpacked.without_adapter(), SAMPLING, PROMPTS).max() > 1e-2
     finally:
         lora.bridge.publisher.close()
         stop(lora.live)

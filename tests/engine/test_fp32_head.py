@@ -1,29 +1,16 @@
 """The output head in float32 on both sides: in bfloat16 engine and trainer come nearer to one another."""
 
 import pytest
-import torch
 
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments
-from slipstream.records import SamplingParams, Sequence
-from slipstream.trainer.learner import score
+from slipstream.records import SamplingParams
 from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.new_model import new_model
 from slipstream.weights.files import read_model_folder, write_model_folder
 
-from .conftest import PROMPTS, settings_for, start, stop
+from .conftest import differences, settings_for, start, stop
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=1.0)
-
-
-def differences(live, model):
-    """Of each sampled token's log-probability between engine and trainer."""
-    completions = live.sample("head", SAMPLING)
-    sequences = [
-        Sequence(prompt + c.token_ids, [False] * len(prompt) + [True] * len(c.token_ids))
-        for prompt, c in zip(PROMPTS, completions, strict=True)
-    ]
-    ours = torch.cat(score(model, sequences, SAMPLING, micro_batch_tokens=1024).logprobs)
-    return (ours - torch.tensor([value for c in completions for value in c.logprobs])).abs()
 
 
 @pytest.mark.engine
@@ -43,7 +30,7 @@ def test_the_difference_falls(tmp_path):
         try:
             health = live.call(live.engine.wait_ready())
             assert ("fp32_head" in health.patches) is fp32_head
-            found[fp32_head] = differences(live, model)
+            found[fp32_head] = differences(live, model, SAMPLING)
         finally:
             stop(live)
     print({on: (values.mean().item(), values.max().item()) for on, values in found.items()})

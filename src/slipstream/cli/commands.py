@@ -273,13 +273,16 @@ def env_test(
     from slipstream.envs.registry import load_environment
     from slipstream.envs.scorer import ScorerPool
     from slipstream.envs.single_turn import make_tasks
+    from slipstream.launch.machine import usable_cpus
 
     section = config.environment
     environment = load_environment(section)
     threshold = (config.evaluation or EvaluationConfig()).threshold
 
     async def check() -> Any:
-        async with ScorerPool(section) as scorer:
+        # As the plan of a run has it.
+        num_workers = max(1, usable_cpus() - 1) if section.reward_workers == "auto" else section.reward_workers
+        async with ScorerPool(section, num_workers=num_workers) as scorer:
             return await check_environment(
                 environment, scorer, num_tasks, threshold=threshold, held_out=config.evaluation is not None
             )

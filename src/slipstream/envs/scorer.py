@@ -15,7 +15,6 @@ that cannot be said: where such a worker hangs or dies, each of them is graded a
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -101,7 +100,8 @@ class ScorerPool:
     """Killable workers that grade for one environment. Use as `async with ScorerPool(...) as scorer`.
 
     Entering starts a worker and waits for it: `EnvironmentFault` when the environment cannot be made there. Further
-    ones, up to `num_workers`, start when rewards wait. What is not given is the config's. `warn` gets a sentence.
+    ones, up to `num_workers`, start when rewards wait. What is not given is the config's (`auto`: one worker). `warn`
+    gets a sentence.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ScorerPool:
         self._start_timeout_s = start_timeout_s
         self._memory_gib = config.reward_memory_gib if memory_limit_gib is None else memory_limit_gib
         self._setup = Setup(config.model_dump_json(), self._timeout_s, int(self._memory_gib * 2**30))
-        planned = max(1, len(os.sched_getaffinity(0)) - 1) if config.reward_workers == "auto" else config.reward_workers
+        planned = 1 if config.reward_workers == "auto" else config.reward_workers
         self._num_workers = planned if num_workers is None else num_workers
         self._warn = warn
         self._names: set[str] = set()

@@ -138,9 +138,8 @@ class Orchestrator:
         publishes_again: Callable[[SlipstreamError], bool] = lambda error: False,
     ) -> None:
         """`start` ends when engine and rewards are ready for the first version; awaited, within `starting`, before that
-        is applied. `wake`
-        is called before each update and `rest` after each release, both by the trainer's thread. `publishes_again` says
-        whether an update that failed is made a second time."""
+        is applied. `wake` is called before each update and `rest` after each release, both by the trainer's thread.
+        `publishes_again` says whether an update that failed is made a second time."""
         self._thread = thread
         self._versions = versions
         self._publish = publish
