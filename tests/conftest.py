@@ -15,6 +15,8 @@ from .fork_server import VARIABLE, ForkServers, name_context, take_for_usual
 
 # Children look for modules of the tests (workers, ranks) here: they do not look in the current folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+# On a GPU vLLM's attention is Triton's in float32, which multiplies in TF32 unless it is told not to.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 NUM_PARTS = 4
 CHOICES = ("quick", *(str(part) for part in range(NUM_PARTS)), "full")
@@ -60,8 +62,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_servers(tmp_path_factory):
-    """Children are forked where they can be; see `fork_server`."""
-    if os.environ.get(VARIABLE):
+    """Children are forked where they can be, which is not where there are GPUs; see `fork_server`."""
+    if os.environ.get(VARIABLE) or Path("/dev/nvidiactl").exists():
         yield
         return
     with ForkServers(tmp_path_factory.mktemp("forks")).install():

@@ -7,6 +7,7 @@ that all bridges update in turn, and one that was started on the last version; t
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.single_copy import SharedWeights, check_loaded, open_weights
 
 from .architectures import ARCHITECTURES, DIVIDED, GRID, Architecture, image_prompt, pixels
-from .conftest import LiveEngine, create, mean_difference, perturbed, sparsely, stop
+from .conftest import PROMPTS, LiveEngine, create, mean_difference, perturbed, sparsely, stop
 from .workers import TOWER_VARIABLE
 
 pytestmark = pytest.mark.engine
@@ -45,8 +46,12 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 FIRST, BETWEEN, LAST = 1, 2, 3
 """Versions. With an image tower, `BETWEEN` is `LAST` but for the tower, which is that of `FIRST`."""
 RANK, ALPHA = 4, 6.8
+AT_ONCE = [[prompt] for prompt in PROMPTS] if torch.cuda.is_available() else [PROMPTS]
+"""On a GPU the last bits of an answer depend on what else is computed in the same steps."""
 START_S = 400
-TOLERANCE = {"float32": 0.001, "bfloat16": 0.02}
+TOLERANCE = {"float32": 0.001, "bfloat16": 0.03}
+"""Of the mean difference to the trainer; in bfloat16 an adapter of this size on the tied model is off by 0.020 on a CPU
+and by 0.022 on an H200."""
 
 
 class Case(ABC):
@@ -135,7 +140,12 @@ class Case(ABC):
 
     def answers(self, live: LiveEngine, tag: str, step: int = LAST):
         """Tokens and their log-probabilities, sampled and greedy; those of an image come last."""
-        completions = [c for s in (SAMPLING, GREEDY) for c in live.sample(f"{tag} {s.temperature}", s)]
+        completions = [
+            completion
+            for sampling in (SAMPLING, GREEDY)
+            for number, prompts in enumerate(AT_ONCE)
+            for completion in live.sample(f"{tag} {sampling.temperature} {number}", sampling, prompts)
+        ]
         if self.architecture.has_images:
             tokens, image = image_prompt(self.model)
             for sampling in (SAMPLING, GREEDY):
@@ -164,7 +174,10 @@ class Case(ABC):
             ours, theirs = (load_file(self.tower(live))["features"] for live in (self.live, self.oracle))
             assert torch.equal(ours, theirs)
             seen = policy.network.get_image_features(pixels(), torch.tensor([GRID]))
-            parts = [seen.pooler_output[0], *(features[0] for features in seen.deepstack_features)]
+            parts = [
+                torch.cat(part) if isinstance(part, tuple) else part
+                for part in (seen.pooler_output, *seen.deepstack_features)
+            ]
             assert (ours - torch.cat(parts, dim=-1)).abs().max() < 1e-4 * ours.std()
         assert mean_difference(self.live, policy, SAMPLING) < TOLERANCE[self.dtype]
 
@@ -289,7 +302,10 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterCase]:
-    yield from _started(AdapterCase, ARCHITECTURES[request.param], tmp_path_factory.mktemp("adapted"))
+    architecture = ARCHITECTURES[request.param]
+    if torch.cuda.is_available():  # vLLM's LoRA kernels of GPUs have no other
+        architecture = dataclasses.replace(architecture, dtype="bfloat16")
+    yield from _started(AdapterCase, architecture, tmp_path_factory.mktemp("adapted"))
 
 
 @pytest.fixture(scope="module")
@@ -378,8 +394,9 @@ def test_one_flipped_bit_in_shared_memory_is_found_and_named(whole: WholeCase):
         bits[(0,) * bits.ndim] ^= 1
         found = whole.live.call(whole.live.engine.verify(ticket, 60)).mismatched
         assert [other for other in found if "packed" not in other] == [name]
-        # vLLM's kernels still have what they packed before.
-        assert any("packed" in other for other in found) == (whole.shared[name].ndim > 1)
+        # vLLM's kernels of a CPU still have what they packed before.
+        is_packed = whole.shared[name].ndim > 1 and whole.shared[name].is_cpu
+        assert any("packed" in other for other in found) == is_packed
         bits[(0,) * bits.ndim] ^= 1
     check_report(whole.live.call(whole.live.engine.verify(ticket, 60)), ticket)
 

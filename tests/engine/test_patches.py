@@ -91,6 +91,7 @@ def test_the_table_names_functions_that_are_there():
         assert set(patch.needs) <= {other.name for other in patches.TABLE}
 
 
+@pytest.mark.skipif(ON_GPU, reason="a patch of CPUs")
 def test_a_patch_that_does_not_fit_is_noted_and_refused_where_it_is_needed(monkeypatch):
     (live,) = (patch for patch in patches.TABLE if patch.name == "live_cpu_weights")
     monkeypatch.setattr(patches, "TABLE", (live,))

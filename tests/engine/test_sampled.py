@@ -30,6 +30,17 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def where_an_engine_samples():
+    """vLLM's kernels of a GPU read no tensor of the CPU."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 class MinP:
     """As vLLM's own processor, which needs a whole configuration: tokens less likely than a part of the likeliest."""
 
@@ -53,7 +64,7 @@ def metadata(rows: int, seeds: bool, temperature=1.0, top_p=None, top_k=None, mi
         all_random=True,
         top_p=None if top_p is None else torch.full((rows,), top_p),
         top_k=None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32),
-        generators={i: torch.Generator().manual_seed(i) for i in range(rows)} if seeds else {},
+        generators={i: generator(i) for i in range(rows)} if seeds else {},
         max_num_logprobs=0,
         no_penalties=True,
         prompt_token_ids=None,
@@ -101,7 +112,7 @@ def reference(logits: torch.Tensor, temperature=1.0, top_p=None, top_k=None, min
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("seeds", [False, True])
 def test_tokens_and_numbers_are_vllms_own_to_the_bit(name: str, seeds: bool):
-    logits = 3 * torch.randn(64, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    logits = 3 * torch.randn(64, VOCABULARY, generator=generator(1))
     theirs, ours = (drawn(s, logits, metadata(64, seeds, **SETTINGS[name])) for s in samplers())
     assert torch.equal(theirs[0], ours[0])
     assert torch.equal(theirs[1].view(torch.int32), ours[1].view(torch.int32))
@@ -110,7 +121,7 @@ def test_tokens_and_numbers_are_vllms_own_to_the_bit(name: str, seeds: bool):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_draws_follow_the_distribution_that_their_numbers_name(name: str):
     """Chi-square over 60,000 draws; the numbers against the reference."""
-    row = 2 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2))
+    row = 2 * torch.randn(VOCABULARY, generator=generator(2))
     expected = reference(row, **SETTINGS[name])
     rows, rounds = 4000, 15
     _, ours = samplers()

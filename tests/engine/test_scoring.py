@@ -1,8 +1,15 @@
 """Given tokens, scored by a real engine: at the temperature that each request names, as the trainer scores them."""
 
+from inspect import signature
+from types import SimpleNamespace
+
 import msgspec
+import numpy as np
 import pytest
 import torch
+import vllm
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample import prompt_logprob
 
 from slipstream.inference.plugin import scoring
 from slipstream.records import GenerateRequest, SamplingParams, Sequence
@@ -74,3 +81,42 @@ def test_another_temperature_than_1_needs_the_patch():
     scoring.check(request("a", [1, 2], 1.0), ())
     with pytest.raises(ValueError, match="temperature 1 only"):
         scoring.check(request("a", [1, 2], 0.7), ())
+
+
+def test_requests_of_one_step_are_scored_at_their_own_temperatures_on_a_gpu(monkeypatch):
+    """vLLM's worker that scores on GPUs, with what its kernels compute written in torch; more than one chunk."""
+    temperatures, lengths = {"a": 0.5, "b": 1.0, "c": 2.0}, np.array([900, 700, 5])
+    tokens = torch.randint(0, 31, (int(lengths.sum()) + 1,), generator=torch.Generator().manual_seed(0))
+
+    def scores(logits, number, chosen, **options):
+        values = logits.double().log_softmax(-1).gather(-1, chosen[:, None])
+        return LogprobsTensors(chosen[:, None], values, torch.zeros_like(chosen))
+
+    monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", lambda *args: tokens[1:])
+    monkeypatch.setattr(prompt_logprob, "compute_topk_scores", scores)
+    device = (
+        {"device": torch.device("cpu")} if "device" in signature(prompt_logprob.PromptLogprobsWorker).parameters else {}
+    )
+    worker = prompt_logprob.PromptLogprobsWorker(3, **device)
+    scoring.at_request_temperature(SimpleNamespace(prompt_logprobs_worker=worker))
+    for place, (name, temperature) in enumerate(temperatures.items()):
+        worker.add_request(name, place, vllm.SamplingParams(temperature=temperature, prompt_logprobs=0))
+    starts = np.concatenate([[0], lengths.cumsum()])
+    batch = SimpleNamespace(
+        req_ids=list(temperatures),
+        idx_mapping_np=np.arange(3),
+        idx_mapping=None,
+        query_start_loc=None,
+        query_start_loc_np=starts,
+        num_computed_prefill_tokens_np=np.zeros(3, int),
+        num_scheduled_tokens=lengths,
+        num_tokens=int(lengths.sum()),
+        prefill_len_np=lengths,
+    )
+    logits = 3 * torch.randn(batch.num_tokens, 31, generator=torch.Generator().manual_seed(1))
+    padded = torch.cat([logits, logits[:7]])
+    found = worker.compute_prompt_logprobs(lambda hidden: hidden, padded, batch, None, None, lengths)
+    for place, (name, temperature) in enumerate(temperatures.items()):
+        mine = slice(starts[place], starts[place + 1] - 1)
+        exact = (logits[mine].double() / temperature).log_softmax(-1).gather(-1, tokens[1:][mine, None])
+        torch.testing.assert_close(found[name].logprobs, exact, atol=1e-5, rtol=0)

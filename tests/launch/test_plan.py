@@ -598,6 +598,15 @@ def test_lora():
     assert plan({"weights.bridge": "disk"}, chosen, adapter=adapter).config.lora.target_modules == ("q_proj",)
 
 
+def test_an_adapter_in_float32_is_for_vllm_on_cpus():
+    adapter = AdapterFacts(num_parameters=10_000, target_modules=("q_proj",))
+    config, card = GRPO.model_copy(update={"lora": LoraConfig()}), {"num_gpus": 1, "gpu_memory_bytes": 80 * GIB}
+    wanted = {"model.dtype": "float32"}
+    assert 'use model.dtype = "bfloat16"' in refusal(wanted, config, adapter=adapter, **card)
+    assert plan(wanted | {"weights.bridge": "disk"}, config, adapter=adapter, **card)
+    assert plan(wanted, config, adapter=adapter)
+
+
 def test_a_thinking_budget_that_never_acts_is_a_warning():
     assert any("never acts" in text for text in plan({"algorithm.thinking_budget": 19}).warnings)
     assert not plan({"algorithm.thinking_budget": 18}).warnings

@@ -221,6 +221,11 @@ def _plan_lora(draft: Draft) -> None:
         else:
             choice, reason = "disk", "files loaded into the running engine"
         draft.derive_auto("weights.bridge", choice, reason)
+        if draft["weights.bridge"] == "lora" and draft["model.dtype"] == "float32" and not draft.on_cpu:
+            raise ConfigError(
+                'model.dtype = "float32" does not go with weights.bridge = "lora" on a GPU, where vLLM has adapters '
+                'in 16 bits: use model.dtype = "bfloat16", or weights.bridge = "disk", which merges them'
+            )
 
 
 def _plan_batch(draft: Draft) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.inference.plugin.patches import Absent
@@ -93,13 +94,23 @@ def _patch_prompt_worker(worker: Any) -> None:
         temperatures.pop(name, None)
         remove(name)
 
-    def compute_prompt_logprobs(logits_of: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        # One call computes all requests of the step: all scoring requests of a run have one temperature.
-        distinct = set(temperatures.values()) or {1.0}
-        if len(distinct) > 1:
-            raise RuntimeError(f"requests to be scored at temperatures {sorted(distinct)} run at the same time")
-        by = distinct.pop()
-        return compute(logits_of if by == 1.0 else lambda hidden: logits_of(hidden).float() / by, *args, **kwargs)
+    def compute_prompt_logprobs(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, batch: Any, *rest: Any) -> Any:
+        wanted = [temperatures.get(name, 1.0) for name in batch.req_ids]
+        if set(wanted) <= {1.0}:
+            return compute(logits_of, hidden, batch, *rest)
+        # vLLM asks for the logits of all tokens of the step in their order, some at a time.
+        by_token = torch.tensor(wanted).repeat_interleave(torch.as_tensor(batch.num_scheduled_tokens))
+        left = by_token.to(hidden.device, non_blocking=True)[:, None]
+
+        def divided(some: Tensor) -> Tensor:
+            nonlocal left
+            mine, left = left[: len(some)], left[len(some) :]
+            return logits_of(some).float() / mine
+
+        found = compute(divided, hidden, batch, *rest)
+        if 0 < len(left) < len(by_token):
+            raise RuntimeError(f"vLLM scored {len(by_token) - len(left)} of the {len(by_token)} tokens of a step")
+        return found
 
     worker.add_request, worker.remove_request = add_request, remove_request
     worker.compute_prompt_logprobs = compute_prompt_logprobs
