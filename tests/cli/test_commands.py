@@ -223,6 +223,17 @@ def test_env_test_fails_on_an_environment_that_cannot_tell_right_from_wrong(slip
     assert err.startswith("error: environment constant cannot be trained on: ")
 
 
+def test_env_test_says_how_long_a_batch_of_slow_rewards_takes(slipstream, run_file, tmp_path):
+    slow = CONSTANT.replace("return 1.0", "__import__('time').sleep(0.02); return float(completion == task.answer)")
+    (tmp_path / "slow.py").write_text(slow)
+    command = ("env", "test", run_file, "--environment.name", tmp_path / "slow.py", "--num-tasks", "4", "--json")
+    many = ("--training.prompts-per-batch", "1000", "--environment.reward-workers")
+    (alone,), (by_two,) = (json.loads(slipstream(*command, *many, str(n))[1])["notes"] for n in (1, 2))
+    assert "environment.reward_workers = 1: a batch of 8000 takes" in alone
+    assert "environment.reward_workers = 2" in by_two
+    assert json.loads(slipstream(*command)[1])["notes"] == []
+
+
 def test_env_test_shows_no_number_for_what_was_not_graded(slipstream, run_file, tmp_path):
     """Answers of one character have no other order."""
     source = CONSTANT.replace("str(i)}", "'ab'[i % 2]}").replace("return 1.0", "return completion == task.answer")

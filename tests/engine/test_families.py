@@ -1,8 +1,11 @@
 """Families of models of which trainer and engine could easily compute something else: their log-probabilities are the
 same in float32, packed and unpacked, beyond the original context too."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.records import SamplingParams
 from slipstream.trainer.model import PolicyModel
@@ -50,6 +53,29 @@ def test_trainer_and_engine_say_the_same_of_a_token(name, tmp_path):
         for packing in (False,) if name in UNPACKED else (False, True):
             model = PolicyModel.load(folder, packing=packing, max_model_len=256)
             assert differences(live, model, SAMPLING, PROMPTS).max() < 1e-3
+    finally:
+        stop(live)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("num_files", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_engine_computes_with_the_files_that_the_trainer_reads(num_files, tmp_path):
+    """Mistral's own weights, here others than those of transformers, lie beside them."""
+    folder = _text("Mistral", sliding_window=None)(tmp_path / "model", "float32")
+    weights = load_file(folder / "model.safetensors")
+    if num_files == 2:
+        (folder / "model.safetensors").unlink()
+        parts = {f"model-{n + 1}-of-2.safetensors": dict(list(weights.items())[n::2]) for n in range(2)}
+        for name, part in parts.items():
+            save_file(part, folder / name, {"format": "pt"})
+        index = {"metadata": {}, "weight_map": {weight: name for name, part in parts.items() for weight in part}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    others = {name.removeprefix("model."): 0.5 * weight for name, weight in weights.items()}
+    save_file(others, folder / "consolidated.safetensors", {"format": "pt"})
+    (folder / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 98}))
+    live = start(folder, tmp_path / "engine")
+    try:
+        assert differences(live, PolicyModel.load(folder, max_model_len=256), SAMPLING, PROMPTS).max() < 1e-3
     finally:
         stop(live)
 

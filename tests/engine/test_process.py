@@ -271,3 +271,16 @@ def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
     supervisor.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
+
+
+@pytest.mark.full
+@pytest.mark.real_start
+def test_a_module_of_the_current_folder_is_not_taken_for_pythons_own(tiny_model, tmp_path, monkeypatch):
+    for name in ("calendar", "random", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    live = start(tiny_model, tmp_path)
+    try:
+        assert live.sample("own", SamplingParams(max_tokens=2))
+    finally:
+        stop(live)

@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
@@ -247,6 +248,8 @@ def report(
 
 
 _UNGRADED = {"mean_reward": None, "accuracy": None}
+_SLOW_REWARDS_S = 10.0
+"""A batch's rewards that take longer are worth a word."""
 
 
 @env_app.command(name="test")
@@ -279,16 +282,21 @@ def env_test(
     environment = load_environment(section)
     threshold = (config.evaluation or EvaluationConfig()).threshold
 
-    async def check() -> Any:
-        # As the plan of a run has it.
-        num_workers = max(1, usable_cpus() - 1) if section.reward_workers == "auto" else section.reward_workers
+    # As the plan of a run has it.
+    num_workers = max(1, usable_cpus() - 1) if section.reward_workers == "auto" else section.reward_workers
+
+    async def check() -> tuple[Any, float]:
         async with ScorerPool(section, num_workers=num_workers) as scorer:
-            return await check_environment(
+            began = monotonic()
+            found = await check_environment(
                 environment, scorer, num_tasks, threshold=threshold, held_out=config.evaluation is not None
             )
+            return found, monotonic() - began
 
-    result = asyncio.run(check())
+    result, seconds = asyncio.run(check())
+    rate = sum(r.num_scored + r.num_failed for r in result.results) / seconds
     notes, unsaid = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
+    notes += _slow_rewards(config, rate, num_workers)
     failures = [*result.failures, *([unsaid] if unsaid else [])]
     if json:
         kinds = [
@@ -298,7 +306,8 @@ def env_test(
             for r in result.results
         ]
         summary = {"environment": result.environment, "passed": not failures, "failures": failures, "notes": notes}
-        print_json({**summary, "num_tasks": result.num_tasks, "threshold": result.threshold, "results": kinds})
+        figures = {"num_tasks": result.num_tasks, "threshold": result.threshold, "rewards_per_s": rate}
+        print_json({**summary, **figures, "results": kinds})
     else:
         from rich.console import Console
 
@@ -317,6 +326,20 @@ def env_test(
     if failures:
         raise EnvironmentFault(f"environment {environment.name} cannot be trained on: {'; '.join(failures)}")
     return 0
+
+
+def _slow_rewards(config: RunConfig, rate: float, num_workers: int) -> list[str]:
+    """A warning where a batch's rewards, at `rate` a second, would take long."""
+    from slipstream.config.schema import RLConfig
+
+    group = config.algorithm.group_size if isinstance(config.algorithm, RLConfig) else 1
+    batch = config.training.prompts_per_batch * group
+    if not rate or batch / rate < _SLOW_REWARDS_S:
+        return []
+    return [
+        f"{rate:.3g} rewards a second with environment.reward_workers = {num_workers}: a batch of {batch} takes "
+        f"{batch / rate:.0f} s; use more workers, or a coroutine where a reward waits (environment.reward_concurrency)"
+    ]
 
 
 def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:

@@ -327,7 +327,8 @@ class InferenceConfig(Section):
     tensor_parallel_size: limits.Processes = 1
     """GPUs (on a CPU: processes) that share each engine's weights."""
     max_model_len: limits.Tokens | Literal["auto"] = "auto"
-    """Longest prompt plus completion. `auto`: what the tasks need, within the model's context."""
+    """Longest prompt plus completion. `auto`: what the tasks need, within the model's context. Of a model with two sets
+    of rotary factors (longrope), a value above its original context chooses the long ones."""
     max_num_seqs: limits.Items | Literal["auto"] = "auto"
     """Sequences generated at once, by each engine."""
     kv_cache_gib: limits.Gibibytes | Literal["auto"] = "auto"

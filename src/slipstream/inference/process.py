@@ -23,6 +23,7 @@ from slipstream.inference.plugin import ENGINE_VARIABLE, patches
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
 from slipstream.runlog.temporary import remove_temporary
+from slipstream.weights.files import links_to_one_model
 
 _POLL_S = 0.1
 
@@ -70,7 +71,9 @@ class EngineProcess:
 
     def launch(self) -> None:
         """Start the process without waiting for it, so that other work can overlap its start-up."""
-        settings = msgspec.structs.replace(self.settings, socket=str(self._folder / "engine.sock"))
+        model = links_to_one_model(Path(self.settings.model), self._folder / "model")
+        socket = str(self._folder / "engine.sock")
+        settings = msgspec.structs.replace(self.settings, model=str(model), socket=socket)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(settings.socket)
         path = self._folder / "settings.json"

@@ -151,6 +151,20 @@ def weight_files(folder: Path) -> list[Path]:
     return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
+def links_to_one_model(model: Path, folder: Path) -> Path:
+    """`model`, or where it has more weights than `weight_files`, a new `folder` of links to all but those: vLLM takes
+    `consolidated.safetensors`, and its names, before the files of transformers."""
+    more = set(model.glob("*.safetensors")) - set(weight_files(model)) if model.is_dir() else set()
+    if not more:
+        return model
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    for path in set(model.iterdir()) - more:
+        (folder / path.name).symlink_to(path.resolve())
+    return folder
+
+
 def read_model_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model in `folder`, one at a time."""
     for path in weight_files(folder):
