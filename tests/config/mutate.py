@@ -406,6 +406,7 @@ def warm_up() -> None:
     import slipstream.launch.prepare  # noqa: F401
 
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "slipstream"}
+    import vllm.engine.arg_utils  # noqa: F401 (what it says while it is imported is said once)
 
 
 def main() -> None:

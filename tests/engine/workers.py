@@ -71,5 +71,6 @@ def looks() -> dict[str, Any]:
         "leads": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
         "threads": torch.get_num_threads(),
         "collects": gc.isenabled(),
-        "signals": {number.name: str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGCHLD)},
+        # Without the address of whose method it is.
+        "signals": {n.name: str(signal.getsignal(n)).split(" of <")[0] for n in (signal.SIGTERM, signal.SIGCHLD)},
     }
