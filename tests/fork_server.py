@@ -405,7 +405,11 @@ def serve(kind: str, descriptor: int, folder: str) -> None:
     setproctitle.setproctitle(f"fork server: {kind}")  # the first call finds its place by the environment
     before = dict(os.environ)
     for name in PRELOADED[kind]:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("vllm."):  # where this vLLM has another module, a child imports it
+                raise
     set_by_imports = dict(os.environ.items() - before.items())
     for name in KINDS:
         module = sys.modules.get(name)
