@@ -73,6 +73,12 @@ class RankError(SlipstreamError):
     exit_code = 8
 
 
+class OutOfMemory(SlipstreamError):
+    """The trainer, an engine or another process of the run needed more memory than there was."""
+
+    exit_code = 9
+
+
 class Interrupted(SlipstreamError):
     """Ctrl-C or SIGTERM: a checkpoint was written and the children were stopped."""
 

@@ -19,6 +19,7 @@ from slipstream.launch.machine import measure_gpus, name_card, usable_cpus, usab
 from slipstream.launch.measured import AdapterFacts, DataFacts, Facts, ModelFacts
 from slipstream.launch.model_folder import hub_id
 from slipstream.launch.peaks import find_peaks
+from slipstream.launch.shortages import find_shortages
 from slipstream.records import Message, Task
 from slipstream.records import Sequence as TokenSequence
 
@@ -68,6 +69,7 @@ def gather_facts(
     trusted = config.model.trust_remote_code
     card, torch_version = name_card() if num_gpus else ("", "")
     peaks, told = find_peaks(config.run.folder) if num_gpus else ((), ())
+    shortages, damage = find_shortages(config.run.folder)
     return Facts(
         num_cpus=usable_cpus(),
         memory_bytes=usable_memory_bytes(),
@@ -88,7 +90,8 @@ def gather_facts(
         engine=read_engine(on_cpu=num_gpus == 0),
         teacher=read_teacher(config),
         peaks=peaks,
-        peaks_told=told,
+        peaks_told=(*told, *damage),
+        shortages=shortages,
     )
 
 

@@ -19,6 +19,7 @@ from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import START_GRACE_S, Draws, quiet_s, waits_of
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
+from slipstream.launch.exhausted import told_of_memory
 from slipstream.launch.log_events import logged_as_events
 from slipstream.launch.model_folder import hub_id
 from slipstream.launch.models import (
@@ -36,6 +37,7 @@ from slipstream.launch.progress import Progress
 from slipstream.launch.ranks import RankCrew, rank_threads
 from slipstream.launch.result import RunResult
 from slipstream.launch.resume import changed_settings, identity_of, refuse_to_resume
+from slipstream.launch.shortages import begun_with
 from slipstream.launch.sleep import Turns
 from slipstream.launch.stop import StopRequest
 from slipstream.launch.teacher import RunTeacher, launch_teacher
@@ -80,8 +82,9 @@ def train(
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         changed = changed_settings(before, read_settings(folder)) if before else []
         warnings = list(prepared.plan.warnings)
-        peaks = as_fields(prepared.plan.peaks)
-        log.event("start", resume=resume, dropped=prepared.dropped, warnings=warnings, changed=changed, peaks=peaks)
+        peaks, memory = as_fields(prepared.plan.peaks), begun_with(prepared.config)
+        found = {"dropped": prepared.dropped, "warnings": warnings, "changed": changed}
+        log.event("start", resume=resume, **found, peaks=peaks, memory=memory)
         for text in warnings:
             progress.message(text, "warning")
         for text in prepared.plan.told:
@@ -171,7 +174,7 @@ class _Run:
 
     def carry_out(self, resume: bool) -> RunResult:
         """Start what is needed, train, say what came of it, and end everything in the opposite order."""
-        with self._exits:
+        with told_of_memory(self.prepared, self.log), self._exits:
             return self._train(resume)
 
     def _train(self, resume: bool) -> RunResult:

@@ -33,6 +33,19 @@ def usable_memory_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) ->
     return memory
 
 
+def count_oom_kills(groups: Path = GROUPS, membership: Path = MEMBERSHIP, machine: Path = Path("/proc/vmstat")) -> int:
+    """How many processes of this one's control group, or of the machine where that does not count them, the kernel has
+    killed for want of memory."""
+    folders = [*_control_groups(groups, membership, ("memory",))]
+    counters = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
+    for file in (*counters, machine):
+        for line in _read(file).split("\n"):
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdigit():
+                return int(count)
+    return 0
+
+
 def measure_gpus() -> tuple[int, int]:
     """Number of GPUs and the memory of the smallest, in bytes."""
     import torch

@@ -112,6 +112,21 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Shortage:
+    """That an earlier process of this run ran out of memory, and what it had planned."""
+
+    run: str
+    """Its name for people."""
+    side: Literal["trainer", "engine"]
+    row_tokens: int
+    """`training.micro_batch_tokens`."""
+    checkpointing: bool | Literal["selective"]
+    """`training.gradient_checkpointing`."""
+    max_num_seqs: int
+    """`inference.max_num_seqs`; 0 without an engine."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was measured; without a GPU the run is planned for the CPU."""
 
@@ -136,3 +151,5 @@ class Facts:
     """Of earlier runs, the oldest first."""
     peaks_told: tuple[str, ...] = ()
     """What there is to say of how they were found."""
+    shortages: tuple[Shortage, ...] = ()
+    """Of the run that is planned again, the oldest first."""

@@ -32,6 +32,7 @@ from slipstream.launch.memory import (
     weights_bytes,
 )
 from slipstream.launch.placing import teacher_beside
+from slipstream.launch.smaller import fewer_sequences, fewer_tokens, must_compute_again
 from slipstream.launch.speed import compiling_pays
 from slipstream.launch.trainer_room import ACTIVATION_MARGIN, Rows, rows_of, training_state
 
@@ -59,8 +60,10 @@ def _sequences(draft: Draft) -> tuple[int, str]:
     most, replicas = max(wanted), draft["inference.replicas"]
     each, reason = -(-most // replicas), wanted[most] + (f", shared out to {replicas} engines" if replicas > 1 else "")
     if each > MAX_SEQUENCES:
-        return MAX_SEQUENCES, f"at most {MAX_SEQUENCES}; there are {each}: {reason}"
-    return each, reason
+        each, reason = MAX_SEQUENCES, f"at most {MAX_SEQUENCES}; there are {each}: {reason}"
+    shared = draft.on_cpu or (draft["run.placement"] != "separate" and draft["inference.sleep"] is not True)
+    each, why = fewer_sequences(draft.facts.shortages, each, _least_row(draft), shared=shared)
+    return each, why or reason
 
 
 def plan_cpu_cache(draft: Draft) -> None:
@@ -204,6 +207,12 @@ def _longest(draft: Draft) -> int:
     return draft.facts.data.max_sequence_tokens or 0
 
 
+def _least_row(draft: Draft) -> int:
+    """Tokens of the shortest rows that may be planned."""
+    row = draft.original.training.micro_batch_tokens
+    return _longest(draft) if row == "auto" else max(_longest(draft), row)
+
+
 def plan_micro_batch(draft: Draft) -> None:
     """`training.micro_batch_tokens`, and with it `training.gradient_checkpointing`."""
     model, data = draft.facts.model, draft.facts.data
@@ -234,7 +243,8 @@ def plan_micro_batch(draft: Draft) -> None:
         value, reason = longest, f"the longest sequence, although {source} holds only {fitting} tokens"
         if draft["training.micro_batch_tokens"] == "auto":
             draft.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
-    draft.derive_auto("training.micro_batch_tokens", value, reason)
+    value, why = fewer_tokens(draft.facts.shortages, value, longest)
+    draft.derive_auto("training.micro_batch_tokens", value, why or reason)
 
 
 def _plan_reshard(draft: Draft, longest: int) -> None:
@@ -288,6 +298,8 @@ def _plan_checkpointing(draft: Draft, longest: int, room: float, source: str) ->
     elif not fits and not draft["training.compile"] and selective.needed(tokens) <= room:
         choice = "selective"
         reason += f", at {selective.each / 1024:.3g} they do"
+    if choice is not True and (why := must_compute_again(draft.facts.shortages, _least_row(draft))):
+        choice, reason = True, why
     draft.derive_auto("training.gradient_checkpointing", choice, reason)
     return rows(draft["training.gradient_checkpointing"])
 
