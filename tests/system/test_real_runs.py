@@ -39,6 +39,10 @@ def test_from_a_new_model_to_an_accuracy(command, run_file, tmp_path):
     assert trained[0] == 0, trained[2]
     summary = json.loads(trained[1])
     assert summary["steps"] == 3
+    stages = {stage["name"]: stage["seconds"] for stage in summary["startup"]["stages"]}
+    parts = {f"start vLLM: {part}" for part in ("import vLLM", "load weights", "measure memory", "make the KV cache")}
+    assert {"read model and data", "start vLLM", *parts, "first update", "first rollouts"} <= stages.keys()
+    assert stages["start vLLM"] < summary["startup"]["seconds"]
     check_run(tmp_path / "grpo", steps=3)
     rows = read_metrics(tmp_path / "grpo")
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 3]

@@ -74,16 +74,19 @@ def _train(
     from slipstream.launch.prepare import prepare
     from slipstream.launch.result import run_folder_of
     from slipstream.launch.resume import same_commit
+    from slipstream.launch.stages import Stages
     from slipstream.runlog import refuse_used
     from slipstream.view import make_view
 
     if loaded.config.run.folder is not None and not resume:
         refuse_used(loaded.config.run.folder)  # before minutes of reading data
-    prepared = prepare(same_commit(loaded) if resume else loaded)
+    stages = Stages()
+    with stages.stage("read model and data"):
+        prepared = prepare(same_commit(loaded) if resume else loaded)
     folder = run_folder_of(prepared, run_file.stem)
     view = make_view("none" if as_json else "plain" if plain else "auto")
-    result = train(prepared, folder, view, resume=resume)
-    summary: dict[str, Any] = {"folder": str(result.folder), "steps": result.steps}
+    result = train(prepared, folder, view, resume=resume, stages=stages)
+    summary: dict[str, Any] = {"folder": str(result.folder), "steps": result.steps, "startup": stages.summary()}
     if result.checkpoint is not None:
         summary["weights"] = str(result.checkpoint)
     if result.best is not None:

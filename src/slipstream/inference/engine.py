@@ -81,6 +81,11 @@ class SupervisedEngine:
         return (self,)
 
     @property
+    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """What each engine's start has come to; see `EngineProcess.phases`."""
+        return (self._process.phases,)
+
+    @property
     def is_up(self) -> bool:
         """Whether its process runs and is not just being started again."""
         return self._process.is_alive() and not self._reviving.locked()

@@ -12,6 +12,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child
 from slipstream.inference.client import SILENCE_S, EngineClient
-from slipstream.inference.plugin import ENGINE_VARIABLE, patches
+from slipstream.inference.plugin import ENGINE_VARIABLE, marks, patches
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
 from slipstream.runlog.temporary import remove_temporary
@@ -54,6 +55,14 @@ class EngineProcess:
             silence_s=silence_s,
         )
         self._was_silent = False
+        self._marks = self._folder / "marks"
+
+    @property
+    def phases(self) -> tuple[tuple[str, float], ...]:
+        """What it has begun to do since it was launched last, and when on the clock of `time.monotonic`; the last is
+        `marks.READY` once it can be asked."""
+        names = marks.phase_names(eager=self.settings.enforce_eager)
+        return tuple((names.get(mark, mark), at) for mark, at in marks.read_marks(self._marks))
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -79,6 +88,7 @@ class EngineProcess:
         path = self._folder / "settings.json"
         path.write_bytes(msgspec.json.encode(settings))
         command = [sys.executable, "-m", "slipstream.inference.plugin.server", str(path)]
+        self._marks.write_text(f"{time.monotonic():.3f} import\n")
         self.process = child.launch(command, self._environment(), self.log_path)
         self._was_silent = False
 
@@ -89,6 +99,7 @@ class EngineProcess:
             **child.SAFE_PATH,
             ENGINE_VARIABLE: "1",
             patches.VARIABLE: self.settings.patches,
+            marks.VARIABLE: str(self._marks),
             **({"VLLM_PLUGINS": _with_ours(environment["VLLM_PLUGINS"])} if "VLLM_PLUGINS" in environment else {}),
             # Idle OpenMP threads must not spin: the trainer needs the same cores.
             "OMP_WAIT_POLICY": "PASSIVE",

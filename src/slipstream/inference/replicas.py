@@ -45,6 +45,9 @@ class Member(Protocol):
     def sockets(self) -> tuple[str, ...]: ...  # noqa: D102
 
     @property
+    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]: ...  # noqa: D102
+
+    @property
     def is_up(self) -> bool: ...  # noqa: D102
 
     @property
@@ -149,6 +152,11 @@ class EngineReplicas:
     def pids(self) -> tuple[int, ...]:
         """The processes that were started for them and run."""
         return tuple(pid for replica in self._replicas for pid in replica.engine.pids)
+
+    @property
+    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """What each engine's start has come to; see `EngineProcess.phases`."""
+        return tuple(phases for replica in self._replicas for phases in replica.engine.phases)
 
     @property
     def is_up(self) -> bool:

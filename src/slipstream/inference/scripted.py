@@ -76,6 +76,11 @@ class ScriptedEngine:
         return (self,)
 
     @property
+    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """None: it is there."""
+        return ()
+
+    @property
     def is_up(self) -> bool:
         """See `SupervisedEngine`."""
         return self.is_alive

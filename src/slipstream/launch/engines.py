@@ -37,6 +37,11 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
         ...
 
     @property
+    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """What each engine's start has come to, and since when on the clock of `time.monotonic`."""
+        ...
+
+    @property
     def is_up(self) -> bool:
         """Whether none of its engines is dead or just being started again."""
         ...

@@ -17,28 +17,29 @@ from slipstream.config import dump_resolved, needs_engine_logprobs
 from slipstream.config.traits import apply_timeout_s, update_phase
 from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
+from slipstream.launch.caches import lasting_caches
 from slipstream.launch.draws import START_GRACE_S, Draws, quiet_s, waits_of
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.exhausted import told_of_memory
 from slipstream.launch.log_events import logged_as_events
-from slipstream.launch.model_folder import hub_id
 from slipstream.launch.models import (
     CompilerFailed,
     Trained,
     build,
     build_objective,
     build_sharded,
-    open_shared,
+    import_ahead,
     share_weights,
 )
 from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.progress import Progress
+from slipstream.launch.progress import Progress, title_of
 from slipstream.launch.ranks import RankCrew, rank_threads
 from slipstream.launch.result import RunResult
 from slipstream.launch.resume import changed_settings, identity_of, refuse_to_resume
 from slipstream.launch.shortages import begun_with
 from slipstream.launch.sleep import Turns
+from slipstream.launch.stages import WAIT, Stages
 from slipstream.launch.stop import StopRequest
 from slipstream.launch.teacher import RunTeacher, launch_teacher
 from slipstream.orchestrator.batches import Batcher
@@ -69,10 +70,11 @@ def train(
     *,
     resume: bool = False,
     make_engine: EngineMaker = create_engine,
+    stages: Stages | None = None,
 ) -> RunResult:
-    """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
-    if resume:
-        refuse_to_resume(folder, prepared.config)
+    """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped. `stages` may have
+    some already."""
+    stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
@@ -95,35 +97,42 @@ def train(
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
         with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
             log.listen(sinks.put)
+            log.listen(stages.on_row)
+            stages.attach(log, progress)
+            progress.start(title_of(prepared.config), prepared.config.training.steps, step)
             try:
-                return _carry_out(prepared, folder, progress, log, stop, make_engine, resume=resume)
+                with lasting_caches(lambda text: _warn(log, progress, text)):
+                    return _carry_out(
+                        prepared,
+                        lambda prepared: _Run(prepared, progress, log, stop, make_engine, stages),
+                        resume=resume,
+                    )
             finally:
+                stages.end()
                 progress.stop()
 
 
-def _carry_out(
-    prepared: Prepared,
-    folder: Path,
-    progress: Progress,
-    log: RunLog,
-    stop: StopRequest,
-    make_engine: EngineMaker,
-    *,
-    resume: bool,
-) -> RunResult:
+def _carry_out(prepared: Prepared, make: Callable[[Prepared], _Run], *, resume: bool) -> RunResult:
     """The plan or, where its own choice was to compile layers and the compiler fails, one without that."""
+    run = make(prepared)
     try:
-        return _Run(prepared, folder, progress, log, stop, make_engine).carry_out(resume)
+        return run.carry_out(resume)
     except CompilerFailed as error:
         if prepared.loaded.config.training.compile != "auto":
             raise
         problem = error.problem
+    del run
     gc.collect()  # what was loaded for the first plan
     prepared = prepared.without_compiling(problem)
-    log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-    log.warning(prepared.plan.warnings[-1])
-    progress.message(prepared.plan.warnings[-1], "warning")
-    return _Run(prepared, folder, progress, log, stop, make_engine).carry_out(resume)
+    run = make(prepared)
+    run.log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
+    _warn(run.log, run.progress, prepared.plan.warnings[-1])
+    return run.carry_out(resume)
+
+
+def _warn(log: RunLog, progress: Progress, text: str) -> None:
+    log.warning(text)
+    progress.message(text, "warning")
 
 
 class _Run:
@@ -132,15 +141,16 @@ class _Run:
     def __init__(
         self,
         prepared: Prepared,
-        folder: Path,
         progress: Progress,
         log: RunLog,
         stop: StopRequest,
         make_engine: EngineMaker,
+        stages: Stages,
     ) -> None:
+        self._stages = stages
         self.prepared = prepared
         self.config = prepared.config
-        self.folder = folder
+        self.folder = log.folder
         self.progress = progress
         self.log = log
         self.should_stop = stop
@@ -162,8 +172,7 @@ class _Run:
                     stack.callback(child.kill)
 
     def _warn(self, text: str) -> None:
-        self.log.warning(text)
-        self.progress.message(text, "warning")
+        _warn(self.log, self.progress, text)
 
     def _held_up(self, stack: Sequence[FrameSummary], seconds: float) -> None:
         """The orchestrator's loop stands still."""
@@ -182,16 +191,14 @@ class _Run:
         begins = f"starting vLLM (its log: {self.folder / 'logs'}) and " if self.prepared.uses_engine else ""
         self.progress.message(f"{begins}loading the model")
         if self.prepared.uses_engine and config.weights.bridge != "restart":
-            self._launch_engine()
+            self._create_engine().launch()
         if config.teacher is not None:
             self._teacher = launch_teacher(self.prepared, self.folder, self.log, self.progress, self._make_engine)
             self._exits.callback(self._teacher.kill)
         loop = self._build_loop(resume)
-        title = f"{Path(hub_id(config.model.path)).name} {config.algorithm.kind}"
-        if config.environment is not None:
-            title += f" {config.environment.name}"
         self.log.listen(note_peak(self.log, self.prepared.plan.memory_settings))
-        self.progress.start(title, config.training.steps, loop.step)
+        self.progress.ready()
+        self._stages.begin_steps(loop.step)
         loop.run()
         checkpoint, best = loop.store.latest(), loop.store.best()
         orchestrator = loop.engine if isinstance(loop.engine, Orchestrator) else None
@@ -213,19 +220,18 @@ class _Run:
             settings = engine_settings(self.config, str(folder), on_cpu=on_cpu)
             self._engine = self._make_engine(self.config, settings, self.folder / "logs", self.log.event)
             self._exits.callback(self._engine.kill)
+            self._stages.watch(self._engine)
             for replica, path in enumerate(self._engine.sockets):
                 self.log.event("engine_socket", path=path, replica=replica)
         return self._engine
 
-    def _launch_engine(self) -> None:
-        self._create_engine().launch()
-
     def _build_loop(self, resume: bool) -> TrainingLoop:
         """Load the model while the engine starts, and put the loop together."""
-        import torch
+        with self._stages.stage("import the trainer"):
+            import torch
 
-        from slipstream.trainer.checkpoint import CheckpointStore
-        from slipstream.trainer.loop import TrainingLoop
+            from slipstream.trainer.checkpoint import CheckpointStore
+            from slipstream.trainer.loop import TrainingLoop
 
         config, algorithm = self.config, self.config.algorithm
         torch.set_num_threads(rank_threads(config))
@@ -269,12 +275,12 @@ class _Run:
     def _trained(self, sampling: SamplingParams) -> Trained:
         """The models, in this process or over ranks."""
         config, workers = self.config, self._share_weights()
-        planned_bytes = self.prepared.plan.trainer_bytes
+        planned_bytes, stage = self.prepared.plan.trainer_bytes, self._stages.stage
         if config.training.ranks == 1:
-            return build(config, open_shared(config, workers), planned_bytes)
+            return build(config, workers, planned_bytes, stage)
         self._crew = RankCrew(config, sampling, self.folder / "logs", workers)
         self._exits.callback(self._crew.close)
-        return build_sharded(config, sampling, self._crew, planned_bytes)
+        return build_sharded(config, sampling, self._crew, planned_bytes, stage)
 
     def _event_loop(self) -> EventLoopThread:
         """The orchestrator's thread. What ends it ends the engine and the reward workers first."""
@@ -310,7 +316,10 @@ class _Run:
             return ()
         thread, waits_for = self._event_loop(), "the engine to start and to share its weights"
         timeout_s = config.inference.start_timeout_s + START_GRACE_S
-        thread.call(self._engine_ready(), timeout_s, waits_for)
+        with self._stages.stage("import what loading needs"):
+            import_ahead(config)
+        with self._stages.stage(WAIT):
+            thread.call(self._engine_ready(), timeout_s, waits_for)
         return thread.call(share_weights(config, self._create_engine()), config.weights.apply_timeout_s, waits_for)
 
     def _resume(self, loop: TrainingLoop) -> None:
@@ -389,8 +398,8 @@ class _Run:
     @contextlib.contextmanager
     def _starting(self) -> Generator[None]:
         """The first update waits for the engine: that is told as what it is."""
-        self.progress.phase("start vLLM")
-        yield
+        with self._stages.stage(WAIT):
+            yield
         self.progress.phase(update_phase(self.config))
 
     def _probe(self, engine: RunEngine) -> Probe:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from slipstream.trainer.rank_part import Part
     from slipstream.weights.single_copy import SharedWeights
 
+Stage = Callable[[str], AbstractContextManager[object]]
+"""What is done within it has this name (`stages.Stages.stage`)."""
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 """What the ranks call the models of a run."""
 
@@ -83,9 +87,31 @@ def needs_reference(config: RunConfig) -> bool:
     return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
 
 
-def build(config: RunConfig, shared: SharedTensors | None, planned_bytes: int) -> Trained:
-    """Everything in this process; `planned_bytes` is what the trainer was planned to take. Raises ConfigError where
-    layers are to be compiled and cannot be: without it they need more memory than was planned."""
+def import_ahead(config: RunConfig) -> None:
+    """Import what `build` will, and make the network without its values: what need not wait for an engine that has the
+    weights."""
+    import torch
+    from transformers import AutoConfig
+
+    from slipstream.trainer.model import resolve_folder
+    from slipstream.trainer.towers import auto_class
+
+    importlib.import_module("slipstream.trainer.critic")
+    if config.training.compile is True:
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("slipstream.trainer.compiled")
+    trusted = config.model.trust_remote_code
+    settings = AutoConfig.from_pretrained(resolve_folder(config.model.path), trust_remote_code=trusted)
+    with torch.device("meta"):
+        auto_class(settings).from_config(settings, trust_remote_code=trusted)
+
+
+def build(
+    config: RunConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
+) -> Trained:
+    """Everything in this process, the policy's weights in the memory of the only one of `workers`, where there is one;
+    `planned_bytes` is what the trainer was planned to take. Raises ConfigError where layers are to be compiled and
+    cannot be: without it they need more memory than was planned."""
     from slipstream.trainer.critic import Critic, ValueModel
     from slipstream.trainer.learner import Learner, Reference
 
@@ -93,17 +119,23 @@ def build(config: RunConfig, shared: SharedTensors | None, planned_bytes: int) -
     assert isinstance(tokens, int)
 
     def learner(model: PolicyModel) -> Learner:
-        compile_if_asked(config, model)
+        with stage("compile the layers") if config.training.compile is True else nullcontext():
+            compile_if_asked(config, model)
         return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
 
-    policy = learner(with_adapter(config, load_model(config, shared)))
+    with stage("load the trainer's model"):
+        model = with_adapter(config, load_model(config, open_shared(config, workers)))
+    policy = learner(model)
     policy.planned_bytes = planned_bytes
     reference = None
     if needs_reference(config):
-        reference = load_model(config) if policy.model.adapter is None else policy.model.without_adapter()
+        with stage("load the reference"):
+            reference = load_model(config) if policy.model.adapter is None else policy.model.without_adapter()
     critic = None
     if uses_critic(config):
-        critic = Critic(learner(ValueModel(with_adapter(config, load_model(config)))), config.critic)
+        with stage("load the critic"):
+            value_model = ValueModel(with_adapter(config, load_model(config)))
+        critic = Critic(learner(value_model), config.critic)
     return Trained(policy, None if reference is None else Reference(reference, tokens), critic)
 
 
@@ -122,7 +154,9 @@ def compile_if_asked(config: RunConfig, model: PolicyModel, group: RankGroup | N
         )
 
 
-def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew, planned_bytes: int) -> Trained:
+def build_sharded(
+    config: RunConfig, sampling: SamplingParams, crew: RankCrew, planned_bytes: int, stage: Stage = nullcontext
+) -> Trained:
     """The same where every rank has a share of it; this one's, and how the others are reached. `planned_bytes` is what
     each was planned to take."""
     from slipstream.trainer.critic import Critic
@@ -130,8 +164,9 @@ def build_sharded(config: RunConfig, sampling: SamplingParams, crew: RankCrew, p
 
     tokens = config.training.micro_batch_tokens
     assert isinstance(tokens, int)
-    group = crew.join()
-    with crew.loading():
+    with stage("start the ranks"):
+        group = crew.join()
+    with stage("load and compile on all ranks"), crew.loading():
         parts = build_parts(config, sampling, group, crew.shared)
     learner = ShardedLearner(POLICY, parts[POLICY], crew, micro_batch_tokens=tokens)
     learner.planned_bytes = planned_bytes

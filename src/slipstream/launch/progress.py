@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
+
+from slipstream.config import RunConfig
+from slipstream.launch.model_folder import hub_id
 
 
 class Progress(Protocol):
@@ -10,6 +14,10 @@ class Progress(Protocol):
 
     def start(self, title: str, total_steps: int, step: int = 0) -> None:
         """The run begins."""
+        ...
+
+    def ready(self) -> None:
+        """All is loaded: the pace of the steps is counted from here."""
         ...
 
     def phase(self, name: str, total: int | None = None) -> None:
@@ -35,3 +43,9 @@ class Progress(Protocol):
     def stop(self) -> None:
         """The run is over."""
         ...
+
+
+def title_of(config: RunConfig) -> str:
+    """What a run is called in a terminal."""
+    title = f"{Path(hub_id(config.model.path)).name} {config.algorithm.kind}"
+    return title if config.environment is None else f"{title} {config.environment.name}"

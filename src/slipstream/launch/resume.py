@@ -17,14 +17,15 @@ from slipstream.records import Message, Task
 from slipstream.runlog import read_settings
 
 
-def refuse_to_resume(folder: Path, config: RunConfig) -> None:
-    """Raises `ConfigError` for a run that cannot go on or has nothing left to do, before anything of it is touched."""
+def refuse_to_resume(folder: Path, config: RunConfig) -> int:
+    """The step that a run goes on after. Raises `ConfigError` for one that cannot go on or has nothing left to do,
+    before anything of it is touched."""
     from slipstream.trainer.checkpoint import CheckpointStore
     from slipstream.trainer.early_stop import EarlyStop
 
     latest = CheckpointStore(folder / "checkpoints").latest()
     if latest is None:
-        return
+        return 0
     CheckpointStore.check_format(latest)
     extra = CheckpointStore.read_extra(latest)
     step, watch = int(extra["step"]), EarlyStop(config.evaluation)
@@ -35,6 +36,7 @@ def refuse_to_resume(folder: Path, config: RunConfig) -> None:
         raise ConfigError(f"run {folder} has already made its {step} steps: raise training.steps to go on")
     if watch.reason:
         raise ConfigError(f"run {folder} has ended at step {step}, as {watch.reason}: change that setting to go on")
+    return step
 
 
 def same_commit(loaded: Loaded) -> Loaded:

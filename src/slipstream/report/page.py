@@ -21,6 +21,7 @@ from slipstream.report.sections import (
     versions,
 )
 from slipstream.report.series import Panel, Series, panels_of, series_of
+from slipstream.report.startup import startup
 from slipstream.report.timeline import timeline
 from slipstream.runlog import RunRecord
 
@@ -67,6 +68,7 @@ def _single(record: RunRecord) -> Html:
             before_and_after(head),
         ),
         _section("Curves", _plots([record], [""])),
+        _section("Start-up", begun) if (begun := startup(record)) else None,
         _section("Who waited for whom", timeline(record)),
         _section("Rollouts", rollouts(record)),
         _section("How it ended", ending(record)),
@@ -104,6 +106,7 @@ def _rest(record: RunRecord) -> Html:
     return join(
         h("p", state(record.summary)),
         _alarm(record),
+        details("Start-up", begun) if (begun := startup(record)) else None,
         details("Who waited for whom", timeline(record)),
         details("Rollouts", rollouts(record)),
         details("How it ended", ending(record)),

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -65,6 +67,9 @@ def compile_layers(
 def _compile(model: PolicyModel, agree: Callable[[str], str] | None) -> str:
     before = model.layers
     compiler: Any = torch._dynamo.config
+    # So is torch's usual setting; what makes them last is where they lie (`launch.caches`).
+    torch._inductor.config.fx_graph_cache = True
+    torch._functorch.config.enable_autograd_cache = True
     compiler.recompile_limit = max(compiler.recompile_limit, _MOST_KINDS)
     problems: list[str] = []
     try:

@@ -65,6 +65,10 @@ class RunView(Protocol):
         """Begin. `title`: name, model, environment. `step`: steps that were done before a resume."""
         ...
 
+    def ready(self) -> None:
+        """All is loaded: times and the pace of the steps are counted from here."""
+        ...
+
     def phase(self, name: str, total: int | None = None) -> None:
         """The calling thread now does something else, in `total` parts if that is known."""
         ...
@@ -94,6 +98,9 @@ class NullView:
     """Shows nothing."""
 
     def start(self, title: str, total_steps: int, step: int = 0) -> None:
+        """Nothing."""
+
+    def ready(self) -> None:
         """Nothing."""
 
     def phase(self, name: str, total: int | None = None) -> None:
@@ -164,6 +171,11 @@ class StatefulView:
             self.steps_done = self.first_step = step
             self.began = self.last_step_at = self._clock()
         self._show(self._on_start)
+
+    def ready(self) -> None:
+        """See `RunView`."""
+        with self._lock:
+            self.began = self.last_step_at = self._clock()
 
     def phase(self, name: str, total: int | None = None) -> None:
         """See `RunView`."""

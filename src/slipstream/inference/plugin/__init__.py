@@ -15,7 +15,8 @@ def register() -> None:
     """Apply our patches and tie this process's life to its parent's; called by vLLM."""
     if not os.environ.get(ENGINE_VARIABLE):
         return
-    from slipstream.inference.plugin import lifeline, patches
+    from slipstream.inference.plugin import lifeline, marks, patches
 
     patches.apply_all()
+    marks.follow_executor()
     lifeline.follow_parent()

@@ -29,7 +29,7 @@ import msgspec
 
 import slipstream
 from slipstream.inference.child import leave
-from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, patches, scoring, tensor_map
+from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, marks, patches, scoring, tensor_map
 from slipstream.inference.plugin.adapters import Adapters
 from slipstream.inference.plugin.answers import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments, prompt_arguments, sampling_arguments
@@ -453,11 +453,13 @@ class EngineServer:
 async def serve(settings: EngineSettings) -> bool:
     """Answer on the socket until SIGTERM or until the engine dies; False when it died."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
+    marks.mark("verify")
     await server.start()
     gc.collect()
     gc.freeze()  # what was imported stays: to look through it takes longer than an update may
     gc.enable()
     runner = await listen(server, settings.socket)
+    marks.mark(marks.READY)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,0 +1,119 @@
+"""What is compiled is kept in a folder of the user's, and found by the next process."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.launch import caches
+from slipstream.launch.caches import cache_root, key, lasting_caches, private_folder
+
+NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
+COMPILE = """
+import torch
+from slipstream.launch.caches import lasting_caches
+from torch._dynamo.utils import counters
+import slipstream.trainer.compiled
+with lasting_caches(print):
+    weight = torch.ones(5, 3, requires_grad=True)
+    made = torch.compile(lambda x: torch.tanh(x @ weight) * x.sum(), dynamic=True)(torch.ones(7, 5))
+    made.sum().backward()
+found, saved = counters["inductor"], counters["aot_autograd"]
+print("misses", found["fxgraph_cache_miss"], "hits", found["fxgraph_cache_hit"], "of both", saved["autograd_cache_hit"])
+"""
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch, tmp_path):
+    """As it is for a user who has set nothing, whose home is `tmp_path`."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def values():
+    return [os.environ.get(name) for name in NAMES]
+
+
+def test_a_folder_of_the_users_own_for_the_length_of_a_run(tmp_path):
+    said = []
+    with lasting_caches(said.append):
+        root = tmp_path / "cache" / "slipstream" / key()
+        assert values() == [str(root / name) for name in ("torch", "triton", "vllm")]
+        assert root.stat().st_mode & 0o777 == 0o700
+    assert (values(), said) == ([None] * 3, [])
+
+
+def test_what_is_set_decides_for_itself(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    with lasting_caches(print):
+        assert values()[1] == "/elsewhere"
+        assert values()[2].startswith(str(tmp_path))
+    assert values() == [None, "/elsewhere", None]
+
+
+def test_where_it_is_follows_xdg(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(cache_root({})) == "/home/me/.cache/slipstream"
+    assert str(cache_root({"XDG_CACHE_HOME": "relative"})) == "/home/me/.cache/slipstream"
+    assert str(cache_root({"XDG_CACHE_HOME": "/big"})) == "/big/slipstream"
+
+
+def test_a_folder_that_cannot_be_used_is_a_warning(monkeypatch, tmp_path):
+    (tmp_path / "cache").touch()
+    said = []
+    with lasting_caches(said.append):
+        assert values() == [None] * 3
+    assert len(said) == 1
+    assert "XDG_CACHE_HOME" in said[0]
+
+
+def test_a_folder_that_others_may_write_is_not_used(tmp_path):
+    folder = private_folder(tmp_path / "mine")
+    assert private_folder(folder) == folder
+    folder.chmod(0o777)
+    with pytest.raises(OSError, match="only you"):
+        private_folder(folder)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="only you"):
+        private_folder(tmp_path / "link")
+
+
+def test_the_name_changes_with_what_decides_whether_code_is_valid(monkeypatch, tmp_path):
+    assert re.fullmatch(r"[0-9a-f]{16}", key())
+    names = {key()}
+    monkeypatch.setattr(caches, "versions", lambda: {"torch": "0.1", "vllm": "0.2"})
+    names.add(key())
+    (tmp_path / "0000:01").mkdir()
+    (tmp_path / "0000:01" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+    monkeypatch.setattr(caches, "_CARDS", tmp_path)
+    names.add(key())
+    monkeypatch.setenv("CXX", sys.executable)
+    names.add(key())
+    (tmp_path / "cpu").write_text("model name : A CPU\nflags\t: avx2 fma\n\nmodel name : another\n")
+    monkeypatch.setattr(caches, "_CPU", tmp_path / "cpu")
+    names.add(key())
+    assert len(names) == 5
+
+
+def begin(tmp_path):
+    return subprocess.Popen([sys.executable, "-c", COMPILE], stdout=subprocess.PIPE, text=True, env={**os.environ})
+
+
+def counted(process):
+    out, _ = process.communicate(timeout=900)
+    assert process.returncode == 0
+    return [int(number) for number in re.findall(r"\d+", out)]
+
+
+@pytest.mark.full
+def test_two_at_once_and_the_next_process_compiles_nothing(tmp_path):
+    both = [begin(tmp_path), begin(tmp_path)]
+    first = [counted(process) for process in both]
+    assert any(misses for misses, _, _ in first)
+    misses, hits, of_both = counted(begin(tmp_path))
+    assert misses == 0
+    assert hits >= 2  # forward and backward
+    assert of_both == 1

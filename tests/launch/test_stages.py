@@ -1,0 +1,137 @@
+"""What passes before the first step is a list of stages, whoever makes them and however they overlap."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.inference.plugin import marks
+from slipstream.launch.stages import ENGINE, WAIT, Stages
+from slipstream.report.startup import startup
+from slipstream.runlog import RunLog, read_events, read_run
+from slipstream.view import NullView
+
+
+class Shown(NullView):
+    def __init__(self):
+        self.phases, self.messages = [], []
+
+    def phase(self, name, total=None):
+        self.phases.append(name)
+
+    def message(self, text, level="info"):
+        self.messages.append(text)
+
+
+def told(folder, kind="stage"):
+    return [event for event in read_events(folder) if event["kind"] == kind]
+
+
+def test_stages_before_and_after_there_is_a_folder_and_those_of_the_first_rows(tmp_path):
+    stages, shown = Stages(), Shown()
+    with stages.stage("read model and data"):
+        pass
+    with RunLog.create(tmp_path / "run") as log:
+        stages.attach(log, shown)
+        log.listen(stages.on_row)
+        with stages.stage("load"):
+            pass
+        with pytest.raises(RuntimeError), stages.stage("fails"):
+            raise RuntimeError
+        stages.begin_steps(3)
+        with stages.stage(WAIT):
+            time.sleep(0.02)
+        log.metrics(3, {"time/update_s": 0.5, "time/evaluate_s": 2.0})
+        assert told(log.folder, "startup") == []
+        log.metrics(4, {"reward/mean": 0.5, "time/batch_s": 3.0, "time/train_s": 4.0, "time/update_s": 0.1})
+        log.metrics(5, {"time/batch_s": 9.0, "time/train_s": 9.0})
+    found = {event["name"]: event["seconds"] for event in told(tmp_path / "run")}
+    assert list(found) == [
+        *("read model and data", "load", WAIT, "first update", "first evaluation", "first rollouts"),
+        "first training step",
+    ]
+    # The wait for the engine is not told twice.
+    assert found["first update"] == pytest.approx(0.5 - found[WAIT], abs=1e-3)
+    assert (found["first evaluation"], found["first rollouts"], found["first training step"]) == (2.0, 3.0, 4.0)
+    (end,) = told(tmp_path / "run", "startup")
+    assert stages.summary()["seconds"] == end["seconds"] > 0
+    assert {stage["name"] for stage in stages.summary()["stages"]} == set(found)
+    assert len(shown.messages) == 1
+    assert "first training step 4.0 s" in shown.messages[0]
+    html = str(startup(read_run(tmp_path / "run")))
+    assert "first training step" in html
+    assert f"{end['seconds']:.1f} s" in html
+
+
+def test_a_run_that_told_no_stages_has_no_such_section(tmp_path):
+    with RunLog.create(tmp_path / "run"):
+        pass
+    assert startup(read_run(tmp_path / "run")) is None
+
+
+def test_an_engines_phases_are_stages_as_they_end(tmp_path):
+    engine = SimpleNamespace(phases=((("import vLLM", 5.0), ("load weights", 7.0)),))
+    stages, shown = Stages(), Shown()
+    with RunLog.create(tmp_path / "run") as log:
+        stages.attach(log, shown)
+        stages.watch(engine)
+        until(lambda: told(log.folder))
+        engine.phases = ((*engine.phases[0], (marks.READY, 8.5)),)
+        until(lambda: len(told(log.folder)) == 3)
+        stages.end()
+    found = [(event["name"], event["seconds"]) for event in told(tmp_path / "run")]
+    assert found == [(f"{ENGINE}: import vLLM", 2.0), (f"{ENGINE}: load weights", 1.5), (ENGINE, 3.5)]
+    assert shown.phases[0] == f"{ENGINE}: load weights"
+
+
+def until(condition):
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError
+
+
+class Executor:
+    """As vLLM's, of a version that has one method fewer."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def determine_available_memory(self):
+        return self.name
+
+    def initialize_from_config(self, configs):
+        return configs
+
+
+def test_an_executor_marks_what_it_begins(tmp_path, monkeypatch):
+    path = tmp_path / "marks"
+    path.write_text("1.0 import\n")
+    monkeypatch.setenv(marks.VARIABLE, str(path))
+    kept = {name: vars(Executor)[name] for name in vars(Executor)}
+    monkeypatch.setattr(marks.importlib, "import_module", lambda name: SimpleNamespace(Executor=Executor))
+    try:
+        marks.follow_executor()
+        marks.follow_executor()
+        executor = Executor("one")
+        assert (executor.determine_available_memory(), executor.initialize_from_config([1])) == ("one", [1])
+        executor.determine_available_memory()
+    finally:
+        for name in ("__init__", "determine_available_memory", "initialize_from_config"):
+            setattr(Executor, name, kept[name])
+    marks.mark(marks.READY)
+    assert len(path.read_text().splitlines()) == 6
+    found = marks.read_marks(path)
+    assert [name for name, _ in found] == ["import", "load", "profile", "cache", "ready"]
+    assert [at for _, at in found] == sorted(at for _, at in found)
+
+
+def test_marks_that_nobody_asks_for_or_that_are_damaged_are_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv(marks.VARIABLE, raising=False)
+    marks.mark("load")
+    monkeypatch.setenv(marks.VARIABLE, str(tmp_path / "none" / "marks"))
+    marks.mark("load")
+    assert marks.read_marks(tmp_path / "none" / "marks") == []
+    (tmp_path / "marks").write_text("x load\n2.5 profile\nhalf")
+    assert marks.read_marks(tmp_path / "marks") == [("profile", 2.5)]
