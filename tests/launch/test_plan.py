@@ -306,7 +306,7 @@ class TestGPU:
         assert (made.config.run.placement, inference.sleep, inference.max_num_seqs) == ("shared", False, 256)
         assert inference.kv_cache_gib == pytest.approx(256 * 656 * 28 * 1024 / GIB, abs=1 / 16)
         assert inference.enforce_eager is False
-        assert made.config.weights.bridge == "disk"
+        assert made.config.weights.bridge == "single_copy"
         total = 1.54e9 * 2 / GIB + 4 + inference.kv_cache_gib
         assert inference.gpu_memory_utilization == pytest.approx(total / 139, abs=0.01)
         assert made.config.training.micro_batch_tokens >= 4096
@@ -330,7 +330,7 @@ class TestGPU:
         assert (made.config.run.placement, made.config.weights.bridge) == ("separate", "broadcast")
         assert made.config.inference.sleep is False
         together = plan(GENERATED | {"run.placement": "shared"}, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE)
-        assert together.config.weights.bridge == "disk"
+        assert together.config.weights.bridge == "single_copy"
         assert "1 of 2 GPUs are not used" in together.warnings[0]
         assert made.config.training.micro_batch_tokens >= together.config.training.micro_batch_tokens
 
@@ -338,7 +338,8 @@ class TestGPU:
         values = GENERATED | {"weights.bridge": "single_copy"}
         made = plan(values, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
         assert (made.config.run.placement, made.config.weights.bridge) == ("shared", "single_copy")
-        two = plan(GENERATED | {"run.placement": "shared"}, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
+        shared = {"run.placement": "shared", "weights.bridge": "disk"}
+        two = plan(GENERATED | shared, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
         ours, theirs = (
             next(note for note in each.notes if note.name == "memory of the trainer") for each in (made, two)
         )

@@ -366,8 +366,10 @@ class WeightsConfig(Section):
     `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU, or each of
     `training.ranks` those of one of as many workers (`inference.tensor_parallel_size`); the engine stands still while
     they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
-    `lora` when [lora] is set (and not DoRA), otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two
-    and `restart` publish the whole model with the adapter merged into it."""
+    `lora` when [lora] is set (and not DoRA); `broadcast` where engines have GPUs of their own; `single_copy` on a GPU
+    that trainer and engine share, unless something is in the way (several engines, unequal numbers of ranks and
+    workers, DoRA, `delta`, weights that vLLM keeps otherwise) or `disk` with `inference.sleep` leaves more room; else
+    `disk`. Under [lora] `disk`, `broadcast` and `restart` publish the whole model with the adapter merged into it."""
     delta: bool = False
     """Under `disk` and `broadcast`: where the engine holds the version before it, only those elements of a new version
     travel that changed, each with its place; otherwise, and where that saves less than half, the whole version. In
@@ -429,7 +431,7 @@ class RunSection(Section):
     placement: Literal["auto", "shared", "separate"] = "auto"
     """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
     first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where
-    there are enough GPUs, but for `single_copy`."""
+    there are enough GPUs, but where `single_copy` is set."""
     threads: limits.Threads | Literal["auto"] = "auto"
     """CPU threads of the trainer, and of all engines together, whose processes share them out. `auto`: all cores this
     process may use."""

@@ -52,7 +52,7 @@ from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_settings, sample_of
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Announce
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.single_copy import CannotShare, SharedWeights
 
 if TYPE_CHECKING:
     from slipstream.trainer.loop import TrainingLoop
@@ -108,19 +108,25 @@ def _carry_out(
     *,
     resume: bool,
 ) -> RunResult:
-    """The plan or, where its own choice was to compile layers and the compiler fails, one without that."""
-    try:
-        return _Run(prepared, folder, progress, log, stop, make_engine).carry_out(resume)
-    except CompilerFailed as error:
-        if prepared.loaded.config.training.compile != "auto":
-            raise
-        problem = error.problem
-    gc.collect()  # what was loaded for the first plan
-    prepared = prepared.without_compiling(problem)
-    log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-    log.warning(prepared.plan.warnings[-1])
-    progress.message(prepared.plan.warnings[-1], "warning")
-    return _Run(prepared, folder, progress, log, stop, make_engine).carry_out(resume)
+    """The plan or, where what it chose itself turns out not to work here, one without that: layers that are compiled,
+    one copy of the weights."""
+    asked, problem = prepared.loaded.config, ""
+    while True:
+        try:
+            return _Run(prepared, folder, progress, log, stop, make_engine).carry_out(resume)
+        except CompilerFailed as error:
+            if asked.training.compile != "auto":
+                raise
+            give_up, problem = prepared.without_compiling, error.problem
+        except CannotShare as error:
+            if asked.weights.bridge != "auto" or asked.training.ranks > 1:  # ranks by another bridge need more cards
+                raise
+            give_up, problem = prepared.without_sharing, error.problem
+        gc.collect()  # what was loaded for this plan
+        prepared = give_up(problem)
+        log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
+        log.warning(prepared.plan.warnings[-1])
+        progress.message(prepared.plan.warnings[-1], "warning")
 
 
 class _Run:
