@@ -426,6 +426,10 @@ class RunSection(Section):
     """Steps between checkpoints. `auto`: ten in a run."""
     keep_checkpoints: limits.Items = 2
     """Older ones are removed; the last is always kept."""
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
+    engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast`; not when one died
+    at the same step before. 0: never, and the run ends."""
     save_samples: limits.Items = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     placement: Literal["auto", "shared", "separate"] = "auto"

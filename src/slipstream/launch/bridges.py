@@ -73,14 +73,20 @@ def repeats_updates(config: RunConfig, engine: RunEngine, log: RunLog) -> Callab
     def publishes_again(error: SlipstreamError) -> bool:
         if config.weights.bridge != "broadcast" or num_replicas(config) == 1:
             return False
-        deadline = time.monotonic() + _DYING_S
-        while engine.is_up and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        if not engine.is_up:
+        has_ended = ends_soon(engine)
+        if has_ended:
             log.event("update_repeated", reason=str(error))
-        return not engine.is_up
+        return has_ended
 
     return publishes_again
+
+
+def ends_soon(engine: RunEngine) -> bool:
+    """Whether one of its processes is dead, after waiting for it for as long as vLLM's core may be dead before."""
+    deadline = time.monotonic() + _DYING_S
+    while engine.is_up and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return not engine.is_up
 
 
 def update_metrics(ticket: Ticket) -> dict[str, float]:

@@ -42,6 +42,11 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
         ...
 
     @property
+    def is_in_memory_only(self) -> bool:
+        """Whether no file holds the weights that one of its engines has or had."""
+        ...
+
+    @property
     def each(self) -> Sequence[rollouts.Engine]:
         """The engines in service, where there are several."""
         ...

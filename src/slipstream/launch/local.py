@@ -34,6 +34,7 @@ from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.progress import Progress
 from slipstream.launch.ranks import RankCrew, rank_threads
+from slipstream.launch.restarts import WeightsLost, earlier_attempts, has_lost_weights, start_again
 from slipstream.launch.result import RunResult
 from slipstream.launch.resume import changed_settings, identity_of, refuse_to_resume
 from slipstream.launch.sleep import Turns
@@ -49,7 +50,7 @@ from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.orchestrator.watch import blame
 from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
-from slipstream.runlog import RunLog, read_settings, sample_of
+from slipstream.runlog import RunLog, read_events, read_settings, sample_of
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Announce
 from slipstream.weights.single_copy import CannotShare, SharedWeights
@@ -68,7 +69,8 @@ def train(
     resume: bool = False,
     make_engine: EngineMaker = create_engine,
 ) -> RunResult:
-    """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped."""
+    """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped, and `StartsAgain`
+    where it has not ended."""
     if resume:
         refuse_to_resume(folder, prepared.config)
     with (
@@ -94,6 +96,8 @@ def train(
             log.listen(sinks.put)
             try:
                 return _carry_out(prepared, folder, progress, log, stop, make_engine, resume=resume)
+            except WeightsLost as lost:
+                start_again(lost, log, progress, prepared.config.run.max_restarts, stop)
             finally:
                 progress.stop()
 
@@ -154,6 +158,7 @@ class _Run:
         self._teacher: RunTeacher | None = None
         self._crew: RankCrew | None = None
         self._health: EngineHealth | None = None
+        self._loop: TrainingLoop | None = None
         self._thread: EventLoopThread | None = None
         self._scorer: ScorerPool | None = None
         stop.at_once = self._kill
@@ -178,7 +183,12 @@ class _Run:
     def carry_out(self, resume: bool) -> RunResult:
         """Start what is needed, train, say what came of it, and end everything in the opposite order."""
         with self._exits:
-            return self._train(resume)
+            try:
+                return self._train(resume)
+            except Exception as error:
+                if not has_lost_weights(error, self._engine):
+                    raise
+                raise WeightsLost(error, self._loop.trained_s if self._loop else 0.0) from error
 
     def _train(self, resume: bool) -> RunResult:
         config = self.config
@@ -189,7 +199,7 @@ class _Run:
         if config.teacher is not None:
             self._teacher = launch_teacher(self.prepared, self.folder, self.log, self.progress, self._make_engine)
             self._exits.callback(self._teacher.kill)
-        loop = self._build_loop(resume)
+        loop = self._loop = self._build_loop(resume)
         title = f"{Path(hub_id(config.model.path)).name} {config.algorithm.kind}"
         if config.environment is not None:
             title += f" {config.environment.name}"
@@ -320,6 +330,8 @@ class _Run:
         latest = loop.store.latest()
         if latest is not None:
             loop.resume(latest)
+        for attempt in earlier_attempts(read_events(self.folder), self.log.lineage)[:1]:
+            loop.trained_before_s = float(attempt["trained_s"])
         self.log.resumed(loop.step, checkpoint=latest.name if latest else None)
 
     def _attach_orchestrator(self, loop: TrainingLoop) -> None:

@@ -57,6 +57,8 @@ class RunLog:
         self._has_exit = False
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
         rows = [*read_lines(folder / _EVENTS), *read_lines(folder / _METRICS)]
+        self.num_restarts = sum(row["kind"] == "restart" for row in rows if "kind" in row)
+        """How often the run was started again by itself, in all its lineages."""
         self.lineage = max((int(row["lineage"]) for row in rows), default=-1) + 1
         self._files = {name: LineFile(folder / name) for name in (_EVENTS, _METRICS, _SAMPLES)}
 
@@ -97,6 +99,15 @@ class RunLog:
         (folder / _EXIT).unlink(missing_ok=True)
         log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
         return log
+
+    @property
+    def step(self) -> int:
+        """That of the last metrics, or that which was resumed from."""
+        return self._step
+
+    def leave_open(self) -> None:
+        """The run goes on in another process: leaving writes no `exit.json`."""
+        self._has_exit = True
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event; text under keys that look like secrets is replaced."""
@@ -189,6 +200,7 @@ class RunLog:
             time=_now(),
             lineage=self.lineage,
             versions=versions(),
+            restarts=self.num_restarts,
             traceback=scrub("".join(traceback.format_exception(error)), self._secrets) if is_bug else "",
         )
         with self._guard:
