@@ -342,10 +342,12 @@ class InferenceConfig(Section):
     the trainer has the card to itself. `auto`: on a shared GPU where both do not fit otherwise."""
     enforce_eager: bool | Literal["auto"] = "auto"
     """No compilation. `auto`: on a CPU yes, on a GPU no."""
-    start_timeout_s: limits.Seconds = 300.0
-    """How long the engine may take to start, to its first answer."""
-    request_timeout_s: limits.Seconds = 300.0
-    """How long one completion may take."""
+    start_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    """How long the engine may take to start, to its first answer. `auto`: by the size of its weights, and of the
+    teacher's, on a slow disk; at least 300."""
+    request_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    """How long one completion may take. `auto`: several times what `sampling.max_tokens` take on a slow machine; at
+    least 300. An engine that is dead or frozen is found long before."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
     """How often each engine, once dead, is started again on the last published version before the run fails."""
     patches: Literal["auto", "checked", "required", "all"] = "auto"
@@ -381,8 +383,9 @@ class WeightsConfig(Section):
     log-probability is that of one version. `keep`: they go on at once, on the context that the old weights computed;
     the difference between engine and trainer grows by what that changes. `drain`: the version waits until they have
     ended, and new ones wait for it. Adapters need none of it: completions end with the one that they began with."""
-    apply_timeout_s: limits.Seconds = 300.0
-    """How long the engine may take to load a version and to verify it; under `drain` after the last completion."""
+    apply_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    """How long the engine may take to load a version and to verify it; under `drain` after the last completion. `auto`:
+    by the size of the weights, on a slow disk; at least 300."""
     probe_tasks: Annotated[int, Field(gt=0, le=10_000)] = 8
     """Prompts that engine and trainer both score after every apply."""
     probe_tokens: limits.Tokens = 64

@@ -42,11 +42,11 @@ def run_bridge(
 
     def held() -> Version | None:
         # One that died comes back first.
-        longest_s = timeout_s + config.inference.start_timeout_s
+        longest_s = timeout_s + float(config.inference.start_timeout_s)
         return thread.call(engine.held(), longest_s, "the engine to say which version it holds")
 
     def joined() -> int:
-        return thread.call(engine.joined(), config.inference.start_timeout_s, "dead engines to start again")
+        return thread.call(engine.joined(), float(config.inference.start_timeout_s), "dead engines to start again")
 
     def go_on(version: Version) -> None:
         thread.call(engine.go_on(version, timeout_s), timeout_s, f"the engine to go on with version {version.name}")

@@ -160,10 +160,10 @@ def create_engine(
         return SupervisedEngine(
             settings,
             log_folder / log,
-            start_timeout_s=config.inference.start_timeout_s,
+            start_timeout_s=float(config.inference.start_timeout_s),
             max_restarts=config.inference.max_restarts,
             on_event=on_event,
-            silence_s=min(SILENCE_S, config.inference.request_timeout_s + _GRACE_S),
+            silence_s=min(SILENCE_S, float(config.inference.request_timeout_s) + _GRACE_S),
         )
 
     if num_replicas(config) == 1:

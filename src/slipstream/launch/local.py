@@ -7,7 +7,6 @@ engine starts while the trainer loads, so that neither waits for the other's imp
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
@@ -19,10 +18,10 @@ from slipstream.envs.scorer import ScorerPool
 from slipstream.launch.bridges import repeats_updates, run_bridge, travelled, update_metrics
 from slipstream.launch.draws import START_GRACE_S, Draws, quiet_s, waits_of
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
+from slipstream.launch.fallbacks import with_fallbacks
 from slipstream.launch.log_events import logged_as_events
 from slipstream.launch.model_folder import hub_id
 from slipstream.launch.models import (
-    CompilerFailed,
     Trained,
     build,
     build_objective,
@@ -53,7 +52,7 @@ from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
 from slipstream.runlog import RunLog, read_events, read_settings, sample_of
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Announce
-from slipstream.weights.single_copy import CannotShare, SharedWeights
+from slipstream.weights.single_copy import SharedWeights
 
 if TYPE_CHECKING:
     from slipstream.trainer.loop import TrainingLoop
@@ -95,42 +94,16 @@ def train(
         with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
             log.listen(sinks.put)
             try:
-                return _carry_out(prepared, folder, progress, log, stop, make_engine, resume=resume)
+                return with_fallbacks(
+                    prepared,
+                    lambda planned: _Run(planned, folder, progress, log, stop, make_engine).carry_out(resume),
+                    log,
+                    progress,
+                )
             except WeightsLost as lost:
                 start_again(lost, log, progress, prepared.config.run.max_restarts, stop)
             finally:
                 progress.stop()
-
-
-def _carry_out(
-    prepared: Prepared,
-    folder: Path,
-    progress: Progress,
-    log: RunLog,
-    stop: StopRequest,
-    make_engine: EngineMaker,
-    *,
-    resume: bool,
-) -> RunResult:
-    """The plan or, where what it chose itself turns out not to work here, one without that: layers that are compiled,
-    one copy of the weights."""
-    asked, problem = prepared.loaded.config, ""
-    while True:
-        try:
-            return _Run(prepared, folder, progress, log, stop, make_engine).carry_out(resume)
-        except CompilerFailed as error:
-            if asked.training.compile != "auto":
-                raise
-            give_up, problem = prepared.without_compiling, error.problem
-        except CannotShare as error:
-            if asked.weights.bridge != "auto" or asked.training.ranks > 1:  # ranks by another bridge need more cards
-                raise
-            give_up, problem = prepared.without_sharing, error.problem
-        gc.collect()  # what was loaded for this plan
-        prepared = give_up(problem)
-        log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-        log.warning(prepared.plan.warnings[-1])
-        progress.message(prepared.plan.warnings[-1], "warning")
 
 
 class _Run:
@@ -322,9 +295,11 @@ class _Run:
         if not self.prepared.uses_engine or config.weights.bridge != "single_copy":
             return ()
         thread, waits_for = self._event_loop(), "the engine to start and to share its weights"
-        timeout_s = config.inference.start_timeout_s + START_GRACE_S
+        timeout_s = float(config.inference.start_timeout_s) + START_GRACE_S
         thread.call(self._engine_ready(), timeout_s, waits_for)
-        return thread.call(share_weights(config, self._create_engine()), config.weights.apply_timeout_s, waits_for)
+        return thread.call(
+            share_weights(config, self._create_engine()), float(config.weights.apply_timeout_s), waits_for
+        )
 
     def _resume(self, loop: TrainingLoop) -> None:
         latest = loop.store.latest()
@@ -366,7 +341,7 @@ class _Run:
             scorer,
             prepared.tokenizer,
             engine,
-            request_timeout_s=config.inference.request_timeout_s,
+            request_timeout_s=float(config.inference.request_timeout_s),
             run_timeout_s=config.environment.run_timeout_s,
         )
 
@@ -381,7 +356,7 @@ class _Run:
             engine,
             self.log,
             sleeps=config.inference.sleep is True,
-            timeout_s=config.weights.apply_timeout_s,
+            timeout_s=float(config.weights.apply_timeout_s),
         )
         loop.engine = Orchestrator(
             thread,
@@ -419,7 +394,7 @@ class _Run:
             prepared.sampling(),
             max_tokens=config.weights.probe_tokens,
             seed=config.run.seed,
-            timeout_s=config.inference.request_timeout_s,
+            timeout_s=float(config.inference.request_timeout_s),
         )
 
     def _evaluation(self, runner: RolloutRunner) -> Callable[[], Awaitable[Evaluation]]:

@@ -18,6 +18,7 @@ from slipstream.config.recipes import choices, resolved
 from slipstream.config.traits import uses_critic, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.bridge_plan import plan_bridge
+from slipstream.launch.deadlines import plan_deadlines
 from slipstream.launch.draft import Draft
 from slipstream.launch.engine_version import plan_patches
 from slipstream.launch.lengths import plan_lengths
@@ -150,6 +151,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
             "on a CPU compiling takes longer than it saves" if draft.on_cpu else "CUDA graphs pay on a GPU",
         )
         plan_patches(draft)
+        plan_deadlines(draft)
     elif facts.model.original_context:
         length = facts.data.max_sequence_tokens or 0
         draft.derive_auto("inference.max_model_len", length, "the longest conversation: it decides the rotary factors")
