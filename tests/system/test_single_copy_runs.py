@@ -14,6 +14,14 @@ from slipstream.weights.fingerprint import describe, digest
 pytestmark = pytest.mark.engine
 
 BRIDGE = ("--weights.bridge", "single_copy")
+PARITY = """def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{split} {number}"} for number in range(num_tasks)]
+
+
+def reward(task, completion):
+    return float(sum(map(ord, completion)) % 2)
+"""
+"""Rewards that differ, and follow from what was said alone."""
 COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false")
 
 
@@ -103,9 +111,11 @@ def test_killed_at_any_moment_it_leaves_nothing_and_can_be_resumed(command, run_
 
 @pytest.mark.real_start
 def test_a_run_whose_engine_is_killed_goes_on_by_itself_and_makes_the_same_steps_again(command, run_file, tmp_path):
-    folder = tmp_path / "run"
+    folder, environment = tmp_path / "run", tmp_path / "parity.py"
+    environment.write_text(PARITY)
+    task = ("--environment.name", environment, "--evaluation", "false", "--plain")
     every = ("--run.checkpoint_every", 3, "--training.steps", 8)
-    run = command("train", run_file, *BRIDGE, *COIN, *every, "--plain", "--run.folder", folder)
+    run = command("train", run_file, *BRIDGE, *task, *every, "--run.folder", folder)
     run.until(lambda: (folder / "metrics.jsonl").exists() and last_step(folder) >= 5)
     run.engines()[0].kill()
     code, out, err = run.wait()

@@ -49,8 +49,8 @@ def plan_deadlines(draft: Draft) -> None:
     draft.derive_auto(
         "inference.request_timeout_s",
         _rounded(seconds),
-        f"{SLACK * IN_LINE:g} times {tokens} tokens in steps of {1000 * step_s:.3g} ms with {sequences} sequences, as on "
-        f"a slow machine; at least {LEAST_S:.0f} s",
+        f"{SLACK * IN_LINE:g} times {tokens} tokens in steps of {1000 * step_s:.3g} ms with {sequences} sequences, as "
+        f"a slow machine makes them; at least {LEAST_S:.0f} s",
     )
 
 
