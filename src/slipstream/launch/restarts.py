@@ -66,7 +66,7 @@ def has_lost_weights(error: Exception, engine: RunEngine | None) -> bool:
 def earlier_attempts(events: Sequence[dict[str, Any]], lineage: int) -> list[dict[str, Any]]:
     """How the attempts of the same command ended that came before `lineage`, the newest first: those lineages in a row
     whose last word was that they start again."""
-    last = {event["lineage"]: event for event in events}
+    last = {event.get("lineage"): event for event in events}
     found: list[dict[str, Any]] = []
     while last.get(lineage - 1, {}).get("kind") == "restart":
         lineage -= 1
