@@ -51,6 +51,7 @@ def test_it_goes_on_from_the_last_checkpoint_and_counts(scripted):
     ]
     assert all("no file holds the weights" in each["reason"] for each in told)
     assert [each["step"] for each in scripted.events("resume")] == [0, 2, 4]
+    assert [each["previous"] for each in scripted.events("opened")] == ["none", "restart", "restart", "restart"]
     waits = [each["wait_s"] for each in told]
     assert waits == [waits[0], 2 * waits[0], 4 * waits[0]]
     assert [row["step"] for row in scripted.metrics] == list(range(7))

@@ -56,9 +56,11 @@ class RunLog:
         self._step = 0
         self._has_exit = False
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
-        rows = [*read_lines(folder / _EVENTS), *read_lines(folder / _METRICS)]
-        self.num_restarts = sum(row["kind"] == "restart" for row in rows if "kind" in row)
+        events = read_lines(folder / _EVENTS)
+        rows = [*events, *read_lines(folder / _METRICS)]
+        self.num_restarts = sum(event.get("kind") == "restart" for event in events)
         """How often the run was started again by itself, in all its lineages."""
+        self._starts_again = bool(events) and events[-1].get("kind") == "restart"
         self.lineage = max((int(row["lineage"]) for row in rows), default=-1) + 1
         self._files = {name: LineFile(folder / name) for name in (_EVENTS, _METRICS, _SAMPLES)}
 
@@ -95,7 +97,8 @@ class RunLog:
         except BaseException:
             lock.release()
             raise
-        ended = previous.status if previous else "killed" if log.lineage else "none"
+        unsaid = "restart" if log._starts_again else "killed"
+        ended = previous.status if previous else unsaid if log.lineage else "none"
         (folder / _EXIT).unlink(missing_ok=True)
         log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
         return log
