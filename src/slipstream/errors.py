@@ -6,6 +6,8 @@ A message is one sentence with the value, the reason and the remedy. Anything th
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class SlipstreamError(Exception):
     """Base of every error whose message is meant for the user."""
@@ -83,3 +85,13 @@ class Interrupted(SlipstreamError):
     """Ctrl-C or SIGTERM: a checkpoint was written and the children were stopped."""
 
     exit_code = 130
+
+
+class StartsAgain(Exception):
+    """The run in `folder` is to go on, with `--resume`, in a process that has nothing of this one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"run {folder} starts again")
+        self.folder = folder
+        self.arguments: list[str] = []
+        """Of the command that does it, where there is one."""

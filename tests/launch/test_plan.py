@@ -113,6 +113,9 @@ def test_every_auto_gets_its_value_and_reason():
         "inference.kv_cache_gib": 0.25,
         "inference.gpu_memory_utilization": 0.45,
         "inference.sleep": False,
+        "inference.start_timeout_s": 300.0,
+        "inference.request_timeout_s": 300.0,
+        "weights.apply_timeout_s": 300.0,
         "run.placement": "shared",
         "inference.enforce_eager": True,
         "inference.patches": "checked",
@@ -153,6 +156,9 @@ def test_what_the_user_set_stays():
         "inference.patches": "required",
         "inference.gpu_memory_utilization": 0.5,
         "inference.sleep": False,
+        "inference.start_timeout_s": 300.0,
+        "inference.request_timeout_s": 300.0,
+        "weights.apply_timeout_s": 300.0,
         "run.placement": "shared",
         "environment.num_train_tasks": 500,
         "training.learning_rate": 3e-4,
@@ -306,7 +312,7 @@ class TestGPU:
         assert (made.config.run.placement, inference.sleep, inference.max_num_seqs) == ("shared", False, 256)
         assert inference.kv_cache_gib == pytest.approx(256 * 656 * 28 * 1024 / GIB, abs=1 / 16)
         assert inference.enforce_eager is False
-        assert made.config.weights.bridge == "disk"
+        assert made.config.weights.bridge == "single_copy"
         total = 1.54e9 * 2 / GIB + 4 + inference.kv_cache_gib
         assert inference.gpu_memory_utilization == pytest.approx(total / 139, abs=0.01)
         assert made.config.training.micro_batch_tokens >= 4096
@@ -330,7 +336,7 @@ class TestGPU:
         assert (made.config.run.placement, made.config.weights.bridge) == ("separate", "broadcast")
         assert made.config.inference.sleep is False
         together = plan(GENERATED | {"run.placement": "shared"}, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE)
-        assert together.config.weights.bridge == "disk"
+        assert together.config.weights.bridge == "single_copy"
         assert "1 of 2 GPUs are not used" in together.warnings[0]
         assert made.config.training.micro_batch_tokens >= together.config.training.micro_batch_tokens
 
@@ -338,7 +344,8 @@ class TestGPU:
         values = GENERATED | {"weights.bridge": "single_copy"}
         made = plan(values, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
         assert (made.config.run.placement, made.config.weights.bridge) == ("shared", "single_copy")
-        two = plan(GENERATED | {"run.placement": "shared"}, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
+        shared = {"run.placement": "shared", "weights.bridge": "disk"}
+        two = plan(GENERATED | shared, num_gpus=2, gpu_memory_bytes=139 * GIB, **LARGE)
         ours, theirs = (
             next(note for note in each.notes if note.name == "memory of the trainer") for each in (made, two)
         )

@@ -1,5 +1,6 @@
 """Whole runs in which trainer and engine have one copy of the weights, through the real command with real vLLM."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,14 @@ from slipstream.weights.fingerprint import describe, digest
 pytestmark = pytest.mark.engine
 
 BRIDGE = ("--weights.bridge", "single_copy")
+PARITY = """def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{split} {number}"} for number in range(num_tasks)]
+
+
+def reward(task, completion):
+    return float(sum(map(ord, completion)) % 2)
+"""
+"""Rewards that differ, and follow from what was said alone."""
 COIN = ("--environment.settings", "{coin = true}", "--evaluation", "false")
 
 
@@ -101,10 +110,39 @@ def test_killed_at_any_moment_it_leaves_nothing_and_can_be_resumed(command, run_
 
 
 @pytest.mark.real_start
+def test_a_run_whose_engine_is_killed_goes_on_by_itself_and_makes_the_same_steps_again(command, run_file, tmp_path):
+    folder, environment = tmp_path / "run", tmp_path / "parity.py"
+    environment.write_text(PARITY)
+    task = ("--environment.name", environment, "--evaluation", "false", "--plain")
+    every = ("--run.checkpoint_every", 3, "--training.steps", 8)
+    run = command("train", run_file, *BRIDGE, *task, *every, "--run.folder", folder)
+    run.until(lambda: (folder / "metrics.jsonl").exists() and last_step(folder) >= 5)
+    run.engines()[0].kill()
+    code, out, err = run.wait()
+    assert code == 0, err
+    report, (restart,) = read_exit(folder), [each for each in read_events(folder) if each["kind"] == "restart"]
+    assert (report.status, report.step, report.restarts) == ("finished", 8, 1)
+    assert (restart["number"], restart["checkpoint"]) == (1, f"step-{restart['step'] // 3 * 3:06d}")
+    assert "the run starts again from checkpoint" in out + err
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before, after = ({row["step"]: row for row in rows if row["lineage"] == lineage} for lineage in (0, 1))
+    both = sorted(before.keys() & after.keys())
+    assert both[0] == restart["step"] // 3 * 3
+    assert len(both) > 1
+    for step in both[1:]:
+        for name in ("train/loss", "train/grad_norm", "reward/mean"):
+            assert after[step][name] == before[step][name], (step, name)
+    digests = {each["version"]: each["digest"] for each in read_events(folder) if each["kind"] == "publish"}
+    assert all(digests[f"1.{step}"] == digests[f"0.{step}"] for step in both)
+    assert run.left_behind() == []
+
+
+@pytest.mark.real_start
 @pytest.mark.full
 def test_an_engine_that_dies_ends_the_run_in_one_sentence(command, run_file, tmp_path):
     folder = tmp_path / "run"
-    run = command("train", run_file, *BRIDGE, *COIN, "--training.steps", 500, "--run.folder", folder)
+    never = ("--run.max_restarts", 0)
+    run = command("train", run_file, *BRIDGE, *COIN, *never, "--training.steps", 500, "--run.folder", folder)
     run.until(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
     run.engines()[0].kill()
     code, _, err = run.wait()
@@ -112,6 +150,10 @@ def test_an_engine_that_dies_ends_the_run_in_one_sentence(command, run_file, tmp
     assert (code, report.error) == (5, "EngineError")
     assert "no file holds the weights that it had by single_copy" in err
     assert run.left_behind() == []
+
+
+def last_step(folder):
+    return max((row["step"] for row in read_metrics(folder)), default=0)
 
 
 def mappings(run):

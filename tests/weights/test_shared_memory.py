@@ -19,7 +19,7 @@ from slipstream.trainer.model import PolicyModel, SharedTensors
 from slipstream.trainer.new_model import new_model
 from slipstream.trainer.optimizer import MasterAdamW
 from slipstream.weights.files import stored_parameters
-from slipstream.weights.single_copy import Exporter, SharedWeights, check_loaded, open_weights
+from slipstream.weights.single_copy import CannotShare, Exporter, SharedWeights, check_loaded, open_weights
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
@@ -69,7 +69,7 @@ def test_memory_that_is_gone_is_an_error_of_one_sentence():
     described = Exporter([view]).describe({"a": view.data}, {})
     (storage,) = described.storages
     gone = msgspec.structs.replace(described, storages=(msgspec.structs.replace(storage, path="/proc/self/fd/9999"),))
-    with pytest.raises(WeightsError, match="cannot be opened here"):
+    with pytest.raises(CannotShare, match="cannot be opened here"):
         open_weights(gone)
 
 

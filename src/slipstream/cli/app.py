@@ -16,8 +16,8 @@ from rich.text import Text
 import slipstream
 from slipstream.cli import commands, output, proof, talk
 from slipstream.cli.first_run import COMMANDS
-from slipstream.errors import ConfigError, Interrupted, SlipstreamError
-from slipstream.inference.child import leave
+from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain
+from slipstream.inference.child import become, leave
 from slipstream.runlog.redaction import hide_userinfo
 
 USAGE_EXIT_CODE = 2
@@ -61,10 +61,23 @@ def main(arguments: list[str] | None = None) -> Any:
     # something else needs the cores: the engine at staleness 1, or another program.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if arguments is not None:
-        sys.exit(_run(arguments))
+        sys.exit(_run_to_the_end(arguments))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what the terminal cannot show
-    leave(_run(sys.argv[1:]))
+    try:
+        code = _run(sys.argv[1:])
+    except StartsAgain as again:
+        become(again.arguments, "slipstream.cli")
+    leave(code)
+
+
+def _run_to_the_end(arguments: list[str]) -> int:
+    """The same within a process that is somebody else's."""
+    while True:
+        try:
+            return _run(arguments)
+        except StartsAgain as again:
+            arguments = again.arguments
 
 
 def _run(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from slipstream.cli.output import outlives_its_reader, print_json
-from slipstream.errors import ConfigError, DataError, EnvironmentFault
+from slipstream.errors import ConfigError, DataError, EnvironmentFault, StartsAgain
 
 if TYPE_CHECKING:
     from slipstream.config import RunConfig
@@ -85,7 +85,13 @@ def _train(
         prepared = prepare(same_commit(loaded) if resume else loaded)
     folder = run_folder_of(prepared, run_file.stem)
     view = make_view("none" if as_json else "plain" if plain else "auto")
-    result = train(prepared, folder, view, resume=resume, stages=stages)
+    try:
+        result = train(prepared, folder, view, resume=resume, stages=stages)
+    except StartsAgain as again:
+        where = () if loaded.config.run.folder is not None else ("--run.folder", str(folder))
+        flags = [*(["--plain"] if plain else []), *(["--json"] if as_json else [])]
+        again.arguments = [algorithm or "train", str(run_file), *overrides, *where, "--resume", *flags]
+        raise
     summary: dict[str, Any] = {"folder": str(result.folder), "steps": result.steps, "startup": stages.summary()}
     if result.checkpoint is not None:
         summary["weights"] = str(result.checkpoint)

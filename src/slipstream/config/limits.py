@@ -9,7 +9,8 @@ from pydantic import Field
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """As NumPy and vLLM take them."""
-Seconds = Annotated[float, Field(gt=0.0, le=604_800.0)]
+LONGEST_S = 604_800.0
+Seconds = Annotated[float, Field(gt=0.0, le=LONGEST_S)]
 """Up to a week: the operating system counts the milliseconds of a wait in 31 bits."""
 Temperature = Annotated[float, Field(ge=0.01, le=2.0)]
 """What vLLM draws at; a lower one it would raise to 0.01."""

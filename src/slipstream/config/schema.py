@@ -342,10 +342,12 @@ class InferenceConfig(Section):
     the trainer has the card to itself. `auto`: on a shared GPU where both do not fit otherwise."""
     enforce_eager: bool | Literal["auto"] = "auto"
     """No compilation. `auto`: on a CPU yes, on a GPU no."""
-    start_timeout_s: limits.Seconds = 300.0
-    """How long the engine may take to start, to its first answer."""
-    request_timeout_s: limits.Seconds = 300.0
-    """How long one completion may take."""
+    start_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    """How long the engine may take to start, to its first answer. `auto`: by the size of its weights, and of the
+    teacher's, on a slow disk; at least 300."""
+    request_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    """How long one completion may take. `auto`: several times what `sampling.max_tokens` take on a slow machine; at
+    least 300. An engine that is dead or frozen is found long before."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
     """How often each engine, once dead, is started again on the last published version before the run fails."""
     patches: Literal["auto", "checked", "required", "all"] = "auto"
@@ -366,8 +368,10 @@ class WeightsConfig(Section):
     `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU, or each of
     `training.ranks` those of one of as many workers (`inference.tensor_parallel_size`); the engine stands still while
     they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
-    `lora` when [lora] is set (and not DoRA), otherwise `broadcast` between two GPUs, or `disk`; under [lora] these two
-    and `restart` publish the whole model with the adapter merged into it."""
+    `lora` when [lora] is set (and not DoRA); `broadcast` where engines have GPUs of their own; `single_copy` on a GPU
+    that trainer and engine share, unless something is in the way (several engines, unequal numbers of ranks and
+    workers, DoRA, `delta`, weights that vLLM keeps otherwise) or `disk` with `inference.sleep` leaves more room; else
+    `disk`. Under [lora] `disk`, `broadcast` and `restart` publish the whole model with the adapter merged into it."""
     delta: bool = False
     """Under `disk` and `broadcast`: where the engine holds the version before it, only those elements of a new version
     travel that changed, each with its place; otherwise, and where that saves less than half, the whole version. In
@@ -379,8 +383,9 @@ class WeightsConfig(Section):
     log-probability is that of one version. `keep`: they go on at once, on the context that the old weights computed;
     the difference between engine and trainer grows by what that changes. `drain`: the version waits until they have
     ended, and new ones wait for it. Adapters need none of it: completions end with the one that they began with."""
-    apply_timeout_s: limits.Seconds = 300.0
-    """How long the engine may take to load a version and to verify it; under `drain` after the last completion."""
+    apply_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    """How long the engine may take to load a version and to verify it; under `drain` after the last completion. `auto`:
+    by the size of the weights, on a slow disk; at least 300."""
     probe_tasks: Annotated[int, Field(gt=0, le=10_000)] = 8
     """Prompts that engine and trainer both score after every apply."""
     probe_tokens: limits.Tokens = 64
@@ -424,12 +429,16 @@ class RunSection(Section):
     """Steps between checkpoints. `auto`: ten in a run."""
     keep_checkpoints: limits.Items = 2
     """Older ones are removed; the last is always kept."""
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
+    engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast`; not when one died
+    at the same step before. 0: never, and the run ends."""
     save_samples: limits.Items = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     placement: Literal["auto", "shared", "separate"] = "auto"
     """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
     first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where
-    there are enough GPUs, but for `single_copy`."""
+    there are enough GPUs, but where `single_copy` is set."""
     threads: limits.Threads | Literal["auto"] = "auto"
     """CPU threads of the trainer, and of all engines together, whose processes share them out. `auto`: all cores this
     process may use."""

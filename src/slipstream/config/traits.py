@@ -25,7 +25,7 @@ def bridge_of(config: RunConfig) -> str:
 def apply_timeout_s(config: RunConfig) -> float:
     """How long an update may take, the completions included that it waits for under `drain`."""
     waits = config.weights.in_flight == "drain" and config.training.staleness > 0
-    return config.weights.apply_timeout_s + waits * config.inference.request_timeout_s
+    return float(config.weights.apply_timeout_s) + waits * float(config.inference.request_timeout_s)
 
 
 def keeps_copy(config: RunConfig) -> bool:

@@ -69,6 +69,23 @@ def launch(
 def leave(code: int) -> NoReturn:
     """End this process as `sys.exit` does, but leave its objects to the kernel: with torch and vLLM imported, it takes
     seconds to take back operators and to free everything one by one."""
+    os._exit(_wind_up(code))
+
+
+def become(arguments: Sequence[str], module: str) -> NoReturn:
+    """Go on as a new Python that runs `module`, begun as this one was where that can be told, with `arguments`: of this
+    process are left its number, its terminal and its environment."""
+    begun, given = list(sys.orig_argv), sys.argv[1:]
+    head = begun[1 : len(begun) - len(given)] if begun[len(begun) - len(given) :] == given else ["-P", "-m", module]
+    _wind_up(0)
+    for name in os.listdir("/proc/self/fd"):  # a driver's would keep its memory
+        with contextlib.suppress(OSError):
+            os.set_inheritable(int(name), int(name) <= 2)
+    os.execv(sys.executable, [sys.executable, *head, *arguments])
+
+
+def _wind_up(code: int) -> int:
+    """Have other threads end, call what is to be called at the end, and flush; the exit code."""
     threading._shutdown()  # type: ignore[attr-defined]
     registry: dict[weakref.finalize[..., Any], Any] = getattr(weakref.finalize, "_registry", {})
     for finalizer, call in list(registry.items()):
@@ -83,7 +100,7 @@ def leave(code: int) -> NoReturn:
             code = code or 120
             with contextlib.suppress(OSError):
                 os.write(2, f"error: the output cannot be written ({error})\n".encode())
-    os._exit(code)
+    return code
 
 
 def ending(code: int | None, log_path: Path) -> str:

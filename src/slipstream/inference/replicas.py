@@ -164,6 +164,11 @@ class EngineReplicas:
         return all(replica.engine.is_up for replica in self._replicas)
 
     @property
+    def is_in_memory_only(self) -> bool:
+        """Whether no file holds the weights that one of them has or had."""
+        return any(replica.engine.is_in_memory_only for replica in self._replicas)
+
+    @property
     def each(self) -> tuple[Member, ...]:
         """Those that are in service."""
         return tuple(replica.engine for replica in self._replicas if replica.is_serving)

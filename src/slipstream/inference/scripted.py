@@ -48,6 +48,8 @@ class ScriptedEngine:
         self.on_event = on_event
         self.on_request: Callable[[GenerateRequest], None] = lambda request: None
         self.is_alive = True
+        self.is_in_memory_only = False
+        """Whether no file holds its weights, so that it cannot be started again."""
         self.is_hanging = False
         self.returns_logprobs = True
         self.logprob_offset = 0.0
@@ -84,11 +86,6 @@ class ScriptedEngine:
     def is_up(self) -> bool:
         """See `SupervisedEngine`."""
         return self.is_alive
-
-    @property
-    def is_in_memory_only(self) -> bool:
-        """No: there are no weights."""
-        return False
 
     def launch(self) -> None:
         """Nothing: it is there."""
@@ -128,6 +125,8 @@ class ScriptedEngine:
         """See `SupervisedEngine`."""
         if self.is_alive:
             return
+        if self.is_in_memory_only:
+            raise EngineError("the engine died, and no file holds the weights that it had: it was told to die")
         if self.num_restarts >= self._max_restarts:
             raise EngineError(
                 f"the engine died, and inference.max_restarts = {self._max_restarts} allows no further restart: it was "

@@ -42,11 +42,11 @@ def run_bridge(
 
     def held() -> Version | None:
         # One that died comes back first.
-        longest_s = timeout_s + config.inference.start_timeout_s
+        longest_s = timeout_s + float(config.inference.start_timeout_s)
         return thread.call(engine.held(), longest_s, "the engine to say which version it holds")
 
     def joined() -> int:
-        return thread.call(engine.joined(), config.inference.start_timeout_s, "dead engines to start again")
+        return thread.call(engine.joined(), float(config.inference.start_timeout_s), "dead engines to start again")
 
     def go_on(version: Version) -> None:
         thread.call(engine.go_on(version, timeout_s), timeout_s, f"the engine to go on with version {version.name}")
@@ -73,14 +73,20 @@ def repeats_updates(config: RunConfig, engine: RunEngine, log: RunLog) -> Callab
     def publishes_again(error: SlipstreamError) -> bool:
         if config.weights.bridge != "broadcast" or num_replicas(config) == 1:
             return False
-        deadline = time.monotonic() + _DYING_S
-        while engine.is_up and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        if not engine.is_up:
+        has_ended = ends_soon(engine)
+        if has_ended:
             log.event("update_repeated", reason=str(error))
-        return not engine.is_up
+        return has_ended
 
     return publishes_again
+
+
+def ends_soon(engine: RunEngine) -> bool:
+    """Whether one of its processes is dead, after waiting for it for as long as vLLM's core may be dead before."""
+    deadline = time.monotonic() + _DYING_S
+    while engine.is_up and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return not engine.is_up
 
 
 def update_metrics(ticket: Ticket) -> dict[str, float]:

@@ -94,7 +94,7 @@ def split_card(card: int, needs: Needs, *, shared: bool, may_sleep: bool, must_s
         return _split(left - needs.probe, usable - trainer - ASLEEP_RESERVE, needs, sleeps=True)
     if side_by_side.fits:
         return side_by_side
-    cache = max(left - needs.activations, left // 4)
+    cache = min(needs.cache, max(left - needs.activations, left // 4))
     return _split(cache, left - cache, needs, sleeps=False)
 
 

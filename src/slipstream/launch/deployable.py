@@ -22,6 +22,7 @@ from slipstream.config import (
     with_values,
 )
 from slipstream.errors import ConfigError
+from slipstream.launch.deadlines import LEAST_S
 from slipstream.launch.facts import read_model
 from slipstream.launch.machine import measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.launch.memory import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
@@ -194,6 +195,7 @@ def engine_config(
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
             start_timeout_s=start_timeout_s,
+            request_timeout_s=LEAST_S,
         ),
         run=RunSection(threads=usable_cpus()),
     )

@@ -56,12 +56,13 @@ def quiet_s(config: RunConfig) -> float:
     deadline of its own, and these are all of them."""
     section, inference = config.environment, config.inference
     own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
-    return own_s + inference.request_timeout_s + inference.start_timeout_s + apply_timeout_s(config)
+    engine_s = float(inference.request_timeout_s) + float(inference.start_timeout_s)
+    return own_s + engine_s + apply_timeout_s(config)
 
 
 def waits_of(config: RunConfig, signs: Callable[[], int]) -> Waits:
     """The trainer's waits for the generating side, whose signs of life `signs` counts."""
-    inference = config.inference
+    start_s = float(config.inference.start_timeout_s)
     # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
-    apply_s = apply_timeout_s(config) + inference.start_timeout_s + bool(config.training.staleness) * quiet_s(config)
-    return Waits(inference.start_timeout_s + START_GRACE_S, apply_s, quiet_s(config), signs)
+    apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * quiet_s(config)
+    return Waits(start_s + START_GRACE_S, apply_s, quiet_s(config), signs)

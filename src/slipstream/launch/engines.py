@@ -47,6 +47,11 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
         ...
 
     @property
+    def is_in_memory_only(self) -> bool:
+        """Whether no file holds the weights that one of its engines has or had."""
+        ...
+
+    @property
     def each(self) -> Sequence[rollouts.Engine]:
         """The engines in service, where there are several."""
         ...
@@ -160,10 +165,10 @@ def create_engine(
         return SupervisedEngine(
             settings,
             log_folder / log,
-            start_timeout_s=config.inference.start_timeout_s,
+            start_timeout_s=float(config.inference.start_timeout_s),
             max_restarts=config.inference.max_restarts,
             on_event=on_event,
-            silence_s=min(SILENCE_S, config.inference.request_timeout_s + _GRACE_S),
+            silence_s=min(SILENCE_S, float(config.inference.request_timeout_s) + _GRACE_S),
         )
 
     if num_replicas(config) == 1:

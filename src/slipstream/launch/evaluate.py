@@ -71,7 +71,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
                 scorer,
                 prepared.tokenizer,
                 engine,
-                request_timeout_s=config.inference.request_timeout_s,
+                request_timeout_s=float(config.inference.request_timeout_s),
                 run_timeout_s=section.run_timeout_s,
             )
             progress.phase("evaluate", len(prepared.eval_tasks))

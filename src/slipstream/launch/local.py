@@ -7,7 +7,6 @@ engine starts while the trainer loads, so that neither waits for the other's imp
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
@@ -21,9 +20,9 @@ from slipstream.launch.caches import lasting_caches
 from slipstream.launch.draws import START_GRACE_S, Draws, quiet_s, waits_of
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.exhausted import told_of_memory
+from slipstream.launch.fallbacks import with_fallbacks
 from slipstream.launch.log_events import logged_as_events
 from slipstream.launch.models import (
-    CompilerFailed,
     Trained,
     build,
     build_objective,
@@ -35,6 +34,7 @@ from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.progress import Progress, title_of
 from slipstream.launch.ranks import RankCrew, rank_threads
+from slipstream.launch.restarts import WeightsLost, earlier_attempts, has_lost_weights, start_again
 from slipstream.launch.result import RunResult
 from slipstream.launch.resume import changed_settings, identity_of, refuse_to_resume
 from slipstream.launch.shortages import begun_with
@@ -52,7 +52,7 @@ from slipstream.orchestrator.tasks import all_of
 from slipstream.orchestrator.versions import Versions
 from slipstream.orchestrator.watch import blame
 from slipstream.records import ApplyReport, EngineHealth, SamplingParams, Ticket
-from slipstream.runlog import RunLog, read_settings, sample_of
+from slipstream.runlog import RunLog, read_events, read_settings, sample_of
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights import Announce
 from slipstream.weights.single_copy import SharedWeights
@@ -72,8 +72,8 @@ def train(
     make_engine: EngineMaker = create_engine,
     stages: Stages | None = None,
 ) -> RunResult:
-    """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped. `stages` may have
-    some already."""
+    """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped, and `StartsAgain`
+    where it has not ended. `stages` may have some already."""
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
@@ -102,32 +102,17 @@ def train(
             progress.start(title_of(prepared.config), prepared.config.training.steps, step)
             try:
                 with lasting_caches(lambda text: _warn(log, progress, text)):
-                    return _carry_out(
+                    return with_fallbacks(
                         prepared,
-                        lambda prepared: _Run(prepared, progress, log, stop, make_engine, stages),
-                        resume=resume,
+                        lambda planned: _Run(planned, progress, log, stop, make_engine, stages).carry_out(resume),
+                        log,
+                        progress,
                     )
+            except WeightsLost as lost:
+                start_again(lost, log, progress, prepared.config.run.max_restarts, stop)
             finally:
                 stages.end()
                 progress.stop()
-
-
-def _carry_out(prepared: Prepared, make: Callable[[Prepared], _Run], *, resume: bool) -> RunResult:
-    """The plan or, where its own choice was to compile layers and the compiler fails, one without that."""
-    run = make(prepared)
-    try:
-        return run.carry_out(resume)
-    except CompilerFailed as error:
-        if prepared.loaded.config.training.compile != "auto":
-            raise
-        problem = error.problem
-    del run
-    gc.collect()  # what was loaded for the first plan
-    prepared = prepared.without_compiling(problem)
-    run = make(prepared)
-    run.log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-    _warn(run.log, run.progress, prepared.plan.warnings[-1])
-    return run.carry_out(resume)
 
 
 def _warn(log: RunLog, progress: Progress, text: str) -> None:
@@ -161,6 +146,7 @@ class _Run:
         self._teacher: RunTeacher | None = None
         self._crew: RankCrew | None = None
         self._health: EngineHealth | None = None
+        self._loop: TrainingLoop | None = None
         self._thread: EventLoopThread | None = None
         self._scorer: ScorerPool | None = None
         stop.at_once = self._kill
@@ -183,8 +169,14 @@ class _Run:
 
     def carry_out(self, resume: bool) -> RunResult:
         """Start what is needed, train, say what came of it, and end everything in the opposite order."""
-        with told_of_memory(self.prepared, self.log), self._exits:
-            return self._train(resume)
+        with self._exits:
+            try:
+                with told_of_memory(self.prepared, self.log):
+                    return self._train(resume)
+            except Exception as error:
+                if not has_lost_weights(error, self._engine):
+                    raise
+                raise WeightsLost(error, self._loop.trained_s if self._loop else 0.0) from error
 
     def _train(self, resume: bool) -> RunResult:
         config = self.config
@@ -195,7 +187,7 @@ class _Run:
         if config.teacher is not None:
             self._teacher = launch_teacher(self.prepared, self.folder, self.log, self.progress, self._make_engine)
             self._exits.callback(self._teacher.kill)
-        loop = self._build_loop(resume)
+        loop = self._loop = self._build_loop(resume)
         self.log.listen(note_peak(self.log, self.prepared.plan.memory_settings))
         self.progress.ready()
         self._stages.begin_steps(loop.step)
@@ -315,17 +307,20 @@ class _Run:
         if not self.prepared.uses_engine or config.weights.bridge != "single_copy":
             return ()
         thread, waits_for = self._event_loop(), "the engine to start and to share its weights"
-        timeout_s = config.inference.start_timeout_s + START_GRACE_S
+        timeout_s = float(config.inference.start_timeout_s) + START_GRACE_S
         with self._stages.stage("import what loading needs"):
             import_ahead(config)
         with self._stages.stage(WAIT):
             thread.call(self._engine_ready(), timeout_s, waits_for)
-        return thread.call(share_weights(config, self._create_engine()), config.weights.apply_timeout_s, waits_for)
+        sharing = share_weights(config, self._create_engine())
+        return thread.call(sharing, float(config.weights.apply_timeout_s), waits_for)
 
     def _resume(self, loop: TrainingLoop) -> None:
         latest = loop.store.latest()
         if latest is not None:
             loop.resume(latest)
+        for attempt in earlier_attempts(read_events(self.folder), self.log.lineage)[:1]:
+            loop.trained_before_s = float(attempt["trained_s"])
         self.log.resumed(loop.step, checkpoint=latest.name if latest else None)
 
     def _attach_orchestrator(self, loop: TrainingLoop) -> None:
@@ -360,7 +355,7 @@ class _Run:
             scorer,
             prepared.tokenizer,
             engine,
-            request_timeout_s=config.inference.request_timeout_s,
+            request_timeout_s=float(config.inference.request_timeout_s),
             run_timeout_s=config.environment.run_timeout_s,
         )
 
@@ -375,7 +370,7 @@ class _Run:
             engine,
             self.log,
             sleeps=config.inference.sleep is True,
-            timeout_s=config.weights.apply_timeout_s,
+            timeout_s=float(config.weights.apply_timeout_s),
         )
         loop.engine = Orchestrator(
             thread,
@@ -413,7 +408,7 @@ class _Run:
             prepared.sampling(),
             max_tokens=config.weights.probe_tokens,
             seed=config.run.seed,
-            timeout_s=config.inference.request_timeout_s,
+            timeout_s=float(config.inference.request_timeout_s),
         )
 
     def _evaluation(self, runner: RolloutRunner) -> Callable[[], Awaitable[Evaluation]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config import RunConfig
 from slipstream.config.traits import uses_critic
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.facts import adapter_config
 from slipstream.records import SamplingParams
@@ -262,12 +262,21 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
 
 
 async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
-    """Where each worker of an engine that is ready has its live weights."""
+    """Where each worker of an engine that is ready has its live weights. Raises CannotShare when it lives and cannot
+    say so."""
     from slipstream.trainer.model import resolve_folder
     from slipstream.weights.files import stored_parameters
+    from slipstream.weights.single_copy import CannotShare
 
     folder = resolve_folder(config.model.path)
-    return await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
+    try:
+        return await engine.share(stored_parameters(folder, config.model.dtype), float(config.weights.apply_timeout_s))
+    except DeadlineError:
+        raise
+    except EngineError as error:
+        if not engine.is_up:
+            raise
+        raise CannotShare(f"the engine cannot share its weights ({error})") from error
 
 
 def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:

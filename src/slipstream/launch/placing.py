@@ -22,7 +22,8 @@ def plan_placement(draft: Draft) -> None:
     size, asked = draft["inference.tensor_parallel_size"], draft["inference.replicas"]
     least = 1 if asked == "auto" else asked
     needed = least * size if uses_engine(draft.original) else 0
-    beside = ranks > 1 and not draft.on_cpu and not shares_weights(draft.original)
+    shares = shares_weights(draft.original) or _ranks_share(draft, needed)
+    beside = ranks > 1 and not draft.on_cpu and not shares
     if beside and (ranks + needed > num_gpus or draft["run.placement"] == "shared"):
         raise ConfigError(
             f"training.ranks = {ranks} needs {ranks + needed} GPUs, one for each and {needed} for the engine, and "
@@ -32,16 +33,16 @@ def plan_placement(draft: Draft) -> None:
         draft.warnings.append(f"training.ranks = {ranks} processes share {draft.facts.num_cpus} cores: lower it")
     if not needed:
         return
-    check_divided(draft.facts.model, size, has_ranks=ranks > 1 and shares_weights(draft.original))
+    check_divided(draft.facts.model, size, has_ranks=ranks > 1 and shares)
     apart, together = (
         num_cards(place(ranks=ranks, replicas=least, tensor_parallel_size=size, separate=s)) for s in (True, False)
     )
-    if num_gpus >= apart and not shares_weights(draft.original):
+    if num_gpus >= apart and not shares:
         draft.derive_auto("run.placement", "separate", f"there are {num_gpus} GPUs")
     reason = (
         "there is no GPU" if draft.on_cpu else "there is one GPU" if num_gpus == 1 else f"there are {num_gpus} GPUs"
     )
-    if shares_weights(draft.original) and not draft.on_cpu:
+    if shares and not draft.on_cpu:
         reason = "trainer and engine have one copy of the weights"
     draft.derive_auto("run.placement", "shared", reason)
     separate = draft["run.placement"] == "separate"
@@ -65,6 +66,51 @@ def plan_placement(draft: Draft) -> None:
             f"{num_gpus - used} of {num_gpus} GPUs are not used: the trainer uses {'one' if ranks == 1 else ranks} "
             "(training.ranks)"
         )
+
+
+def _ranks_share(draft: Draft, needed: int) -> bool:
+    """Whether the ranks have one copy with the engine's workers because there are no cards beside theirs."""
+    training, placement = draft.original.training, draft["run.placement"]
+    if training.ranks == 1 or not needed or draft.on_cpu or draft["weights.bridge"] != "auto":
+        return False
+    is_short = placement == "shared" or (placement == "auto" and draft.facts.num_gpus < training.ranks + needed)
+    return is_short and draft.original.lora is None and not one_copy_obstacle(draft)
+
+
+OWN_LAYOUT = (
+    "quantization",
+    "load_format",
+    "model_impl",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "enable_sleep_mode",
+    "cpu_offload_gb",
+    "offload_backend",
+    "offload_config",
+)
+"""vLLM's engine arguments with which its weights lie otherwise than the trainer's, or not on this card alone."""
+
+
+def one_copy_obstacle(draft: Draft) -> str:
+    """Why trainer and engine cannot have one copy of the weights on the cards that they share, as far as settings and
+    facts tell; empty where nothing is in the way. What vLLM makes of a model is seen when it has loaded it."""
+    config, size = draft.original, draft["inference.tensor_parallel_size"]
+    ranks, replicas, options = config.training.ranks, draft["inference.replicas"], config.inference.options
+    own = next((name for name in options if name.replace("-", "_") in OWN_LAYOUT), "")
+    if config.lora is not None and config.lora.dora:
+        return "DoRA's engine gets the whole model with the adapter in it"
+    if isinstance(replicas, int) and replicas > 1:
+        return f"each of inference.replicas = {replicas} engines has weights of its own"
+    if ranks != size:
+        return f"there are training.ranks = {ranks} and inference.tensor_parallel_size = {size}, which must be equal"
+    if ranks > 1 and draft.facts.model.num_experts > 1:
+        return "ranks and workers divide a layer's experts in different ways"
+    if config.inference.sleep is True:
+        return "inference.sleep = true frees the engine's weights"
+    if config.weights.delta:
+        return "weights.delta = true sends what changed"
+    return f"with inference.options.{own} vLLM has the weights otherwise than the trainer" if own else ""
 
 
 def _plan_replicas(draft: Draft, separate: bool) -> None:

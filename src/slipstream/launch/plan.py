@@ -17,6 +17,8 @@ from slipstream.config.checks import inapplicable
 from slipstream.config.recipes import choices, resolved
 from slipstream.config.traits import uses_critic, uses_engine
 from slipstream.errors import ConfigError
+from slipstream.launch.bridge_plan import plan_bridge
+from slipstream.launch.deadlines import plan_deadlines
 from slipstream.launch.draft import Draft
 from slipstream.launch.engine_version import plan_patches
 from slipstream.launch.lengths import plan_lengths
@@ -99,11 +101,16 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
 
 
 def _alternatives(asked: RunConfig, made: RunConfig) -> list[RunConfig]:
-    """What was planned, and where it was free to choose, what weights that are spread otherwise would have been."""
-    if asked.training.ranks == 1 or asked.training.reshard != "auto":
-        return [made]
-    other = "layer" if made.training.reshard == "step" else "step"
-    return [made, with_values(made, {"training.reshard": other})]
+    """What was planned, and where it was free to choose, what weights that are spread otherwise, or reach the engine by
+    another bridge, would have been."""
+    found = [made]
+    if asked.training.ranks > 1 and asked.training.reshard == "auto":
+        other = "layer" if made.training.reshard == "step" else "step"
+        found.append(with_values(made, {"training.reshard": other}))
+    if asked.weights.bridge == "auto" and made.weights.bridge in ("single_copy", "disk"):
+        other = "disk" if made.weights.bridge == "single_copy" else "single_copy"
+        found += [with_values(each, {"weights.bridge": other}) for each in found]
+    return found
 
 
 def _correction(configs: list[RunConfig], facts: Facts, ways: list[Any]) -> str:
@@ -133,6 +140,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
     plan_compile(draft)
     if uses_engine(config):
         plan_lengths(draft)
+        plan_bridge(draft)
         if draft.on_cpu:
             plan_cpu_cache(draft)
         else:
@@ -143,6 +151,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
             "on a CPU compiling takes longer than it saves" if draft.on_cpu else "CUDA graphs pay on a GPU",
         )
         plan_patches(draft)
+        plan_deadlines(draft)
     elif facts.model.original_context:
         length = facts.data.max_sequence_tokens or 0
         draft.derive_auto("inference.max_model_len", length, "the longest conversation: it decides the rotary factors")
@@ -206,26 +215,13 @@ def _plan_dtype(draft: Draft) -> None:
 
 
 def _plan_lora(draft: Draft) -> None:
-    """`weights.bridge` and `lora.target_modules`."""
+    """`lora.target_modules`."""
     adapter, lora = draft.facts.adapter, draft.original.lora
     if adapter is not None and lora is not None and lora.target_modules == "all-linear":
         reason = "all-linear: every linear layer but the output head"
         if adapter.unreached:
             reason += f", and so not {', '.join(adapter.unreached)}"
         draft.derive("lora.target_modules", adapter.target_modules, reason)
-    if uses_engine(draft.original):
-        if lora and not lora.dora:
-            choice, reason = "lora", "[lora] is set: only the adapter is published"
-        elif draft["run.placement"] == "separate":
-            choice, reason = "broadcast", "from GPU to GPU"
-        else:
-            choice, reason = "disk", "files loaded into the running engine"
-        draft.derive_auto("weights.bridge", choice, reason)
-        if draft["weights.bridge"] == "lora" and draft["model.dtype"] == "float32" and not draft.on_cpu:
-            raise ConfigError(
-                'model.dtype = "float32" does not go with weights.bridge = "lora" on a GPU, where vLLM has adapters '
-                'in 16 bits: use model.dtype = "bfloat16", or weights.bridge = "disk", which merges them'
-            )
 
 
 def _plan_batch(draft: Draft) -> None:

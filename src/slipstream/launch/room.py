@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from slipstream.config import RLConfig, RunConfig, with_values
-from slipstream.config.traits import shares_weights, uses_engine
+from slipstream.config.traits import uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.cards import (
     ASLEEP_RESERVE,
@@ -114,7 +114,7 @@ def plan_card(draft: Draft) -> None:
     card, length = draft.facts.gpu_memory_bytes, draft["inference.max_model_len"]
     weights, each = _card_weights(draft), _gpu_cache_each(draft)
     wanted, reason = _sequences(draft)
-    split = _split_of(draft)
+    split = split_of(draft, draft["weights.bridge"])
     share = draft["inference.gpu_memory_utilization"]
     room = split.cache if share == "auto" else min(split.cache, int(share * card) - weights - ENGINE_RESERVE)
     given = draft["inference.kv_cache_gib"]
@@ -152,6 +152,8 @@ def plan_card(draft: Draft) -> None:
         reason = "side by side there is not enough room: the engine gives up its memory while the trainer works"
     elif draft["run.placement"] == "separate":
         reason = "the engine has a GPU of its own"
+    elif not split.fits and draft["weights.bridge"] == "single_copy":
+        reason = "the engine's weights are the trainer's, which needs them while it works"
     elif not split.fits:
         reason = "with staleness the engine works while the trainer does"
     draft.derive_auto("inference.sleep", split.sleeps, reason)
@@ -168,19 +170,19 @@ def _gpu_cache_each(draft: Draft) -> int:
     return kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length, GPU_BLOCK_TOKENS, size)
 
 
-def _split_of(draft: Draft) -> Split:
-    """How trainer and engine divide the card, or the two cards."""
+def needs_of(draft: Draft, bridge: str) -> Needs:
+    """What trainer and engine would like to have of the card, or the two cards, over `bridge`."""
     training, facts, dtype = draft.original.training, draft.facts, draft["model.dtype"]
     checkpointing = training.gradient_checkpointing
     if checkpointing == "auto":
         checkpointing = training.offload_activations
-    config, row = draft.config(), draft["training.micro_batch_tokens"]
+    config, row = with_values(draft.config(), {"weights.bridge": bridge}), draft["training.micro_batch_tokens"]
     if training.reshard == "auto":  # what takes least: more is kept where there is room left
         config = with_values(config, {"training.reshard": "layer"})
     rows = rows_of(config, facts, checkpointing=checkpointing)
     tokens = max(_longest(draft), MIN_ROW_TOKENS if row == "auto" else row)
     num_sequences = draft["inference.max_num_seqs"]
-    needs = Needs(
+    return Needs(
         state=rows.state,
         activations=int(rows.needed(tokens)),
         probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model, dtype),
@@ -188,14 +190,18 @@ def _split_of(draft: Draft) -> Split:
         cache=_gpu_cache_each(draft) * (_sequences(draft)[0] if num_sequences == "auto" else num_sequences),
         teacher=teacher_beside(draft, trainer=False),
     )
+
+
+def split_of(draft: Draft, bridge: str) -> Split:
+    """How they divide it."""
     sleep, separate = draft["inference.sleep"], draft["run.placement"] == "separate"
     if sleep is True and separate:
         raise ConfigError("inference.sleep = true has no use: the engine has a GPU of its own; remove it")
     return split_card(
-        facts.gpu_memory_bytes,
-        needs,
+        draft.facts.gpu_memory_bytes,
+        needs_of(draft, bridge),
         shared=not separate,
-        may_sleep=sleep == "auto" and not training.staleness and not shares_weights(draft.original),
+        may_sleep=sleep == "auto" and not draft.original.training.staleness and bridge != "single_copy",
         must_sleep=sleep is True,
     )
 

@@ -206,7 +206,7 @@ def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) ->
         return create_adapter_bridge(
             folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
         )
-    timeout_s, apply_s = config.inference.start_timeout_s, config.weights.apply_timeout_s
+    timeout_s, apply_s = float(config.inference.start_timeout_s), float(config.weights.apply_timeout_s)
     call = sides.thread.call
     whole: Literal["disk", "restart", "broadcast", "single_copy"]
     assert name not in ("lora", "single_copy+lora")

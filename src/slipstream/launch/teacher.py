@@ -83,7 +83,7 @@ class RunTeacher:
         await self._teacher_now.score(rollout)
 
     async def _source(self) -> Source:
-        timeout_s = self._config.inference.request_timeout_s
+        timeout_s = float(self._config.inference.request_timeout_s)
         if self._engine is not None:
             health = await self._engine.wait_ready()
             self._log.event("teacher", digest=self.digest, patches=health.patches, vllm_version=health.vllm_version)

@@ -165,6 +165,8 @@ def _warnings(events: Sequence[dict[str, Any]]) -> Html:
     resumes = [event for event in events if event["kind"] == "resume"]
     if restarts:
         told.append(f"The engine was started again {len(restarts)} times.")
+    if attempts := [event for event in events if event["kind"] == "restart"]:
+        told.append(f"The run was started again by itself {len(attempts)} times, as an engine died with its weights.")
     told += [f"Resumed after step {event['step']}." for event in resumes]
     if not told:
         return h("p", "No warnings.")

@@ -37,6 +37,8 @@ class ExitReport(msgspec.Struct, frozen=True):
     time: float
     lineage: int
     versions: dict[str, str]
+    restarts: int = 0
+    """How often the run was started again by itself, in all its lineages."""
     traceback: str = ""
     """Only for errors that are bugs, not for those whose message is meant for the user."""
 

@@ -56,7 +56,11 @@ class RunLog:
         self._step = 0
         self._has_exit = False
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
-        rows = [*read_lines(folder / _EVENTS), *read_lines(folder / _METRICS)]
+        events = read_lines(folder / _EVENTS)
+        rows = [*events, *read_lines(folder / _METRICS)]
+        self.num_restarts = sum(event.get("kind") == "restart" for event in events)
+        """How often the run was started again by itself, in all its lineages."""
+        self._starts_again = bool(events) and events[-1].get("kind") == "restart"
         self.lineage = max((int(row["lineage"]) for row in rows), default=-1) + 1
         self._files = {name: LineFile(folder / name) for name in (_EVENTS, _METRICS, _SAMPLES)}
 
@@ -93,10 +97,20 @@ class RunLog:
         except BaseException:
             lock.release()
             raise
-        ended = previous.status if previous else "killed" if log.lineage else "none"
+        unsaid = "restart" if log._starts_again else "killed"
+        ended = previous.status if previous else unsaid if log.lineage else "none"
         (folder / _EXIT).unlink(missing_ok=True)
         log.event("opened", pid=os.getpid(), host=socket.gethostname(), resume=resume, previous=ended)
         return log
+
+    @property
+    def step(self) -> int:
+        """That of the last metrics, or that which was resumed from."""
+        return self._step
+
+    def leave_open(self) -> None:
+        """The run goes on in another process: leaving writes no `exit.json`."""
+        self._has_exit = True
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event; text under keys that look like secrets is replaced."""
@@ -189,6 +203,7 @@ class RunLog:
             time=_now(),
             lineage=self.lineage,
             versions=versions(),
+            restarts=self.num_restarts,
             traceback=scrub("".join(traceback.format_exception(error)), self._secrets) if is_bug else "",
         )
         with self._guard:

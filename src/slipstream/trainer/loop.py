@@ -148,10 +148,13 @@ class TrainingLoop:
     """Digests of what else it must not have changed, by what they are of."""
     step: int = 0
     """Batches trained on so far; set by `resume`."""
+    trained_before_s: float = 0.0
+    """What earlier attempts of the same command took of `training.max_seconds`."""
 
     early_stop: EarlyStop = field(init=False)
     """Whether the evaluations say that the run is done."""
 
+    _started: float | None = None
     _quiet_steps: int = 0
     _quiet_reason: str = _NO_VARIANCE
     _trained_steps: int = 0
@@ -184,6 +187,11 @@ class TrainingLoop:
         self.early_stop.load(extra.get("early_stop", {}))
         self._keep_best()
 
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training so far, with those of earlier attempts."""
+        return self.trained_before_s + (time.monotonic() - self._started if self._started is not None else 0.0)
+
     def run(self) -> None:
         """Train to the end; see the module for what ends it."""
         try:
@@ -202,7 +210,7 @@ class TrainingLoop:
             self._report(metrics)
             self._observe(metrics)
             self.engine.release(self.step)
-        started, updates = time.monotonic(), self.learner.step
+        self._started, updates = time.monotonic(), self.learner.step
         is_last = is_warm = False
         while self.step < training.steps and not is_last:
             if self.early_stop.reason:
@@ -211,7 +219,7 @@ class TrainingLoop:
                 break
             if self.should_stop():
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
-            is_last = self._one_step(started)
+            is_last = self._one_step()
             if not is_warm and self.learner.step > updates:
                 garbage.leave_out()
                 is_warm = True
@@ -220,7 +228,7 @@ class TrainingLoop:
         if self._saved_step != self.step:
             self._save()
 
-    def _one_step(self, started: float) -> bool:
+    def _one_step(self) -> bool:
         """One batch; whether it was the last, by number or by time."""
         with self.log.phase("batch"):
             batch = self.reader.take(self.step)
@@ -230,7 +238,7 @@ class TrainingLoop:
             metrics |= self._train(batch)
         self.step += 1
         training = self.config.training
-        is_late = training.max_seconds is not None and time.monotonic() - started >= training.max_seconds
+        is_late = training.max_seconds is not None and self.trained_s >= training.max_seconds
         if is_late:
             self.log.event("time_limit", step=self.step, max_seconds=training.max_seconds)
         is_last = is_late or self.step >= training.steps

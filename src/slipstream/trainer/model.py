@@ -31,6 +31,7 @@ from slipstream.trainer.rotary import fix_rotary
 from slipstream.trainer.towers import auto_class, freeze_towers, reads_images, text_config, unusable
 from slipstream.weights.adapter import AdapterConfig
 from slipstream.weights.files import stored_parameters
+from slipstream.weights.single_copy import CannotShare
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -333,10 +334,7 @@ def _place(
         if tensor is None or tensor.shape != parameter.shape:
             changed = "transformers changes it, and the engine has it otherwise"
             reason = changed if name is None else shared.refused.get(name, "the engine has another")
-            raise ConfigError(
-                f"trainer and engine cannot have one copy of {name or own_name} ({reason}): use another weights.bridge "
-                "than single_copy"
-            )
+            raise CannotShare(f"trainer and engine cannot have one copy of {name or own_name} ({reason})")
         parameter.data = tensor
     return network, loading
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError, WeightsError
+from slipstream.errors import WeightsError
 from slipstream.trainer.model import PolicyModel, is_same
 from slipstream.weights.shards import Shard, gathered_everywhere
-from slipstream.weights.single_copy import OTHER_BRIDGE, SharedTensor, SharedWeights, open_weights
+from slipstream.weights.single_copy import OTHER_BRIDGE, CannotShare, SharedTensor, SharedWeights, open_weights
 
 
 class WorkerMemory:
@@ -48,7 +48,7 @@ class WorkerMemory:
             elif not reason and opened[stored].dtype != parameter.dtype:
                 reason = f"the engine has it in {opened[stored].dtype}, the trainer in {parameter.dtype}"
             if reason:
-                raise ConfigError(f"trainer and engine cannot have one copy of {stored} ({reason}): {OTHER_BRIDGE}")
+                raise CannotShare(f"trainer and engine cannot have one copy of {stored} ({reason})")
             place = workers[rank].tensors[stored]
             self._live[name], self._places[name] = opened[stored], (place.dim, place.start)
             dim = _divided_alike([worker.tensors[stored] for worker in workers], tuple(parameter.shape))

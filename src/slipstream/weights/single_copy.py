@@ -28,8 +28,16 @@ from slipstream.weights.fingerprint import describe, digest
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of it, as torch's own allocations do."""
-OTHER_BRIDGE = "use weights.bridge = disk"
+OTHER_BRIDGE = "use another weights.bridge, such as disk"
 _STORAGE: Any = torch.UntypedStorage
+
+
+class CannotShare(ConfigError):
+    """Trainer and engine cannot have one copy of these weights on this machine; `problem` says why."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: {OTHER_BRIDGE}")
+        self.problem = problem
 
 
 class CudaHandle(msgspec.Struct, frozen=True):
@@ -171,7 +179,7 @@ def open_weights(shared: SharedWeights) -> dict[str, Tensor]:
         storages = [_open(storage) for storage in shared.storages]
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise WeightsError(f"the engine's weights cannot be opened here ({reason}): {OTHER_BRIDGE}") from error
+        raise CannotShare(f"the engine's weights cannot be opened here ({reason})") from error
     return {
         name: _view(storages[t.storage], t.offset, t.shape, t.strides, getattr(torch, t.dtype))
         for name, t in shared.tensors.items()

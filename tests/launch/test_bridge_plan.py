@@ -1,0 +1,122 @@
+"""Which bridge `weights.bridge = "auto"` becomes, and that the plan says why."""
+
+import dataclasses
+
+import pytest
+
+from slipstream.config import LoraConfig, with_values
+from slipstream.config.checks import contradictions
+from slipstream.launch import make_plan
+from slipstream.launch.measured import AdapterFacts, Peak
+from slipstream.launch.memory import GIB
+
+from .test_plan import CARD, GENERATED, GRPO, SFT, SFT_DATA, facts, plan, reasons
+
+ADAPTER = AdapterFacts(num_parameters=10_000, target_modules=("q_proj",))
+SMALL = CARD | {"gpu_memory_bytes": 48 * GIB}
+TWO = CARD | {"num_gpus": 2}
+
+
+def bridge_of(values=None, config=GRPO, **measured):
+    made = plan(GENERATED | (values or {}), config, **measured)
+    assert not list(contradictions(made.config)), "what is derived could have been set"
+    return made.config.weights.bridge, reasons(made)["weights.bridge"]
+
+
+@pytest.mark.parametrize(
+    ("values", "measured", "bridge", "reason"),
+    [
+        ({}, CARD, "single_copy", "one copy of the weights, and nothing moves in an update; it leaves up to "),
+        ({"training.staleness": 1}, CARD, "single_copy", "nothing moves"),
+        ({"algorithm.kl_coef": 0.1}, CARD, "single_copy", "nothing moves"),
+        ({"training.optimizer": "adamw_bf16"}, CARD, "single_copy", "nothing moves"),
+        ({"training.optimizer": "muon"}, CARD, "single_copy", "nothing moves"),
+        ({"model.dtype": "float32"}, CARD, "single_copy", "nothing moves"),
+        ({"algorithm.kind": "ppo"}, CARD, "single_copy", "nothing moves"),
+        ({}, CARD | {"num_experts": 8}, "single_copy", "nothing moves"),
+        ({"inference.options": {"max_num_batched_tokens": 4096}}, CARD, "single_copy", "nothing moves"),
+        ({"run.placement": "shared"}, TWO, "single_copy", "nothing moves"),
+        ({}, TWO, "broadcast", "from GPU to GPU"),
+        ({}, {"context_length": 4096}, "disk", "there is no GPU"),
+        ({"inference.sleep": True}, CARD, "disk", "inference.sleep = true frees the engine's weights"),
+        ({"weights.delta": True}, CARD, "disk", "weights.delta = true sends what changed"),
+        ({"inference.options": {"quantization": "fp8"}}, CARD, "disk", "inference.options.quantization"),
+        ({"inference.options": {"cpu-offload-gb": 4}}, CARD, "disk", "inference.options.cpu-offload-gb"),
+        ({"inference.replicas": 2, "run.placement": "shared"}, TWO, "disk", "each of inference.replicas = 2 engines"),
+        (
+            {"inference.tensor_parallel_size": 2, "run.placement": "shared"},
+            TWO,
+            "disk",
+            "training.ranks = 1 and inference.tensor_parallel_size = 2, which must be equal",
+        ),
+    ],
+)
+def test_the_rule(values, measured, bridge, reason):
+    found, why = bridge_of(values, **measured)
+    assert found == bridge
+    assert reason in why
+
+
+def test_an_adapter_travels_alone_and_dora_as_a_whole_model():
+    lora, dora = (GRPO.model_copy(update={"lora": LoraConfig(dora=dora)}) for dora in (False, True))
+    assert bridge_of(config=lora, adapter=ADAPTER, **CARD)[0] == "lora"
+    assert bridge_of(config=lora, adapter=ADAPTER, context_length=4096)[0] == "lora"
+    found, why = bridge_of(config=dora, adapter=ADAPTER, **CARD)
+    assert (found, "DoRA" in why) == ("disk", True)
+    assert bridge_of(config=dora, adapter=ADAPTER, **TWO)[0] == "broadcast"
+
+
+def test_where_both_sides_do_not_fit_the_one_that_leaves_more_room_wins_and_both_are_shown():
+    found, why = bridge_of(**SMALL)
+    assert found == "disk"
+    assert "as that leaves more room: single_copy leaves up to" in why
+    assert "disk, where the engine sleeps while the trainer works, up to" in why
+    assert plan(GENERATED, **SMALL).config.inference.sleep is True
+    # Where the engine may not sleep, one copy always leaves more.
+    for values in ({"training.staleness": 1}, {"inference.sleep": False}):
+        made = plan(GENERATED | values, **SMALL)
+        assert (made.config.weights.bridge, made.config.inference.sleep) == ("single_copy", False)
+    # A model whose weights the trainer cannot have beside the engine's, not even while that sleeps.
+    large = SMALL | {"num_parameters": 2_200_000_000}
+    found, why = bridge_of(**large)
+    assert found == "single_copy"
+    assert "0.00 GiB" in why.partition("disk, where the engine sleeps")[2]
+
+
+def test_ranks_and_workers_that_are_as_many_share_their_cards_where_there_are_no_others():
+    values = {"training.ranks": 2, "inference.tensor_parallel_size": 2}
+    made = plan(GENERATED | values, **TWO)
+    assert (made.config.weights.bridge, made.config.run.placement) == ("single_copy", "shared")
+    four = plan(GENERATED | values, **TWO | {"num_gpus": 4})
+    assert (four.config.weights.bridge, four.config.run.placement) == ("broadcast", "separate")
+    forced = plan(GENERATED | values | {"run.placement": "shared"}, **TWO | {"num_gpus": 4})
+    assert (forced.config.weights.bridge, forced.config.run.placement) == ("single_copy", "shared")
+    tight = plan(GENERATED | values, **TWO | {"gpu_memory_bytes": 34 * GIB})
+    assert tight.config.weights.bridge == "single_copy", "by another bridge ranks need cards of their own"
+
+
+def test_sft_that_is_evaluated():
+    assert bridge_of(config=SFT, max_sequence_tokens=SFT_DATA.max_sequence_tokens, **CARD)[0] == "single_copy"
+    config = SFT.model_copy(update={"evaluation": None})
+    made = plan(GENERATED, config, max_sequence_tokens=SFT_DATA.max_sequence_tokens, **CARD)
+    assert "weights.bridge" not in reasons(made)
+
+
+def test_what_was_set_stays():
+    for bridge in ("disk", "broadcast", "restart", "single_copy"):
+        made = plan(GENERATED | {"weights.bridge": bridge}, **CARD)
+        assert made.config.weights.bridge == bridge
+        assert "weights.bridge" not in reasons(made)
+
+
+def test_a_bridge_that_an_earlier_run_changed_names_it():
+    """Its trainer held more than is counted, so that both sides do not fit beside each other."""
+    card, values = CARD | {"gpu_memory_bytes": 64 * GIB, "card": "A card"}, GENERATED | {"training.steps": 5}
+    first = plan(values, **card)
+    assert first.config.weights.bridge == "single_copy"
+    held = first.trainer_bytes + 8 * GIB
+    peak = Peak("runs/before", held, held, 2000, first.memory_settings)
+    made = make_plan(with_values(GRPO, values), dataclasses.replace(facts(**card), peaks=(peak,)))
+    assert made.config.weights.bridge == "disk"
+    assert "corrected by runs/before" in reasons(made)["weights.bridge"]
+    assert peak in made.peaks, "a run that goes on is to have this plan again"

@@ -1,0 +1,64 @@
+"""Whether a run whose engine died with its weights is begun again: pure, from what the run folder tells."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream import errors
+from slipstream.launch import bridges
+from slipstream.launch.restarts import Restart, earlier_attempts, has_lost_weights, next_restart
+
+
+def died(*steps):
+    return [{"kind": "restart", "step": step} for step in steps]
+
+
+def test_so_often_as_is_allowed_with_waits_that_double_up_to_an_end():
+    found = [next_restart(10 * n, died(*range(0, 10 * n, 10)), 9) for n in range(10)]
+    assert found[:3] == [Restart(1, 2.0), Restart(2, 4.0), Restart(3, 8.0)]
+    assert [each.wait_s for each in found[6:9]] == [120.0, 120.0, 120.0]
+    assert "run.max_restarts = 9 allows no further restart" in found[9]
+    assert "run.max_restarts = 0" in next_restart(0, [], 0)
+
+
+def test_not_where_one_died_at_the_same_step_before():
+    assert "died at step 7 before" in next_restart(7, died(7), 3)
+    assert "died at step 7 before" in next_restart(7, died(5, 7), 3)
+    assert next_restart(5, died(7), 3) == Restart(2, 4.0)
+
+
+def test_only_the_attempts_of_one_command_count():
+    def lineage(number, *kinds):
+        return [{"lineage": number, "kind": kind, "step": number} for kind in kinds]
+
+    again, killed, ended = ("opened", "restart"), ("opened", "apply"), ("opened", "exit")
+    events = [*lineage(0, *again), *lineage(1, *killed), *lineage(2, *again), *lineage(3, *again), *lineage(4, *killed)]
+    assert [each["step"] for each in earlier_attempts(events, 4)] == [3, 2]
+    assert earlier_attempts(events, 2) == []
+    assert earlier_attempts([*lineage(0, *again), *lineage(1, *ended), *lineage(2, "opened")], 2) == []
+    assert earlier_attempts(lineage(0, "opened"), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "is_up", "in_memory", "expected"),
+    [
+        (errors.EngineError("it died"), False, True, True),
+        (errors.DeadlineError("it said nothing"), False, True, True),
+        (errors.WeightsError("the collective broke"), False, True, True),
+        (RuntimeError("CUDA error"), False, True, True),
+        (errors.EngineError("it died"), False, False, False),
+        (errors.EngineError("it refused"), True, True, False),
+        (errors.DeadlineError("it is slow"), True, True, False),
+        (errors.ConfigError("a wrong setting"), False, True, False),
+        (errors.DataError("a row"), False, True, False),
+        (errors.EnvironmentFault("a reward"), False, True, False),
+        (errors.TrainingError("no signal"), False, True, False),
+        (errors.MismatchError("too far apart"), False, True, False),
+        (errors.IntegrityError("a contradiction"), False, True, False),
+        (errors.Interrupted("Ctrl-C"), False, True, False),
+    ],
+)
+def test_what_an_engines_death_is_the_reason_of(monkeypatch, error, is_up, in_memory, expected):
+    monkeypatch.setattr(bridges, "_DYING_S", 0.05)
+    assert has_lost_weights(error, SimpleNamespace(is_up=is_up, is_in_memory_only=in_memory)) is expected
+    assert not has_lost_weights(error, None)

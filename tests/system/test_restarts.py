@@ -1,0 +1,94 @@
+"""A run whose engine dies with the only copy of the weights goes on by itself: the bound, and what ends it."""
+
+import pytest
+
+from slipstream.errors import StartsAgain
+from slipstream.launch import restarts
+from slipstream.runlog import read_exit
+
+STEPS = ("--training.steps", "6", "--run.checkpoint_every", "2", "--evaluation", "false")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+
+
+def dies_at(step):
+    """An engine that dies with its weights when it is asked for the batch of `step`."""
+
+    def change(engine):
+        def on_request(request):
+            if engine.version is not None and engine.version.step == step and not request.id.startswith("probe"):
+                engine.is_in_memory_only, engine.is_alive = True, False
+
+        engine.on_request = on_request
+
+    return change
+
+
+def attempts(scripted, *deaths, options=()):
+    """The run, attempt by attempt, as the command makes them; how many there were."""
+    for number, step in enumerate(deaths):
+        try:
+            report = scripted.run(*STEPS, *options, resume=number > 0, change=dies_at(step))
+        except StartsAgain:
+            assert read_exit(scripted.folder) is None, "it has not ended"
+            assert not scripted.engine.is_alive
+        else:
+            return report, number + 1
+    return None, len(deaths)
+
+
+def test_it_goes_on_from_the_last_checkpoint_and_counts(scripted):
+    report, number = attempts(scripted, 1, 3, 5, None)
+    assert (report.status, report.step, report.restarts, number) == ("finished", 6, 3, 4)
+    told = scripted.events("restart")
+    assert [(each["number"], each["step"], each["checkpoint"]) for each in told] == [
+        (1, 1, None),
+        (2, 3, "step-000002"),
+        (3, 5, "step-000004"),
+    ]
+    assert all("no file holds the weights" in each["reason"] for each in told)
+    assert [each["step"] for each in scripted.events("resume")] == [0, 2, 4]
+    assert [each["previous"] for each in scripted.events("opened")] == ["none", "restart", "restart", "restart"]
+    waits = [each["wait_s"] for each in told]
+    assert waits == [waits[0], 2 * waits[0], 4 * waits[0]]
+    assert [row["step"] for row in scripted.metrics] == list(range(7))
+
+
+def test_the_bound(scripted):
+    report, number = attempts(scripted, 1, 3, 5, options=("--run.max_restarts", "2"))
+    assert (report.status, report.error, report.exit_code, number) == ("failed", "EngineError", 5, 3)
+    assert "no file holds the weights" in report.message
+    assert any("run.max_restarts = 2 allows no further" in event["message"] for event in scripted.events("warning"))
+    # Begun again by a person, it may do so anew.
+    with pytest.raises(StartsAgain):
+        scripted.run(*STEPS, "--run.max_restarts", "2", resume=True, change=dies_at(5))
+    assert scripted.events("restart")[-1]["number"] == 1
+
+
+def test_none_where_it_is_switched_off(scripted):
+    report, number = attempts(scripted, 1, 1, options=("--run.max_restarts", "0"))
+    assert (report.status, number, report.restarts) == ("failed", 1, 0)
+    assert not scripted.events("restart")
+
+
+def test_no_progress_ends_it_with_the_last_error(scripted):
+    report, number = attempts(scripted, 3, 3, 3)
+    assert (report.status, report.error, number) == ("failed", "EngineError", 2)
+    assert any("died at step 3 before" in event["message"] for event in scripted.events("warning"))
+
+
+def test_what_would_fail_again_does_not_start_again(scripted):
+    """The engine dies, and what ended the run was another thing."""
+
+    def change(engine):
+        def on_request(request):
+            engine.is_in_memory_only, engine.logprob_offset = True, 5.0
+
+        engine.on_request = on_request
+
+    report = scripted.run(*STEPS, change=change)
+    assert (report.status, report.error) == ("failed", "MismatchError")
+    assert not scripted.events("restart")
