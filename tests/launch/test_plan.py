@@ -125,7 +125,8 @@ def test_every_auto_gets_its_value_and_reason():
         "training.gradient_checkpointing": False,
         "training.compile": False,
         "run.threads": 2,
-        "run.checkpoint_every": 4,
+        "run.checkpoint_every": "10min",
+        "run.async_checkpoints": True,
         "evaluation.temperature": 1.0,
         "algorithm.advantage": "group_mean",
         "algorithm.scale_rewards": "std",
@@ -168,6 +169,7 @@ def test_what_the_user_set_stays():
         "training.compile": False,
         "run.threads": 1,
         "run.checkpoint_every": 7,
+        "run.async_checkpoints": False,
         "evaluation.temperature": 0.0,
         "algorithm.advantage": "batch_mean",
         "algorithm.scale_rewards": "none",
@@ -511,8 +513,9 @@ class TestSFT:
         assert {item.name for item in made.derived} == {
             "model.dtype", "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
             "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
+            "run.async_checkpoints",
         }  # fmt: skip
-        assert [note.name for note in made.notes if note.unit] == ["memory of the trainer"]
+        assert [note.name for note in made.notes if note.unit] == ["memory of the trainer", "size of a checkpoint"]
         on_gpu = dataclasses.replace(FACTS, data=SFT_DATA, num_gpus=1, gpu_memory_bytes=8 * GIB)
         assert make_plan(config, on_gpu).config.training.micro_batch_tokens == 16_384
 

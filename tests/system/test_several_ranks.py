@@ -37,7 +37,7 @@ def meetings(monkeypatch):
 
 def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(command, run_file, tmp_path):
     file = sft_file(run_file)
-    every = ("--run.checkpoint_every", "2", "--training.steps")
+    every = ("--run.checkpoint_every", "2", "--run.keep_checkpoints", "2", "--training.steps")
     assert command("sft", file, *every, "6", *ranks(1), "--run.folder", tmp_path / "one").wait()[0] == 0
     for number, steps in ((2, 2), (4, 4), (1, 6)):
         again = ("--resume",) if steps > 2 else ()

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.trainer.checkpoint import CheckpointStore, damage
+from slipstream.trainer.checkpoint import CheckpointStore, damage, has_state
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.weights.files import write_model_folder
 
@@ -170,3 +170,47 @@ def test_state_of_another_version_is_refused_and_kept(format, make_learner, mode
 def test_keep_zero_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="keep is 0"):
         CheckpointStore(tmp_path, keep=0)
+
+
+class TestKeeping:
+    """Resume state and weights are two products."""
+
+    def test_older_ones_lose_their_state_before_their_weights(self, make_learner, model_folder, tmp_path):
+        store, learner = CheckpointStore(tmp_path, keep=1, keep_weights=3), make_learner()
+        for step in range(1, 6):
+            path = store.save(step, learner, model_folder, {"step": step, "lineage": 0})
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004", "step-000005"]
+        older = tmp_path / "step-000004"
+        assert [has_state(each) for each in (tmp_path / "step-000003", older, path)] == [False, False, True]
+        assert [file.name for file in (older / "state").iterdir()] == ["state.json"]
+        assert damage(older) is None
+        assert (older / "weights/model.safetensors").is_file()
+        assert store.latest() == path
+        assert store.read_extra(older)["step"] == 4
+        with pytest.raises(TrainingError, match="has only its weights"):
+            store.load(older, learner)
+        (path / "weights/model.safetensors").unlink()
+        assert store.latest() is None
+        assert store.latest(resumable=False) == older
+        assert store.why_none() == "step-000005: weights/model.safetensors is missing"
+
+    def test_a_removal_cut_short_is_made_good(self, make_learner, model_folder, tmp_path):
+        store, learner = CheckpointStore(tmp_path, keep=1, keep_weights=3), make_learner()
+        first = store.save(1, learner, model_folder, {"step": 1})
+        manifest = (first / "manifest.json").read_bytes()
+        store.save(2, learner, model_folder, {"step": 2})
+        (first / "state/learner.json").write_text("left")
+        assert damage(first) is None
+        store.save(3, learner, model_folder, {"step": 3})
+        assert [file.name for file in (first / "state").iterdir()] == ["state.json"]
+        assert len(json.loads(manifest)["files"]) > len(json.loads((first / "manifest.json").read_bytes())["files"])
+
+    def test_the_best_ones_weights_stay(self, make_learner, model_folder, tmp_path):
+        store, learner = CheckpointStore(tmp_path, keep=1), make_learner()
+        for step in (1, 2, 3, 4):
+            store.save(step, learner, model_folder, {"step": step}, best=step == 2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-000002", "step-000004"]
+        assert store.best() == tmp_path / "step-000002"
+        assert not has_state(tmp_path / "step-000002")
+        store.save(5, learner, model_folder, {"step": 5}, best=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-000005"]

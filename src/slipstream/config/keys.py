@@ -63,6 +63,7 @@ COMMON_NAMES = {
         "run.folder": "output_dir default_local_dir save_dir",
         "run.checkpoint_every": "save_steps save_freq save_interval",
         "run.keep_checkpoints": "save_total_limit max_actor_ckpt_to_keep",
+        "run.async_checkpoints": "async_save",
         "run.sinks": "report_to logger",
         "lora.rank": "lora_rank lora_r",
         "lora.alpha": "lora_alpha",

@@ -425,10 +425,18 @@ class RunSection(Section):
     """The run folder. Default: `runs/<name of the run file>-<time>`."""
     seed: limits.Seed = 0
     """Seeds the data order and the engine's draws."""
-    checkpoint_every: limits.Items | Literal["auto"] = "auto"
-    """Steps between checkpoints. `auto`: ten in a run."""
-    keep_checkpoints: limits.Items = 2
-    """Older ones are removed; the last is always kept."""
+    checkpoint_every: limits.Items | Literal["auto", "10min"] = "auto"
+    """Steps between checkpoints; or `10min`: one every ten minutes of training, at a step's end, and rarer, with a
+    warning, where they take more than 3 % of the time from training. The last step always has one. `auto`: `10min`."""
+    keep_checkpoints: limits.Items = 1
+    """How many of the newest checkpoints can be resumed from. The last one is replaced only when the next is whole, so
+    one is enough; each takes many times what its weights alone take."""
+    keep_weights: limits.Items = 2
+    """Of how many of the newest checkpoints the weights are kept, for `chat`, `eval` and `export`; under
+    `evaluation.patience` also those of the best one. At least as many as `keep_checkpoints`."""
+    async_checkpoints: bool | Literal["auto"] = "auto"
+    """Write checkpoints beside training, from a copy in the machine's memory; `false`: training waits. `auto`: where
+    there is memory for the copy, and with one rank."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast`; not when one died

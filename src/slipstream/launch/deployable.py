@@ -55,7 +55,7 @@ def weights_folder(path: Path) -> Path:
 
     if (path / "events.jsonl").is_file():
         store = CheckpointStore(path / "checkpoints")
-        checkpoint = store.best() or store.latest()
+        checkpoint = store.best() or store.latest(resumable=False)
         if checkpoint is None:
             raise ConfigError(f"the run in {path} has no whole checkpoint yet: wait for its first, or name a model")
         return checkpoint / "weights"

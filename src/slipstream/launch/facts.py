@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError
 from slipstream.launch.engine_version import read_engine
-from slipstream.launch.machine import measure_gpus, name_card, usable_cpus, usable_memory_bytes
+from slipstream.launch.machine import measure_disk, measure_gpus, name_card, usable_cpus, usable_memory_bytes
 from slipstream.launch.measured import AdapterFacts, DataFacts, Facts, ModelFacts
 from slipstream.launch.model_folder import hub_id
 from slipstream.launch.peaks import find_peaks
@@ -89,6 +89,7 @@ def gather_facts(
         adapter=measure_adapter(config),
         engine=read_engine(on_cpu=num_gpus == 0),
         teacher=read_teacher(config),
+        disk=measure_disk(config.run.folder),
         peaks=peaks,
         peaks_told=(*told, *damage),
         shortages=shortages,

@@ -192,7 +192,7 @@ class _Run:
         self.progress.ready()
         self._stages.begin_steps(loop.step)
         loop.run()
-        checkpoint, best = loop.store.latest(), loop.store.best()
+        checkpoint, best = loop.store.latest(resumable=False), loop.store.best()
         orchestrator = loop.engine if isinstance(loop.engine, Orchestrator) else None
         return RunResult(
             self.folder,
@@ -228,7 +228,7 @@ class _Run:
         config, algorithm = self.config, self.config.algorithm
         torch.set_num_threads(rank_threads(config))
         torch.manual_seed(config.run.seed)
-        store = CheckpointStore(self.folder / "checkpoints", config.run.keep_checkpoints)
+        store = CheckpointStore(self.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_weights)
         sampling = self.prepared.sampling() if self.prepared.uses_engine else SamplingParams(max_tokens=1)
         trained = self._trained(sampling)
         loop = TrainingLoop(

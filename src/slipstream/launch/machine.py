@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from slipstream.launch.measured import DiskFacts
 
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -44,6 +47,19 @@ def count_oom_kills(groups: Path = GROUPS, membership: Path = MEMBERSHIP, machin
             if name == "oom_kill" and count.isdigit():
                 return int(count)
     return 0
+
+
+def measure_disk(folder: Path | None) -> DiskFacts | None:
+    """The disk of the run folder, which need not be there yet; without one, of the current folder. None where it cannot
+    be asked."""
+    wanted = (folder or Path()).absolute()
+    try:
+        there = next(each for each in (wanted, *wanted.parents) if each.is_dir())
+        folders = [wanted / name for name in ("checkpoints", "weights")] if folder is not None else []
+        files = [file for each in folders for file in each.rglob("*") if file.is_file() and not file.is_symlink()]
+        return DiskFacts(shutil.disk_usage(there).free, sum(file.stat().st_size for file in files))
+    except OSError:  # gone since, or not ours to ask: the run itself says what is wrong with its folder
+        return None
 
 
 def measure_gpus() -> tuple[int, int]:

@@ -127,6 +127,15 @@ class Shortage:
 
 
 @dataclass(frozen=True)
+class DiskFacts:
+    """The disk that the run folder is on, or will be."""
+
+    free_bytes: int
+    own_bytes: int = 0
+    """Of the run's own checkpoints and published versions, which new ones replace."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was measured; without a GPU the run is planned for the CPU."""
 
@@ -147,6 +156,8 @@ class Facts:
     """None where no vLLM is installed."""
     teacher: ModelFacts | None = None
     """Of the teacher that the run starts, if it does."""
+    disk: DiskFacts | None = None
+    """None where nobody looked."""
     peaks: tuple[Peak, ...] = ()
     """Of earlier runs, the oldest first."""
     peaks_told: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ from slipstream.launch.placing import plan_placement
 from slipstream.launch.rates import plan_learning_rate
 from slipstream.launch.resume import changed_settings
 from slipstream.launch.room import plan_card, plan_compile, plan_cpu_cache, plan_micro_batch
+from slipstream.launch.saving import checkpoint_notes, disk_warnings, plan_checkpoints
 from slipstream.launch.teacher_room import TeacherRoom, planned_teacher
 from slipstream.launch.totals import (
     Note,
@@ -170,18 +171,20 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
         workers = max(1, facts.num_cpus - 1)
         draft.derive_auto("environment.reward_workers", workers, "one less than the cores, which the rest needs, too")
     draft.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
-    draft.derive_auto("run.checkpoint_every", max(1, config.training.steps // 10), "ten checkpoints in a run")
     if config.evaluation is not None:
         draft.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
+    plan_checkpoints(draft)
     planned = draft.config()
     if isinstance(planned.algorithm, RLConfig):
         draft.warnings += rl_warnings(planned, resolved(planned.algorithm))
     draft.warnings += [*delta_warnings(planned), *rotary_warnings(planned, facts), *lora_warnings(facts)]
+    draft.warnings += disk_warnings(planned, facts)
     notes = (
         *rotary_notes(planned, facts),
         *parameter_notes(facts),
         *batch_notes(planned, facts),
         *memory_notes(planned, facts),
+        *checkpoint_notes(planned, facts),
     )
     check_memory(planned, facts)
     return Plan(

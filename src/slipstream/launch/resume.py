@@ -23,8 +23,14 @@ def refuse_to_resume(folder: Path, config: RunConfig) -> int:
     from slipstream.trainer.checkpoint import CheckpointStore
     from slipstream.trainer.early_stop import EarlyStop
 
-    latest = CheckpointStore(folder / "checkpoints").latest()
+    store = CheckpointStore(folder / "checkpoints")
+    latest = store.latest()
     if latest is None:
+        if problem := store.why_none():
+            raise ConfigError(
+                f"none of the checkpoints of run {folder} can be resumed from ({problem}): start a new run from the "
+                "weights of a whole one, or remove them to begin this one again"
+            )
         return 0
     CheckpointStore.check_format(latest)
     extra = CheckpointStore.read_extra(latest)

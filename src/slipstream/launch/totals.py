@@ -238,6 +238,16 @@ def _memory_note(name: str, side: _Side, how: str) -> Note:
     return Note(name, round(side.total / GIB, 2), "GiB", how)
 
 
+def host_bytes(config: RunConfig, facts: Facts) -> int:
+    """What a planned run keeps in the machine's own memory, without libraries: on a CPU everything, on GPUs what leaves
+    them."""
+    if facts.num_gpus:
+        asleep = weights_bytes(facts.model, config.model.dtype) if config.inference.sleep is True else 0
+        return _paged(config, facts) + asleep
+    (trainer, engine), room = _memory(config, facts), planned_teacher(config, facts)
+    return trainer.total + (engine.total if engine else 0) + (room.total if room else 0)
+
+
 def check_memory(config: RunConfig, facts: Facts) -> None:
     """Raises ConfigError when trainer and engine need more memory than there is, each or together."""
     trainer, engine = _memory(config, facts)

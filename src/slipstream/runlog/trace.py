@@ -261,4 +261,4 @@ def _how_to_get(record: RunRecord, name: str) -> str:
         if isinstance(event.get("step"), int) and event["step"] < step
     ]
     near = f"; the nearest before it is {max(before)[1]}" if before else ""
-    return f"no folder holds it any more{near}: a run with run.checkpoint_every = 1 and more keep_checkpoints keeps it"
+    return f"no folder holds it any more{near}: a run with run.checkpoint_every = 1 and more keep_weights keeps it"

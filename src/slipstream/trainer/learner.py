@@ -25,7 +25,7 @@ from slipstream.trainer.model import PolicyModel
 from slipstream.trainer.objectives import Objective, sampled_logprobs
 from slipstream.trainer.optimizer import Optimizer, OptimStats
 from slipstream.trainer.state import STATE_PREFIX, read_state, write_state
-from slipstream.weights.adapter import write_adapter_folder
+from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.files import write_model_folder
 from slipstream.weights.fingerprint import describe
@@ -266,23 +266,35 @@ class Learner:
     def write_weights(self, folder: Path, source: Path) -> tuple[records.ParameterSpec, ...]:
         """Make `folder` what can be deployed: a model with the other files of `source`, or the adapter alone. Returns
         what must be in it, with the fingerprints of the live weights."""
-        adapter = self.model.adapter
-        weights = held(self.named_weights() if adapter is None else self.adapter_weights())
-        if adapter is None:
-            write_model_folder(folder, weights, source, durable=True)
-        else:
-            write_adapter_folder(folder, weights, adapter.config, durable=True)
+        adapter, weights = self.model.adapter, held(self.deployable())
+        write_deployable(folder, weights, adapter.config if adapter is not None else None, source)
         return describe(weights)
+
+    def deployable(self) -> NamedWeights:
+        """The live tensors that `write_weights` writes."""
+        return self.named_weights() if self.model.adapter is None else self.adapter_weights()
+
+    def state(self) -> dict[str, Tensor]:
+        """What `save` writes and `load` needs: the optimizer's state and the random generators, by name."""
+        tensors = {f"{STATE_PREFIX}{name}": tensor for name, tensor in self.optimizer.state().items()}
+        return {**tensors, **random_state(self.model.device)}
 
     def save(self, folder: Path) -> None:
         """Write the resume state into `folder`: the optimizer's, step and random generators; no pickle."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"{STATE_PREFIX}{name}": tensor for name, tensor in self.optimizer.state().items()}
-        write_state(folder, {**tensors, **random_state(self.model.device)}, self.step)
+        write_state(folder, self.state(), self.step)
 
     def load(self, folder: Path) -> None:
         """Take over what `save` wrote, live weights included."""
         take_state(self.optimizer, read_state(folder), self.model.device)
+
+
+def write_deployable(folder: Path, weights: NamedWeights, adapter: AdapterConfig | None, source: Path) -> None:
+    """Make `folder` a model of these tensors with the other files of `source` or, of an `adapter`, that."""
+    if adapter is None:
+        write_model_folder(folder, weights, source, durable=True)
+    else:
+        write_adapter_folder(folder, weights, adapter, durable=True)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

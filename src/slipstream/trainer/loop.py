@@ -30,6 +30,7 @@ from slipstream.runlog import sample_of
 from slipstream.trainer import garbage
 from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoint_writer import CheckpointWriter, Schedule
 from slipstream.trainer.credit import Credit, assign_credit, kl_penalties_of
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.differences import differences_of, worst_mean
@@ -101,6 +102,10 @@ class Log(Protocol):
         """The row of a step."""
         ...
 
+    def note(self, values: Mapping[str, float]) -> None:
+        """Numbers for the next row."""
+        ...
+
     def sample(self, record: Mapping[str, Any]) -> None:
         """A rollout for people to read."""
         ...
@@ -164,6 +169,10 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.early_stop = EarlyStop(self.config.evaluation)
         self._watch = SignalWatch(self.config)
+        run = self.config.run
+        schedule = Schedule(run.checkpoint_every, self.config.training.steps)
+        beside = run.async_checkpoints is True
+        self._writer = CheckpointWriter(self.store, self.learner, self.critic, self.log, schedule, beside=beside)
 
     def resume(self, checkpoint: Path) -> None:
         """Continue after `checkpoint`."""
@@ -185,7 +194,8 @@ class TrainingLoop:
         self._quiet_steps = int(extra["quiet_steps"])
         self._evaluated_step = int(extra["evaluated_step"])
         self.early_stop.load(extra.get("early_stop", {}))
-        self._keep_best()
+        if self.early_stop.keeps_best:
+            self.store.best_step = self.early_stop.best_step
 
     @property
     def trained_s(self) -> float:
@@ -198,9 +208,10 @@ class TrainingLoop:
             self._run()
         except Interrupted:
             # Every wait that a stop request ends lies between two updates.
-            self._save()
+            self._save(last=True)
             raise
         finally:
+            self._writer.close()
             garbage.take_in()
 
     def _run(self) -> None:
@@ -210,6 +221,7 @@ class TrainingLoop:
             self._report(metrics)
             self._observe(metrics)
             self.engine.release(self.step)
+        self._writer.begin()
         self._started, updates = time.monotonic(), self.learner.step
         is_last = is_warm = False
         while self.step < training.steps and not is_last:
@@ -225,8 +237,7 @@ class TrainingLoop:
                 is_warm = True
         if self.step or not self.early_stop.reason:
             self._check_learned()
-        if self._saved_step != self.step:
-            self._save()
+        self._save(last=True)
 
     def _one_step(self) -> bool:
         """One batch; whether it was the last, by number or by time."""
@@ -254,7 +265,7 @@ class TrainingLoop:
         metrics["time/after_batch_s"] = time.monotonic() - begun
         self._report(metrics)
         self._observe(metrics)
-        if self._is_due(self.step, self.config.run.checkpoint_every):
+        if not is_last and self._writer.is_due(self.step):
             self._save()
         return is_last
 
@@ -268,12 +279,7 @@ class TrainingLoop:
 
     def _evaluates_after(self, step: int, last: bool) -> bool:
         evaluation = self.config.evaluation
-        return evaluation is not None and (last or self._is_due(step, evaluation.every))
-
-    @staticmethod
-    def _is_due(step: int, every: int | str) -> bool:
-        assert isinstance(every, int), "the plan replaces every auto"
-        return every > 0 and step % every == 0
+        return evaluation is not None and (last or (evaluation.every > 0 and step % evaluation.every == 0))
 
     def _train(self, batch: records.Batch) -> dict[str, float]:
         """All optimizer steps of one batch."""
@@ -463,31 +469,26 @@ class TrainingLoop:
     def _observe(self, metrics: Mapping[str, float]) -> None:
         """Let an evaluation have its say; the best one's checkpoint is kept where `patience` asks for it."""
         if self.early_stop.observe(self.step, metrics) and self.early_stop.keeps_best:
-            self._keep_best()
-            self._save()
-            self.store.link_best()
-            self.log.event("best", step=self.step, accuracy=self.early_stop.best)
+            self._save(best=self.early_stop.best)
 
-    def _keep_best(self) -> None:
-        self.store.best_step = self.early_stop.best_step if self.early_stop.keeps_best else None
-
-    def _save(self) -> None:
-        """Write a checkpoint: deployable weights and everything needed to continue."""
-        if self._saved_step == self.step:
-            return
+    def _save(self, *, best: float | None = None, last: bool = False) -> None:
+        """Have a checkpoint written: deployable weights and everything needed to continue. `best`: its accuracy, where
+        it is the best one. After the `last` it is there."""
         with self.log.phase("checkpoint"):
-            extra = {
-                "step": self.step,
-                "lineage": self.log.lineage,
-                "trained_steps": self._trained_steps,
-                "quiet_steps": self._quiet_steps,
-                "evaluated_step": self._evaluated_step,
-                "num_items": self.num_items,
-                "identity": dict(self.identity),
-                "early_stop": self.early_stop.state(),
-            }
-            path = self.store.save(self.step, self.learner, self.learner.model.folder, extra, self.critic)
-        self._saved_step = self.step
-        proof = self.store.read_fingerprints(path)
-        digest = proof.digest if proof else ""
-        self.log.event("checkpoint", step=self.step, path=str(path.relative_to(self.log.folder)), digest=digest)
+            if self._saved_step != self.step:
+                extra = {
+                    "step": self.step,
+                    "lineage": self.log.lineage,
+                    "trained_steps": self._trained_steps,
+                    "quiet_steps": self._quiet_steps,
+                    "evaluated_step": self._evaluated_step,
+                    "num_items": self.num_items,
+                    "identity": dict(self.identity),
+                    "early_stop": self.early_stop.state(),
+                }
+                self._writer.save(self.step, extra, best=best, last=last)
+                self._saved_step = self.step
+            elif best is not None:
+                self._writer.link_best(self.step, best)
+            if last:
+                self._writer.wait()

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.trainer.optimizer import local_part
+from slipstream.weights.files import stream_tensors
 
 STATE_PREFIX = "optimizer."
 TENSORS_FILE = "learner.safetensors"
@@ -32,8 +33,8 @@ Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
 
 
 def write_state(folder: Path, tensors: Mapping[str, Tensor], step: int) -> None:
-    """Write whole tensors."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
+    """Write whole tensors into `folder`, which is there."""
+    stream_tensors(folder / TENSORS_FILE, tensors, durable=True)
     (folder / FACTS_FILE).write_text(json.dumps({"step": step, "torch": torch.__version__}))
 
 

@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.records import ParameterSpec
@@ -23,6 +22,15 @@ from slipstream.weights.shards import ShardedWeights
 WEIGHTS_FILE = "model.safetensors"
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _STORED.items()}
+_STORED_TOO = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_CHUNK_BYTES = 64 << 20
 _TORCH_CANNOT_WRITE = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
 """What `torch.save` says when its file takes no more."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -43,7 +51,7 @@ def write_model_folder(
     with whole_folder(folder, durable=durable) as temporary:
         _copy_companions(source, temporary)
         _write_config(source, temporary, weights.values())
-        save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        stream_tensors(temporary / WEIGHTS_FILE, weights, durable=durable)
     return sum(tensor.nbytes for tensor in weights.values())
 
 
@@ -85,17 +93,9 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
 def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
     """A safetensors file of these, over the one that is there, if any. From a GPU they are waited for together: one by
     one, as `save_file` takes them, some hundred small ones need many times as long."""
-    order = sorted(named_weights, key=lambda name: (-named_weights[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        tensor = named_weights[name]
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    text, order, num_bytes = _header(named_weights)
     on_gpu = any(tensor.is_cuda for tensor in named_weights.values())
-    numbers = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
+    numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
     place = 0
     for name in order:
         flat = named_weights[name].detach().reshape(-1).view(torch.uint8)
@@ -105,10 +105,42 @@ def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
         torch.cuda.synchronize()
     content: Any = numbers.numpy()
     with path.open("r+b" if path.exists() else "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         file.write(content)
         file.truncate()
+
+
+def stream_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool = False) -> None:
+    """A new safetensors file of these, each from where it lies, so that no second copy of all comes together in memory,
+    and other threads go on meanwhile. `durable`: on the disk (fsync) when this returns, and so little at a time that
+    nobody else who writes has to wait for all of it."""
+    text, order, _ = _header(tensors)
+    with path.open("xb") as file:
+        file.write(text)
+        for name in order:
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            for chunk in flat.split(_CHUNK_BYTES):
+                content: Any = chunk.numpy()
+                file.write(content)
+                if durable and len(chunk) == _CHUNK_BYTES:
+                    file.flush()
+                    os.fdatasync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str], int]:
+    """How a safetensors file of these begins, in which order their numbers follow, and how many bytes those are."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    types, header, end = _STORED | _STORED_TOO, cast("dict[str, object]", {"__metadata__": {"format": "pt"}}), 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": types[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    return len(text).to_bytes(8, "little") + text, order, end
 
 
 def read_tensors(path: Path, *, pinned: bool = False) -> dict[str, Tensor] | None:

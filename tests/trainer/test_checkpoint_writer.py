@@ -1,0 +1,255 @@
+"""Checkpoints beside training: whose state they hold, who waits for whom, and what becomes of a failure."""
+
+import functools
+import resource
+import threading
+
+import pytest
+import torch
+
+from slipstream.errors import SlipstreamError, TrainingError
+from slipstream.trainer import checkpoint_writer, snapshot
+from slipstream.trainer.checkpoint import CheckpointStore, damage
+from slipstream.trainer.checkpoint_writer import EVERY_S, CheckpointWriter, Schedule
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.trainer.rounding import RoundedAdamW
+from slipstream.trainer.snapshot import Snapshots
+
+WAIT_S = 60.0
+
+
+def advance(learner, batch):
+    learner.forward_backward(batch, SFTObjective())
+    learner.optim_prepare(1e-2)
+    learner.optim_commit()
+
+
+def files_of(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Told:
+    """A run folder that only remembers."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.events, self.warnings, self.noted = [], [], {}
+
+    def event(self, kind, **fields):
+        self.events.append((kind, fields["step"]))
+
+    def warning(self, message, **fields):
+        self.warnings.append(message)
+
+    def note(self, values):
+        self.noted |= values
+
+
+class SlowStore(CheckpointStore):
+    """A disk that takes nothing until it is let go."""
+
+    def __init__(self, folder, **options):
+        super().__init__(folder, **options)
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def save(self, *arguments, **options):
+        self.begun.set()
+        assert self.may_go_on.wait(WAIT_S)
+        return super().save(*arguments, **options)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def make_writer(make_learner, tmp_path):
+    made = []
+
+    def make(every=1, *, store=None, beside=True, clock=None, num_steps=100):
+        told = Told(tmp_path)
+        schedule = Schedule(every, num_steps, clock or Clock())
+        store = store or CheckpointStore(tmp_path / "checkpoints", keep=3)
+        writer = CheckpointWriter(store, make_learner(), None, told, schedule, beside=beside)
+        made.append((writer, store))
+        writer.store, writer.told, writer.learner = store, told, writer._learner
+        return writer
+
+    yield make
+    for writer, store in made:
+        getattr(store, "may_go_on", threading.Event()).set()
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "settings"),
+    [("float32", MasterAdamW, {}), ("bfloat16", MasterAdamW, {}), ("bfloat16", RoundedAdamW, {"seed": 3})],
+)
+def test_a_snapshot_is_what_was_then(dtype, kind, settings, make_learner, make_batch, model_folder, tmp_path):
+    learner = make_learner(dtype=dtype, kind=kind, **settings)
+    snapshots = Snapshots(learner)
+    for step in (1, 2):  # the second in the memory of the first
+        advance(learner, make_batch(seed=step))
+        direct = CheckpointStore(tmp_path / "direct").save(step, learner, model_folder, {"step": step})
+        taken = snapshots.take()
+        advance(learner, make_batch(seed=9))
+        beside = CheckpointStore(tmp_path / "beside").save(step, taken, model_folder, {"step": step})
+        assert files_of(beside) == files_of(direct)
+        assert damage(beside) is None
+    after = CheckpointStore(tmp_path / "after").save(2, learner, model_folder, {"step": 2})
+    assert files_of(after) != files_of(direct)
+    resumed, again = make_learner(dtype=dtype, kind=kind, **settings), make_learner(dtype=dtype, kind=kind, **settings)
+    CheckpointStore(tmp_path / "beside").load(beside, resumed)
+    CheckpointStore(tmp_path / "direct").load(direct, again)
+    for each in (resumed, again):
+        advance(each, make_batch(seed=4))
+    assert all(torch.equal(a, b) for a, b in zip(resumed.state().values(), again.state().values(), strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [MasterAdamW, functools.partial(RoundedAdamW, seed=3)])
+def test_a_gpu_copies_into_locked_memory_while_training_goes_on(kind, make_batch, model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 50_000)
+    model = PolicyModel.load(model_folder, "bfloat16", "cuda")
+    learner = Learner(model, kind(model.network.named_parameters()), micro_batch_tokens=256)
+    snapshots = Snapshots(learner)
+    advance(learner, make_batch(seed=1))
+    snapshots.preparation()()
+    for step in (1, 2):
+        direct = CheckpointStore(tmp_path / "direct").save(step, learner, model_folder, {})
+        taken = snapshots.take()
+        advance(learner, make_batch(seed=step + 1))
+        assert all(tensor.is_pinned() for tensor in taken.state.values() if tensor.numel())
+        assert files_of(CheckpointStore(tmp_path / "beside").save(step, taken, model_folder, {})) == files_of(direct)
+    snapshots.close()
+
+
+def test_a_state_between_the_halves_of_an_update_is_refused(make_learner, make_batch):
+    learner = make_learner()
+    learner.forward_backward(make_batch(), SFTObjective())
+    learner.optim_prepare(1e-3)
+    with pytest.raises(TrainingError, match="between optim_prepare and optim_commit"):
+        Snapshots(learner).take()
+
+
+def test_training_does_not_wait_for_the_disk(make_writer, make_batch, tmp_path):
+    writer = make_writer(store=SlowStore(tmp_path / "checkpoints"))
+    advance(writer.learner, make_batch(seed=1))
+    before = [tensor.clone() for tensor in writer.learner.state().values()]
+    writer.save(1, {"step": 1})
+    assert writer.store.begun.wait(WAIT_S)
+    advance(writer.learner, make_batch(seed=2))
+    assert writer.store.latest() is None, "a step was made while nothing was on the disk"
+    assert writer.told.events == []
+    writer.store.may_go_on.set()
+    writer.wait()
+    assert writer.told.events == [("checkpoint", 1)]
+    writer.store.load(writer.store.latest(), writer.learner)
+    assert all(torch.equal(a, b) for a, b in zip(before, writer.learner.state().values(), strict=True))
+
+
+def test_without_room_the_caller_writes(make_writer, make_batch):
+    writer = make_writer(beside=False)
+    advance(writer.learner, make_batch(seed=1))
+    writer.save(1, {"step": 1})
+    assert writer.told.events == [("checkpoint", 1)]
+    assert writer.is_due(2)
+    assert writer._thread is None, "nor is memory taken"
+
+
+def test_by_steps_each_is_written_and_waits_for_the_one_before(make_writer, make_batch, tmp_path):
+    writer = make_writer(every=1, store=SlowStore(tmp_path / "checkpoints", keep=3))
+    advance(writer.learner, make_batch(seed=1))
+    writer.save(1, {"step": 1})
+    assert writer.is_due(2)
+    threading.Timer(0.05, writer.store.may_go_on.set).start()
+    for step in (2, 3):
+        writer.save(step, {"step": step})
+    writer.wait()
+    assert writer.told.events == [("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 3)]
+    assert writer.told.noted == {}
+
+
+def test_by_the_clock_one_that_would_wait_is_put_off_and_counted(make_writer, make_batch, tmp_path):
+    clock = Clock()
+    writer = make_writer(every="10min", store=SlowStore(tmp_path / "checkpoints"), clock=clock)
+    advance(writer.learner, make_batch(seed=1))
+    writer.begin()
+    clock.now = EVERY_S - 1
+    assert not writer.is_due(1)
+    writer.wait()
+    clock.now = EVERY_S
+    assert writer.is_due(2)
+    writer.save(2, {"step": 2})
+    clock.now = 2 * EVERY_S
+    assert not writer.is_due(3)
+    assert not writer.is_due(4)
+    assert writer.told.noted == {"checkpoint/skipped": 2.0}
+    writer.store.may_go_on.set()
+    writer.wait()
+    assert writer.is_due(5)
+
+
+def test_a_failed_write_is_raised_as_it_was(make_writer, make_batch, model_folder, tmp_path):
+    writer = make_writer()
+    advance(writer.learner, make_batch(seed=1))
+    free = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, free[1]))
+    try:
+        with pytest.raises(SlipstreamError) as direct:
+            CheckpointStore(tmp_path / "checkpoints").save(1, writer.learner, model_folder, {})
+        writer.save(1, {"step": 1})
+        writer._thread.join(WAIT_S)
+        with pytest.raises(SlipstreamError) as beside:
+            writer.is_due(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    assert (type(beside.value), str(beside.value)) == (type(direct.value), str(direct.value))
+    assert "make room on its disk" in str(beside.value)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert writer.told.events == []
+    writer.wait()
+
+
+def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(make_writer, make_batch, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_POLL_S", 0.02)
+    monkeypatch.setattr(checkpoint_writer, "QUIET_S", 0.1)
+    writer = make_writer(store=SlowStore(tmp_path / "checkpoints"))
+    advance(writer.learner, make_batch(seed=1))
+    writer.save(1, {"step": 1})
+    with pytest.raises(SlipstreamError, match=r"step-000001 cannot be written \(the disk took nothing for 0.1 s\)"):
+        writer.wait()
+    writer.close()
+    assert "was not written" in writer.told.warnings[0], "where something else ends the run it is only told"
+    writer.store.may_go_on.set()
+    writer._thread.join(WAIT_S)
+
+
+def test_checkpoints_by_the_clock_get_rarer_where_they_cost_much():
+    clock = Clock()
+    schedule = Schedule("10min", 1000, clock)
+    clock.now = EVERY_S - 1
+    assert not schedule.is_due(7)
+    assert schedule.is_near(7)
+    clock.now = EVERY_S
+    assert schedule.is_due(8)
+    assert schedule.saved(0.5) == ""
+    assert not schedule.is_due(9)
+    assert not schedule.is_near(9)
+    assert "a checkpoint took 36 s from training: they are made every 20 minutes in place of 10" in schedule.saved(36.0)
+    assert schedule.saved(37.0) == "", "told once"
+    clock.now = EVERY_S + 1200
+    assert not schedule.is_due(10)
+    assert schedule.saved(1.0) == ""
+    clock.now += EVERY_S
+    assert schedule.is_due(11)
+    by_steps = Schedule(4, 10, clock)
+    assert [step for step in range(1, 11) if by_steps.is_due(step)] == [4, 8]
+    assert [step for step in range(1, 11) if by_steps.is_near(step)] == [1, 2, 3, 4, 5, 6, 7]
+    assert by_steps.saved(1000.0) == ""
