@@ -20,13 +20,8 @@ class Slow(ScriptedEngine):
         self.open.set()
         self.back = asyncio.Event()
         self.back.set()
-        self.is_remembered = True
         self.is_blank = False
         self.apply_error = None
-
-    @property
-    def is_in_memory_only(self):
-        return not self.is_remembered
 
     async def generate(self, request):
         self.asked.append(request.id)
@@ -37,14 +32,15 @@ class Slow(ScriptedEngine):
 
     async def revive(self):
         await self.back.wait()
-        if not self.is_remembered:
+        if self.is_in_memory_only:
             raise EngineError("no file holds its weights")
         await super().revive()
 
     async def replace(self):
         await self.back.wait()
+        kept, self.is_in_memory_only = self.is_in_memory_only, False
         await super().revive()
-        self.is_blank = True
+        self.is_in_memory_only, self.is_blank = kept, True
 
     async def apply(self, ticket, timeout_s):
         await self.open.wait()
@@ -209,7 +205,7 @@ async def test_without_files_a_dead_engine_waits_for_the_next_version():
     several = Several()
     first, second = several.engines
     for engine in several.engines:
-        engine.is_remembered = False
+        engine.is_in_memory_only = True
     first.kill()
     assert (await several.ask("a")).token_ids == [1]
     assert await several.replicas.joined() == 1

@@ -57,7 +57,10 @@ def measure_disk(folder: Path | None) -> DiskFacts | None:
         there = next(each for each in (wanted, *wanted.parents) if each.is_dir())
         folders = [wanted / name for name in ("checkpoints", "weights")] if folder is not None else []
         files = [file for each in folders for file in each.rglob("*") if file.is_file() and not file.is_symlink()]
-        return DiskFacts(shutil.disk_usage(there).free, sum(file.stat().st_size for file in files))
+        disk = shutil.disk_usage(there)
+        if not disk.total:  # as /proc: no disk
+            return None
+        return DiskFacts(disk.free, sum(file.stat().st_size for file in files))
     except OSError:  # gone since, or not ours to ask: the run itself says what is wrong with its folder
         return None
 
