@@ -50,4 +50,5 @@ def test_four_hundred_and_what_is_accepted_runs(tmp_path, monkeypatch):
         run = ["--training.steps", "2", "--run.folder", f"run{number}", "--evaluation", "false"]
         with pytest.raises(SystemExit) as ended:
             main(["train", f"case{number:04}.toml", *run])
-        assert ended.value.code == 0, (folder / f"case{number:04}.toml").read_text()
+        # 7: it ran, and the answers of a model without training gave nothing to learn from.
+        assert ended.value.code in (0, 7), (folder / f"case{number:04}.toml").read_text()
