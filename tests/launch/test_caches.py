@@ -71,9 +71,13 @@ def test_a_folder_that_cannot_be_used_is_a_warning(monkeypatch, tmp_path):
 
 
 def test_a_folder_that_others_may_write_is_not_used(tmp_path):
-    folder = private_folder(tmp_path / "mine")
+    folder = private_folder(tmp_path / "cache" / "mine")
     assert private_folder(folder) == folder
     folder.chmod(0o777)
+    with pytest.raises(OSError, match="only you"):
+        private_folder(folder)
+    folder.chmod(0o700)
+    folder.parent.chmod(0o770)  # others could put another in its place
     with pytest.raises(OSError, match="only you"):
         private_folder(folder)
     (tmp_path / "link").symlink_to(tmp_path)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from slipstream import records
 from slipstream.config import LoraConfig, with_values
 from slipstream.errors import ConfigError
+from slipstream.launch import saving
 from slipstream.launch.facts import read_trained_model
 from slipstream.launch.machine import measure_disk
 from slipstream.launch.measured import AdapterFacts, DiskFacts
@@ -52,6 +53,19 @@ def test_the_count_is_what_a_checkpoint_takes(model, optimizer, dtype, tmp_path)
 
 class TestBeside:
     """`run.async_checkpoints`."""
+
+    @pytest.fixture(autouse=True)
+    def tried(self, monkeypatch):
+        """As if snapshots had been made on a GPU."""
+        monkeypatch.setattr(saving, "TRIED_ON_GPUS", True)
+
+    def test_what_was_never_tried_on_a_gpu_is_no_default_there(self, monkeypatch):
+        monkeypatch.setattr(saving, "TRIED_ON_GPUS", False)
+        made = plan(GENERATED, memory_bytes=128 * GIB, **CARD)
+        assert made.config.run.async_checkpoints is False
+        assert "true tries it" in reasons(made)["run.async_checkpoints"]
+        asked = plan(GENERATED | {"run.async_checkpoints": True}, memory_bytes=128 * GIB, **CARD)
+        assert asked.config.run.async_checkpoints is True
 
     def test_where_there_is_memory(self):
         made = plan(GENERATED, memory_bytes=128 * GIB, **CARD)

@@ -138,6 +138,17 @@ def began(folder, config, *, ends=None, resume=False):
     log.close()
 
 
+def test_one_that_started_again_by_itself_was_not_killed(tmp_path, monkeypatch):
+    """It says itself what its engine died of."""
+    monkeypatch.setattr(shortages, "count_oom_kills", lambda: 4)
+    with RunLog.create(tmp_path / "run") as log:
+        log.event("start", memory=begun_with(plan().config))
+        log.event("restart", number=1)
+        log.leave_open()
+    monkeypatch.setattr(shortages, "count_oom_kills", lambda: 5)
+    assert find_shortages(tmp_path / "run") == ((), ())
+
+
 @pytest.mark.parametrize(("kills", "boot", "ends", "number"), [
     (5, "now", None, 1), (4, "now", None, 0), (5, "later", None, 0), (5, "now", RuntimeError("x"), 0),
 ])  # fmt: skip

@@ -2,9 +2,9 @@
 
 import pytest
 
-from slipstream.errors import StartsAgain
+from slipstream.errors import EngineError, StartsAgain
 from slipstream.launch import restarts
-from slipstream.runlog import read_exit
+from slipstream.runlog import read_exit, read_settings
 
 STEPS = ("--training.steps", "6", "--run.checkpoint_every", "2", "--evaluation", "false")
 
@@ -92,3 +92,21 @@ def test_what_would_fail_again_does_not_start_again(scripted):
     report = scripted.run(*STEPS, change=change)
     assert (report.status, report.error) == ("failed", "MismatchError")
     assert not scripted.events("restart")
+
+
+def test_an_engine_that_died_for_want_of_memory_starts_again_with_a_smaller_plan(scripted):
+    def change(engine):
+        async def revive():
+            if not engine.is_alive:
+                raise EngineError("the engine died, and no file holds its weights: CUDA out of memory")
+
+        dies_at(3)(engine)
+        engine.revive = revive
+
+    with pytest.raises(StartsAgain):
+        scripted.run(*STEPS, change=change)
+    assert [event["who"] for event in scripted.events("out_of_memory")] == ["engine"]
+    before = read_settings(scripted.folder)["inference.max_num_seqs"]
+    report = scripted.run(*STEPS, "--run.folder", str(scripted.folder), resume=True)
+    assert (report.status, report.restarts) == ("finished", 1)
+    assert read_settings(scripted.folder)["inference.max_num_seqs"] == before // 2

@@ -276,6 +276,7 @@ def env_test(
     import asyncio
 
     from slipstream.config import load_config
+    from slipstream.config.traits import usual_reward_workers
 
     config = load_config(Path(run_file), overrides).config
     if config.environment is None:
@@ -291,8 +292,8 @@ def env_test(
     environment = load_environment(section)
     threshold = (config.evaluation or EvaluationConfig()).threshold
 
-    # As the plan of a run has it.
-    num_workers = max(1, usable_cpus() - 1) if section.reward_workers == "auto" else section.reward_workers
+    asked = section.reward_workers
+    num_workers = usual_reward_workers(usable_cpus()) if asked == "auto" else asked
 
     async def check() -> tuple[Any, float]:
         async with ScorerPool(section, num_workers=num_workers) as scorer:

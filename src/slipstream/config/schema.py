@@ -435,8 +435,8 @@ class RunSection(Section):
     """Of how many of the newest checkpoints the weights are kept, for `chat`, `eval` and `export`; under
     `evaluation.patience` also those of the best one. At least as many as `keep_checkpoints`."""
     async_checkpoints: bool | Literal["auto"] = "auto"
-    """Write checkpoints beside training, from a copy in the machine's memory; `false`: training waits. `auto`: where
-    there is memory for the copy, and with one rank."""
+    """Write checkpoints beside training, from a copy in the machine's memory; `false`: training waits. `auto`: on a
+    CPU, where there is memory for the copy, and with one rank."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast`; not when one died

@@ -62,3 +62,8 @@ def engine_workers(config: RunConfig) -> int:
 def update_phase(config: RunConfig) -> str:
     """What the terminal calls bringing a new version to the engine."""
     return "start vLLM on the new weights" if config.weights.bridge == "restart" else "update weights"
+
+
+def usual_reward_workers(num_cpus: int) -> int:
+    """`environment.reward_workers` where it is `auto`: one core is left to the rest."""
+    return max(1, num_cpus - 1)

@@ -65,13 +65,15 @@ def key() -> str:
 
 
 def private_folder(folder: Path) -> Path:
-    """`folder`, made where it is not there. Raises OSError for one that is not this user's alone, or takes no files."""
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=_PRIVATE)
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
-        raise OSError(f"{folder} is not a folder that only you may use")
+    """`folder`, and the one that it is in, made where they are not there. Raises OSError where one of them is not this
+    user's alone (whoever owns the outer one could put another in its place), or takes no files."""
+    folder.parent.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE)
+    for each in (folder.parent, folder):
+        with contextlib.suppress(FileExistsError):
+            each.mkdir(mode=_PRIVATE)
+        state = each.lstat()
+        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+            raise OSError(f"{each} is not a folder that only you may use")
     with tempfile.TemporaryFile(dir=folder):
         return folder
 

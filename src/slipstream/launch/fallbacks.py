@@ -8,7 +8,7 @@ from collections.abc import Callable
 from slipstream.config import dump_resolved
 from slipstream.launch.models import CompilerFailed
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.progress import Progress
+from slipstream.launch.progress import Progress, warn
 from slipstream.launch.result import RunResult
 from slipstream.runlog import RunLog
 from slipstream.weights.single_copy import CannotShare
@@ -34,5 +34,4 @@ def with_fallbacks(
         gc.collect()  # what was loaded for this plan
         prepared = give_up(problem)
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-        log.warning(prepared.plan.warnings[-1])
-        progress.message(prepared.plan.warnings[-1], "warning")
+        warn(log, progress, prepared.plan.warnings[-1])

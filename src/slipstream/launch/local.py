@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from traceback import FrameSummary
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from slipstream.launch.models import (
 )
 from slipstream.launch.peaks import as_fields, note_peak
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.progress import Progress, title_of
+from slipstream.launch.progress import Progress, title_of, warn
 from slipstream.launch.ranks import RankCrew, rank_threads
 from slipstream.launch.restarts import WeightsLost, earlier_attempts, has_lost_weights, start_again
 from slipstream.launch.result import RunResult
@@ -101,7 +102,7 @@ def train(
             stages.attach(log, progress)
             progress.start(title_of(prepared.config), prepared.config.training.steps, step)
             try:
-                with lasting_caches(lambda text: _warn(log, progress, text)):
+                with lasting_caches(partial(warn, log, progress)):
                     return with_fallbacks(
                         prepared,
                         lambda planned: _Run(planned, progress, log, stop, make_engine, stages).carry_out(resume),
@@ -113,11 +114,6 @@ def train(
             finally:
                 stages.end()
                 progress.stop()
-
-
-def _warn(log: RunLog, progress: Progress, text: str) -> None:
-    log.warning(text)
-    progress.message(text, "warning")
 
 
 class _Run:
@@ -158,7 +154,7 @@ class _Run:
                     stack.callback(child.kill)
 
     def _warn(self, text: str) -> None:
-        _warn(self.log, self.progress, text)
+        warn(self.log, self.progress, text)
 
     def _held_up(self, stack: Sequence[FrameSummary], seconds: float) -> None:
         """The orchestrator's loop stands still."""

@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.config import Derived, RLConfig, RunConfig, with_values
 from slipstream.config.checks import inapplicable
 from slipstream.config.recipes import choices, resolved
-from slipstream.config.traits import uses_critic, uses_engine
+from slipstream.config.traits import uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
 from slipstream.launch.bridge_plan import plan_bridge
 from slipstream.launch.deadlines import plan_deadlines
@@ -168,7 +168,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
         made = facts.data.num_requested_tasks or facts.data.num_train_tasks
         draft.derive_auto("environment.num_train_tasks", made, "all that the environment has, or enough of them")
     if config.environment is not None and uses_engine(config):
-        workers = max(1, facts.num_cpus - 1)
+        workers = usual_reward_workers(facts.num_cpus)
         draft.derive_auto("environment.reward_workers", workers, "one less than the cores, which the rest needs, too")
     draft.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
     if config.evaluation is not None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from slipstream.config import RunConfig
 from slipstream.launch.model_folder import hub_id
+from slipstream.runlog import RunLog
 
 
 class Progress(Protocol):
@@ -43,6 +44,12 @@ class Progress(Protocol):
     def stop(self) -> None:
         """The run is over."""
         ...
+
+
+def warn(log: RunLog, progress: Progress, text: str) -> None:
+    """Tell it to people, now and afterwards."""
+    log.warning(text)
+    progress.message(text, "warning")
 
 
 def title_of(config: RunConfig) -> str:

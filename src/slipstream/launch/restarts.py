@@ -26,7 +26,7 @@ from slipstream.errors import (
 )
 from slipstream.launch.bridges import ends_soon
 from slipstream.launch.engines import RunEngine
-from slipstream.launch.progress import Progress
+from slipstream.launch.progress import Progress, warn
 from slipstream.runlog import RunLog, read_events
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0
@@ -92,8 +92,7 @@ def start_again(
     found = next_restart(log.step, earlier_attempts(read_events(log.folder), log.lineage), max_restarts)
     if isinstance(found, str):
         if max_restarts:
-            log.warning(f"the run is not started again: {found}")
-            progress.message(f"the run is not started again: {found}", "warning")
+            warn(log, progress, f"the run is not started again: {found}")
         raise lost.error
     latest = CheckpointStore(log.folder / "checkpoints").latest()
     after = f"from checkpoint {latest.name}" if latest else "from the beginning, as there is no checkpoint yet"

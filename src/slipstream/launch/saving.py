@@ -20,6 +20,8 @@ SNAPSHOT_PART = 1 / 2
 NEARLY_FULL = 0.9
 """Part of a disk's free room beyond which it is a warning."""
 BY_CLOCK = "10min"
+TRIED_ON_GPUS = False
+"""Whether snapshots were seen to work on one: what was not is no default."""
 _VERSIONS = 3
 """Published ones that lie on the disk: the two newest, and the next while it is written."""
 
@@ -66,6 +68,10 @@ def plan_checkpoints(draft: Draft) -> None:
             "run.async_checkpoints", False, f"training waits while each of {ranks} ranks writes its share"
         )
         return
+    if asked == "auto" and not (draft.on_cpu or TRIED_ON_GPUS):
+        reason = "copies from a GPU have never been made on one: training waits for each checkpoint; true tries it"
+        draft.derive_auto("run.async_checkpoints", False, reason)
+        return
     left = facts.memory_bytes - host_bytes(config, facts)
     room = max(0, left) * SNAPSHOT_PART
     if asked is True and needed > left:
@@ -103,9 +109,8 @@ def disk_warnings(config: RunConfig, facts: Facts) -> Iterator[str]:
     least, most = _on_disk(config, facts, surely), _on_disk(config, facts, steps + 1)
     room = disk.free_bytes + disk.own_bytes
     told = f"{gib(saved.total)} each, {gib(saved.weights)} of it weights"
-    remedy = "make room, or name another run.folder" + (
-        ", or lower run.keep_checkpoints or keep_weights" if config.run.keep_checkpoints > 1 else ""
-    )
+    several = [name for name in ("keep_checkpoints", "keep_weights") if getattr(config.run, name) > 1]
+    remedy = " or ".join(["make room, or name another run.folder", *(f"lower run.{name}" for name in several)])
     if least > room:
         raise ConfigError(
             f"checkpoints and published versions take {gib(least)} of the disk of the run folder ({told}), and "

@@ -47,10 +47,10 @@ def find_shortages(folder: Path | None) -> tuple[tuple[Shortage, ...], tuple[str
     damage: list[str] = []
     found: list[Shortage] = []
     try:
-        events = read_events(folder, damage, ("start", "exit", "out_of_memory"))
+        events = read_events(folder, damage, ("start", "exit", "restart", "out_of_memory"))
     except OSError as error:
         return (), (f"{folder}: whether it ran out of memory cannot be read ({error.strerror})",)
-    ended = {event.get("lineage") for event in events if event["kind"] == "exit"}
+    ended = {event.get("lineage") for event in events if event["kind"] in ("exit", "restart")}
     for event in events:
         values = event
         if event["kind"] == "start":
