@@ -1,5 +1,7 @@
 """What `write_tensors` makes, the format's own reader reads, bit for bit; and `read_tensors` what others make."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -47,6 +49,19 @@ def test_what_is_streamed_other_readers_read(durable, tmp_path, monkeypatch):
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor.detach())
+
+
+def test_numbers_begin_at_a_multiple_of_their_size(tmp_path):
+    """Whatever the names: readers map the file and take the tensors as they lie."""
+    tensors = {"a": torch.ones(3, dtype=torch.int8), "b": torch.ones(5), "c": torch.ones(1, dtype=torch.bfloat16)}
+    tensors |= {"d": torch.ones(2, dtype=torch.float64)}
+    for write, name in ((write_tensors, "written"), (stream_tensors, "streamed")):
+        write(tmp_path / name, tensors)
+        content = (tmp_path / name).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        starts = {key: 8 + length + header[key]["data_offsets"][0] for key in tensors}
+        assert all(starts[key] % tensor.element_size() == 0 for key, tensor in tensors.items()), starts
 
 
 def test_nothing_is_a_file_too(tmp_path):
