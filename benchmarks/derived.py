@@ -182,8 +182,8 @@ def steps_of(result: dict[str, Any]) -> tuple[list[float], list[float]]:
 def tables(results: list[dict[str, Any]]) -> str:
     """The results in Markdown."""
     lines = [
-        "| case | exit code | s a step | steps with a snapshot, s | of it checkpoints, s | first step after, s | whole, "
-        "s | peak GiB |",
+        "| case | exit code | s a step | steps with a snapshot, s | of it checkpoints, s | first step after, s | "
+        "whole, s | peak GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
