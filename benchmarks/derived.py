@@ -14,7 +14,8 @@ random weights, 32 prompts of about 110 tokens, 8 completions of up to 512 token
 - `killed`: the same with `run.checkpoint_every = 4`; the engine's server gets SIGKILL at step 6;
 - `memory`: rows so long that the trainer runs out of memory, and then `--resume`.
 
-A step lasts from row to row of the metrics, by the clock, less what an evaluation in between took. Prints Markdown:
+A step lasts from row to row of the metrics, by the clock, less what an evaluation in between took; what passes before
+the first is made counts from the beginning of the command. Prints Markdown:
 the steps after the first two, those in which a snapshot was taken, what was derived, and the stages of each start. The
 exit code is 1 when a run failed, the derived median is above `--limit` times that by hand, or a step with a snapshot is
 above 1.3 times its run's median.
@@ -81,7 +82,7 @@ def settings_of(case: str, model: Path, environment: Path, options: argparse.Nam
     return text, more.get(case, [])
 
 
-def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(number: int, case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one case and read its run folder."""
     model = folder / "model"
     if not model.exists():
@@ -90,39 +91,46 @@ def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, A
         shaped_model(model, options.shape)
     environment = folder / "environment.py"
     environment.write_text(ENVIRONMENT)
-    file, run = folder / f"{case}.toml", folder / f"run-{case}"
+    file, run = folder / f"{case}.toml", folder / f"run-{number}-{case}"
     text, more = settings_of(case, model, environment, options)
     file.write_text(text)
     command = [sys.executable, "-m", "slipstream.cli", "train", "--json", str(file), "--run.folder", str(run)]
-    for setting in (*more, *options.set):
-        key, _, value = setting.partition("=")
-        command += [f"--{key}", value]
+    command += [word for setting in options.set for word in as_option(setting)]
+    asked = [word for setting in more for word in as_option(setting)]
     killer = threading.Thread(target=kill_server, args=(run, options), daemon=True)
     if case == "killed":
         killer.start()
     with PeakMemory() as memory:
-        result = told(command, run, options)
+        result = told([*command, *asked], run, options)
     result |= {"case": case, "peaks_mib": memory.peaks}
     if case == "memory":
         first = {name: result[name] for name in ("code", "error")}
-        result = told([*command[:-4], "--resume"], run, options) | {"case": case, "first": first}
+        result = told([*command, "--resume"], run, options) | {"case": case, "first": first}
         result["peaks_mib"] = memory.peaks
     return result
+
+
+def as_option(setting: str) -> list[str]:
+    """KEY=VALUE as the command has it."""
+    key, _, value = setting.partition("=")
+    return [f"--{key}", value]
 
 
 def told(command: list[str], run: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What the command and its run folder tell."""
     from slipstream.runlog import read_events, read_metrics
 
-    begun = time.monotonic()
+    begun, began_at = time.monotonic(), time.time()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
         code, output, errors = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired:
         code, output, errors = -1, "", f"not done after {options.timeout:.0f} s"
     result: dict[str, Any] = {"code": code, "whole_s": time.monotonic() - begun, "error": errors[-1500:]}
+    (options.json or run).with_suffix(f".{run.name}.txt").write_text(errors)
     result["startup"] = json.loads(output).get("startup") if code == 0 else None
     rows, events = (list(read_metrics(run)), list(read_events(run))) if run.exists() else ([], [])
+    result["first_step_s"] = next((row["time"] - began_at for row in rows if row["step"] >= 1), 0.0)
     pairs = [(a, b) for a, b in itertools.pairwise(rows) if b["step"] == a["step"] + 1 and b["step"] > WARM_UP]
     result["seconds"] = {
         int(row["step"]): row["time"] - before["time"] - row.get("time/evaluate_s", 0.0) for before, row in pairs
@@ -190,10 +198,9 @@ def tables(results: list[dict[str, Any]]) -> str:
         plain, snapshots = steps_of(r)
         last = max(r["seconds"], default=0)
         cost = ", ".join(f"{s:.2f}" for step, s in r["saved"].items() if step != last)
-        first = (r["startup"] or {}).get("seconds") or 0.0
         peaks = ", ".join(f"{mib / 1024:.0f}" for mib in r["peaks_mib"])
         lines.append(
-            f"| {r['case']} | {r['code']} | {spread(plain)} | {spread(snapshots)} | {cost} | {first:.1f} | "
+            f"| {r['case']} | {r['code']} | {spread(plain)} | {spread(snapshots)} | {cost} | {r['first_step_s']:.1f} | "
             f"{r['whole_s']:.0f} | {peaks} |"
         )
     for r in results:
@@ -226,8 +233,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-derived-") as scratch:
         folder = options.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for case in options.cases:
-            results.append(measure(case, options, folder))
+        for number, case in enumerate(options.cases):
+            results.append(measure(number, case, options, folder))
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1))
     print(tables(results))

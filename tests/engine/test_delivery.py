@@ -240,8 +240,14 @@ def test_graphs_are_captured_for_all_that_runs_at_once_unless_the_user_says_othe
         settings = EngineSettings("m", "", "bfloat16", 64, most, enforce_eager=eager, options=options)
         return engine_arguments(settings).get("cudagraph_capture_sizes")
 
-    assert sizes(512) is None
     assert sizes(1024, eager=True) is None
+    assert sizes(1) == [1, 2]
+    for most in (3, 100, 256, 512):
+        found = sizes(most)
+        assert found == sorted(set(found))
+        assert most in found
+        assert most * 1.25 <= found[-1] <= 2 * most or found[-1] == 512, "a step may have tokens of prompts, too"
+        assert all(b - a <= max(8, b // 3) for a, b in itertools.pairwise(found))
     assert sizes(1024, cudagraph_capture_sizes=[8]) == [8]
     assert sizes(1024, compilation_config={"cudagraph_mode": "NONE"}) is None
     for most in (513, 576, 1000, 1024):

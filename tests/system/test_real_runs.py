@@ -43,6 +43,8 @@ def test_from_a_new_model_to_an_accuracy(command, run_file, tmp_path):
     parts = {f"start vLLM: {part}" for part in ("import vLLM", "load weights", "measure memory", "make the KV cache")}
     assert {"read model and data", "start vLLM", *parts, "first update", "first rollouts"} <= stages.keys()
     assert stages["start vLLM"] < summary["startup"]["seconds"]
+    began = {stage["name"]: stage["began_s"] for stage in summary["startup"]["stages"]}
+    assert began["start vLLM"] < stages["read model and data"], "vLLM is imported meanwhile"
     check_run(tmp_path / "grpo", steps=3)
     rows = read_metrics(tmp_path / "grpo")
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 3]

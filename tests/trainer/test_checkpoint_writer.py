@@ -1,5 +1,6 @@
 """Checkpoints beside training: whose state they hold, who waits for whom, and what becomes of a failure."""
 
+import ctypes
 import functools
 import resource
 import threading
@@ -34,8 +35,10 @@ def files_of(folder):
 
 def is_page_locked(tensor):
     """As the driver has it: `is_pinned` knows torch's own memory only."""
-    already_registered = 712
-    return int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)) == already_registered
+    registered, attributes = 1, (ctypes.c_uint64 * 32)()  # cudaPointerAttributes begins with the type, an int
+    driver = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    assert driver.cudaPointerGetAttributes(attributes, ctypes.c_void_p(tensor.data_ptr())) == 0
+    return attributes[0] & 0xFFFFFFFF == registered
 
 
 class Told:
@@ -180,6 +183,10 @@ def test_what_it_takes_from_training_decides_when_the_next_is_due(beside, make_w
     writer.save(1, {})
     assert any("took" in told and "from training" in told for told in writer.told.warnings)
     writer.wait()
+    writer.told.warnings.clear()
+    writer._schedule.interval_s = EVERY_S
+    writer.save(2, {}, last=True)
+    assert not writer.told.warnings, "none follows the last"
 
 
 def test_by_steps_each_is_written_and_waits_for_the_one_before(make_writer, make_batch, tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import EngineError
+from slipstream.inference.ahead import EngineAhead
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.process import EngineProcess
 from slipstream.inference.settings import EngineSettings
@@ -44,9 +45,13 @@ class SupervisedEngine:
         max_restarts: int,
         on_event: OnEvent,
         silence_s: float = SILENCE_S,
+        ahead: EngineAhead | None = None,
     ) -> None:
-        """`silence_s`: one that says nothing for so long while somebody waits for it is killed, and is a dead one."""
-        self._process = EngineProcess(settings, log_path, start_timeout_s=start_timeout_s, silence_s=silence_s)
+        """`silence_s`: one that says nothing for so long while somebody waits for it is killed, and is a dead one.
+        `ahead` may become its process."""
+        self._process = EngineProcess(
+            settings, log_path, start_timeout_s=start_timeout_s, silence_s=silence_s, ahead=ahead
+        )
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._reviving = asyncio.Lock()

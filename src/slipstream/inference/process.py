@@ -13,14 +13,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child
+from slipstream.inference.ahead import MODULE, EngineAhead, engine_environment
 from slipstream.inference.client import SILENCE_S, EngineClient
-from slipstream.inference.plugin import ENGINE_VARIABLE, marks, patches
+from slipstream.inference.plugin import marks, patches
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
 from slipstream.runlog.temporary import remove_temporary
@@ -29,17 +31,18 @@ from slipstream.weights.files import links_to_one_model
 _POLL_S = 0.1
 
 
-def _with_ours(plugins: str) -> str:
-    """The user's list of vLLM's plugins, with ours; without a list vLLM loads all that are installed."""
-    return ",".join(dict.fromkeys([*filter(None, plugins.split(",")), "slipstream"]))
-
-
 class EngineProcess:
     """One vLLM server of ours. `log_path` keeps its output; `settings.socket` is filled in here. One that says nothing
     for `silence_s` while somebody waits for it is killed."""
 
     def __init__(
-        self, settings: EngineSettings, log_path: Path, *, start_timeout_s: float, silence_s: float = SILENCE_S
+        self,
+        settings: EngineSettings,
+        log_path: Path,
+        *,
+        start_timeout_s: float,
+        silence_s: float = SILENCE_S,
+        ahead: EngineAhead | None = None,
     ) -> None:
         self.settings = settings
         self.log_path = log_path
@@ -55,6 +58,8 @@ class EngineProcess:
             silence_s=silence_s,
         )
         self._was_silent = False
+        self._ahead = ahead
+        """What may become the process when it is launched first."""
         self._marks = self._folder / "marks"
 
     @property
@@ -87,33 +92,33 @@ class EngineProcess:
             os.unlink(settings.socket)
         path = self._folder / "settings.json"
         path.write_bytes(msgspec.json.encode(settings))
-        command = [sys.executable, "-m", "slipstream.inference.plugin.server", str(path)]
-        self._marks.write_text(f"{time.monotonic():.3f} import\n")
-        self.process = child.launch(command, self._environment(), self.log_path)
+        process, ahead, self._ahead = None, self._ahead, None
+        if ahead is not None:
+            self._imports_since(ahead.began)
+            process = ahead.take(path, self._environment(ahead.own), self.log_path)
+        if process is None:
+            self._imports_since(time.monotonic())
+            process = child.launch(
+                [sys.executable, "-m", MODULE, str(path)], self._environment(os.environ), self.log_path
+            )
+        self.process = process
         self._was_silent = False
 
-    def _environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
+    def _imports_since(self, began: float) -> None:
+        self._marks.write_text(f"{began:.3f} import\n")
+
+    def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        environment = engine_environment(own, self.settings.threads)
         environment |= {
-            **child.OFFLINE,
-            **child.SAFE_PATH,
-            ENGINE_VARIABLE: "1",
             patches.VARIABLE: self.settings.patches,
             marks.VARIABLE: str(self._marks),
-            **({"VLLM_PLUGINS": _with_ours(environment["VLLM_PLUGINS"])} if "VLLM_PLUGINS" in environment else {}),
-            # Idle OpenMP threads must not spin: the trainer needs the same cores.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "KMP_BLOCKTIME": "0",
             **child.short_temporary_folder(environment, self._folder),
         }
         if self.settings.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.settings.gpus)
-        if self.settings.threads is not None:
-            environment["OMP_NUM_THREADS"] = str(self.settings.threads)
-            if self.settings.tensor_parallel_size > 1:
-                # Left to itself vLLM wants a NUMA node for each worker.
-                environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+        if self.settings.threads is not None and self.settings.tensor_parallel_size > 1:
+            # Left to itself vLLM wants a NUMA node for each worker.
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         return environment
 
     async def wait_ready(self) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from slipstream import weights
 from slipstream.config import RunConfig
 from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
+from slipstream.inference.ahead import EngineAhead
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
@@ -156,12 +157,19 @@ def engine_gpus(config: RunConfig, visible: str | None, replica: int = 0) -> tup
 
 
 def create_engine(
-    config: RunConfig, settings: EngineSettings, log_folder: Path, on_event: OnEvent
+    config: RunConfig,
+    settings: EngineSettings,
+    log_folder: Path,
+    on_event: OnEvent,
+    *,
+    ahead: EngineAhead | None = None,
 ) -> SupervisedEngine | EngineReplicas:
     """The engine, not started yet; its output goes to `engine.log` in `log_folder`. Of several each has its own, and
-    `engine-<number>.log`."""
+    `engine-<number>.log`. `ahead` may become its process, or that of the first."""
 
-    def create(settings: EngineSettings, log: str, on_event: OnEvent) -> SupervisedEngine:
+    def create(
+        settings: EngineSettings, log: str, on_event: OnEvent, ahead: EngineAhead | None = None
+    ) -> SupervisedEngine:
         return SupervisedEngine(
             settings,
             log_folder / log,
@@ -169,10 +177,11 @@ def create_engine(
             max_restarts=config.inference.max_restarts,
             on_event=on_event,
             silence_s=min(SILENCE_S, float(config.inference.request_timeout_s) + _GRACE_S),
+            ahead=ahead,
         )
 
     if num_replicas(config) == 1:
-        return create(settings, "engine.log", on_event)
+        return create(settings, "engine.log", on_event, ahead)
     engines: list[SupervisedEngine] = []
     for number in range(num_replicas(config)):
         own = msgspec.structs.replace(
@@ -182,7 +191,8 @@ def create_engine(
             else (),
             first_rank=settings.first_rank + number * settings.tensor_parallel_size,
         )
-        engines.append(create(own, f"engine-{number}.log", functools.partial(on_event, replica=number)))
+        first = ahead if number == 0 else None
+        engines.append(create(own, f"engine-{number}.log", functools.partial(on_event, replica=number), first))
     num_sequences = config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1)
     fair = min(settings.max_num_seqs, -(-num_sequences // len(engines)))
     return EngineReplicas(engines, num_places=fair, on_event=on_event)

@@ -28,6 +28,7 @@ from slipstream.launch.models import (
     build,
     build_objective,
     build_sharded,
+    compile_ahead,
     import_ahead,
     share_weights,
 )
@@ -306,6 +307,9 @@ class _Run:
         timeout_s = float(config.inference.start_timeout_s) + START_GRACE_S
         with self._stages.stage("import what loading needs"):
             import_ahead(config)
+        if config.training.compile is True and config.lora is None and config.training.ranks == 1:
+            with self._stages.stage("compile layers like the model's"):
+                compile_ahead(config)
         with self._stages.stage(WAIT):
             thread.call(self._engine_ready(), timeout_s, waits_for)
         sharing = share_weights(config, self._create_engine())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.facts import adapter_config
 from slipstream.records import SamplingParams
+from slipstream.runlog.temporary import temporary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 Stage = Callable[[str], AbstractContextManager[object]]
 """What is done within it has this name (`stages.Stages.stage`)."""
+_log = logging.getLogger(__name__)
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 """What the ranks call the models of a run."""
 
@@ -106,6 +110,28 @@ def import_ahead(config: RunConfig) -> None:
         auto_class(settings).from_config(settings, trust_remote_code=trusted)
 
 
+def compile_ahead(config: RunConfig) -> None:
+    """Compile the layers of a small network like the policy's, whose weights are still with an engine that starts: the
+    policy's then need no compiler. Where that cannot be done nothing is lost but the time."""
+    import torch
+
+    from slipstream.trainer.model import resolve_folder
+    from slipstream.trainer.stand_in import save_stand_in
+
+    model = config.model
+    assert model.dtype != "auto"
+    try:
+        with temporary("stand-in") as folder:
+            save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
+            alike = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
+            compile_if_asked(alike, load_model(alike), row_tokens=int(config.training.micro_batch_tokens))
+    except Exception as error:  # noqa: BLE001 - the model itself is compiled all the same, or says why not
+        _log.info("layers are not compiled ahead (%s)", error)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def build(
     config: RunConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
 ) -> Trained:
@@ -139,14 +165,16 @@ def build(
     return Trained(policy, None if reference is None else Reference(reference, tokens), critic)
 
 
-def compile_if_asked(config: RunConfig, model: PolicyModel, group: RankGroup | None = None) -> None:
-    """Compile the layers of `model` under `training.compile`; with a `group` a collective, which fails on all ranks
-    alike. Raises ConfigError, see `build`."""
+def compile_if_asked(
+    config: RunConfig, model: PolicyModel, group: RankGroup | None = None, *, row_tokens: int = 0
+) -> None:
+    """Compile the layers of `model` under `training.compile`, for rows of `row_tokens` too; with a `group` a
+    collective, which fails on all ranks alike. Raises ConfigError, see `build`."""
     from slipstream.trainer.compiled import compile_layers
 
     if config.training.compile is not True:
         return
-    if problem := compile_layers(model, None if group is None else group.first_problem):
+    if problem := compile_layers(model, None if group is None else group.first_problem, row_tokens=row_tokens):
         raise CompilerFailed(
             problem,
             f"training.compile is on and the model's layers could not be compiled ({problem}): set "

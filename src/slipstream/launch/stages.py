@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.inference.plugin.marks import READY
-from slipstream.launch.engines import RunEngine
 from slipstream.launch.progress import Progress
 from slipstream.runlog import REWARD, RunLog
+
+if TYPE_CHECKING:
+    from slipstream.launch.engines import RunEngine
 
 ENGINE = "start vLLM"
 WAIT = "wait for vLLM"

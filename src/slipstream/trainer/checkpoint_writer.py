@@ -165,7 +165,8 @@ class CheckpointWriter:
             self._start(write)
         else:
             write()
-        if text := self._schedule.saved(time.monotonic() - began):
+        text = self._schedule.saved(time.monotonic() - began)
+        if text and not last:
             self._log.warning(text, step=step)
 
     def link_best(self, step: int, accuracy: float) -> None:

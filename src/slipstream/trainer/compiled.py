@@ -9,7 +9,7 @@ layers as they come, and what is compiled is tried beside them, each layer by it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream import records
 from slipstream.trainer import weight_gradients
-from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.layers import decoder_layers, dress_layers
 from slipstream.trainer.learner import one_order_of_sums
 from slipstream.trainer.model import PolicyModel
@@ -40,7 +40,11 @@ _log = logging.getLogger(__name__)
 
 
 def compile_layers(
-    model: PolicyModel, agree: Callable[[str], str] | None = None, *, in_products: bool | None = None
+    model: PolicyModel,
+    agree: Callable[[str], str] | None = None,
+    *,
+    in_products: bool | None = None,
+    row_tokens: int = 0,
 ) -> str:
     """Compile the layers of `model` and have each compute parts of two small rows, with and without gradients. Returns
     why not, in one line, where the compiler fails; otherwise nothing. Over ranks, which all must call it, `agree` makes
@@ -48,15 +52,17 @@ def compile_layers(
 
     Call it once the network is complete, adapter included, and spread over ranks, and before an optimizer waits for
     gradients. `in_products`: whether products of linear layers add up the gradients of their weights; None: in one
-    process, where that is made for the device and the compiler can do it; True: on any device, for tests.
+    process, where that is made for the device and the compiler can do it; True: on any device, for tests. With
+    `row_tokens` a row of that length is trained on too: for long ones the compiler fuses otherwise, and would begin
+    again in the first step.
     """
     network, count = model.network, 0
     if in_products or (in_products is None and agree is None):
         count = weight_gradients.accumulate_in_products(network, anywhere=in_products is True)
-    problem = _compile(model, agree)
+    problem = _compile(model, agree, row_tokens)
     if problem and count:
         weight_gradients.accumulate_apart(network)
-        reason, problem = problem, _compile(model, agree)
+        reason, problem = problem, _compile(model, agree, row_tokens)
         if not problem:
             _log.warning("gradients are added up apart from the products that make them (%s)", reason)
     elif count:
@@ -64,7 +70,7 @@ def compile_layers(
     return problem
 
 
-def _compile(model: PolicyModel, agree: Callable[[str], str] | None) -> str:
+def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens: int) -> str:
     before = model.layers
     compiler: Any = torch._dynamo.config
     # So is torch's usual setting; what makes them last is where they lie (`launch.caches`).
@@ -86,7 +92,16 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None) -> str:
         layer.forward = _beside(layer, own, tried, problems)
     try:
         for prompt, completion in _LENGTHS:
-            _compute(model, prompt, completion)
+            for row in _rows(model, prompt, completion):
+                with torch.no_grad():
+                    model.logits(row)
+                with one_order_of_sums(model.device):
+                    model.logits(row)
+        length = min(row_tokens, model.max_model_len or row_tokens)
+        if length > 1:
+            for row in _rows(model, length - 1, 1, row_tokens // length):
+                with one_order_of_sums(model.device):
+                    model.logits(row)
         summing = [each for layer in layers for each in weight_gradients.accumulating_layers(layer)]
         if missed := sum(layer.weight.grad is None for layer in summing):
             problems.append(f"the products of {missed} of {len(summing)} linear layers gave their weights no gradient")
@@ -134,14 +149,12 @@ def _with_gradient(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _compute(model: PolicyModel, prompt: int, completion: int) -> None:
+def _rows(model: PolicyModel, prompt: int, completion: int, number: int = 2) -> Iterator[MicroBatch]:
+    """So many sequences of one length, packed into one row if the model packs."""
     mask = [place >= prompt for place in range(prompt + completion)]
     vocabulary = int(text_config(model.config).vocab_size)
     sequences = [
-        records.Sequence([(7 * place + number) % vocabulary for place in range(len(mask))], mask) for number in (0, 1)
+        records.Sequence([(7 * place + each) % vocabulary for place in range(len(mask))], mask)
+        for each in range(number)
     ]
-    for row in micro_batches(StepBatch(sequences), 4 * len(mask), packing=model.packing, device=model.device):
-        with torch.no_grad():
-            model.logits(row)
-        with one_order_of_sums(model.device):
-            model.logits(row)
+    return iter(micro_batches(StepBatch(sequences), number * len(mask), packing=model.packing, device=model.device))

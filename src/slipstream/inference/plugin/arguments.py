@@ -10,9 +10,11 @@ from typing import Any, get_args
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import GenerateRequest
 
-_CAPTURED = 512
-"""vLLM captures CUDA graphs for steps of up to so many sequences by itself; larger ones would run without."""
+_CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Tokens of the steps that CUDA graphs are captured for: vLLM's own sizes are 51 up to 512, and each takes a tenth of a
+second at every start. A step of another size is padded to the next."""
 _CAPTURE_STEP = 64
+"""Beyond them, where vLLM would capture nothing."""
 _FP32_HEAD = {"head_dtype": "float32"}
 """How vLLM 0.26 to 0.32 are told; whether they do it is seen in the loaded model (`worker.slipstream_describe`)."""
 
@@ -78,13 +80,15 @@ def _position_scaling(folder: Path) -> dict[str, Any]:
 
 
 def _captured(settings: EngineSettings) -> dict[str, Any]:
-    """CUDA graphs up to the most sequences that run at once: vLLM's own sizes, and coarser ones beyond them."""
+    """CUDA graphs up to the most sequences that run at once, and for as many tokens again, of prompts beside them."""
     largest = settings.max_num_seqs
     own = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
-    if settings.enforce_eager or largest <= _CAPTURED or own & settings.options.keys():
+    if settings.enforce_eager or own & settings.options.keys():
         return {}
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _CAPTURED + 1, 16)]
-    return {"cudagraph_capture_sizes": [*sizes, *range(_CAPTURED + _CAPTURE_STEP, largest, _CAPTURE_STEP), largest]}
+    if largest > _CAPTURED[-1]:
+        beyond = range(_CAPTURED[-1] + _CAPTURE_STEP, largest, _CAPTURE_STEP)
+        return {"cudagraph_capture_sizes": [*_CAPTURED, *beyond, largest]}
+    return {"cudagraph_capture_sizes": sorted({size for size in _CAPTURED if size <= 2 * largest} | {largest})}
 
 
 def checked_head(head_dtypes: list[list[str]]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 _POLL_S = 0.5
+_PIPE_BYTES = 1 << 16
 _to_remove: set[str] = set()
 _following: set[int] = set()
 
@@ -29,23 +32,31 @@ def follow_parent() -> None:
     threading.Thread(target=watch, name="follow-parent", daemon=True).start()
 
 
-def follow_stdin() -> None:
-    """Kill this process's whole group when its standard input closes.
+def follow_stdin() -> Callable[[], bytes]:
+    """Kill this process's whole group when its standard input closes. Returns what waits for a line of it.
 
-    The supervisor holds the other end of that pipe and never writes to it; the kernel closes it however the
-    supervisor ends. (A parent-death signal would follow the *thread* that started us, which may end early.)
+    The supervisor holds the other end of that pipe, and writes one line to it where it starts us before it knows what
+    for; the kernel closes it however the supervisor ends. (A parent-death signal would follow the *thread* that started
+    us, which may end early.)
     """
 
     # Not `sys.stdin`: its lock, held by this thread for ever, would stop every child that is forked.
     stdin = sys.stdin.fileno()
 
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
     def watch() -> None:
-        while os.read(stdin, 1):
-            pass
+        text = b""
+        while data := os.read(stdin, _PIPE_BYTES):
+            text += data
+            if text.endswith(b"\n"):
+                lines.put(text)
+                text = b""
         remove_files()
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="follow-stdin", daemon=True).start()
+    return lines.get
 
 
 def remove_at_end(path: str) -> None:

@@ -18,11 +18,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,6 +61,18 @@ _URGENT_PLACES = 64
 _SOONER = "raise inference.request_timeout_s, or lower sampling.max_tokens or inference.max_num_seqs"
 _HUNG_S = 180.0
 """A single step of vLLM takes no longer: an engine that computes requests, and has no token for so long, hangs."""
+_IMPORTED_AHEAD = (
+    "uvloop",
+    "slipstream.inference.plugin.patches",
+    "vllm",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.model_loader.default_loader",
+    f"vllm.v1.worker.{'gpu' if Path('/dev/nvidiactl').exists() else 'cpu'}_worker",
+    "slipstream.inference.plugin.worker",
+)
+"""What every engine imports, whatever its settings."""
 
 
 class EngineServer:
@@ -72,7 +88,8 @@ class EngineServer:
         self.patches_left_out: dict[str, str] = {}
         # Twice what runs at once, so that the engine never waits for us; a request's deadline counts from its turn.
         self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
-        self._urgent_places = asyncio.Semaphore(_URGENT_PLACES)
+        # Their own, so that they wait for no others; as many, as an evaluation is urgent too.
+        self._urgent_places = asyncio.Semaphore(max(_URGENT_PLACES, 2 * settings.max_num_seqs))
         self._settled = asyncio.Event()
         self._settled.set()
         self._stillness = Stillness(host.clock)
@@ -478,11 +495,13 @@ async def serve(settings: EngineSettings) -> bool:
 
 
 def main() -> None:
-    """Entry point of the child: settings are a JSON file named on the command line."""
+    """Entry point of the child: settings are a JSON file named on the command line or, where that names none, by the
+    one line that comes on standard input (`inference/ahead.py`)."""
     gc.disable()  # until all is imported and loaded (`serve`): nothing of it becomes garbage, and looking takes a fifth
-    lifeline.follow_stdin()
     os.environ[ENGINE_VARIABLE] = "1"
-    with open(sys.argv[1], "rb") as file:
+    order = lifeline.follow_stdin()
+    path = sys.argv[1] if len(sys.argv) > 1 else _become_an_engine(order)
+    with open(path, "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
     os.environ[patches.VARIABLE] = settings.patches
     import uvloop
@@ -491,6 +510,24 @@ def main() -> None:
         leave(0)
     print("the engine core died", file=sys.stderr)
     leave(1)
+
+
+def _become_an_engine(order: Callable[[], bytes]) -> str:
+    """Import what every engine needs, and then wait for the order to be one; the path of its settings."""
+    for name in _IMPORTED_AHEAD:
+        with contextlib.suppress(ImportError):  # whoever needs what cannot be imported says so
+            importlib.import_module(name)
+    given = json.loads(order())
+    os.environ.clear()
+    os.environ.update(given["environment"])
+    tempfile.tempdir = None
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    log = os.open(given["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+    return given["settings"]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""What is compiled for a stand-in serves the model that it stands for."""
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.utils import counters
+
+from slipstream.errors import ConfigError
+from slipstream.records import Sequence
+from slipstream.trainer import layers
+from slipstream.trainer.batching import StepBatch
+from slipstream.trainer.compiled import compile_layers
+from slipstream.trainer.layers import decoder_layers
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.trainer.stand_in import save_stand_in
+
+SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]}
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch):
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "num_layers"),
+    [
+        ("Qwen3", {"head_dim": 8, "num_hidden_layers": 4}, 1),
+        ("Gemma3Text", {"head_dim": 8, "num_hidden_layers": 4, "sliding_window": 16, **SLIDING}, 3),
+        (
+            "Qwen3Moe",
+            {
+                "head_dim": 8,
+                "num_hidden_layers": 4,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "mlp_only_layers": [0, 2],
+            },
+            2,
+        ),
+    ],
+)
+def test_it_has_a_layer_of_each_kind(kind, changes, num_layers, save_model, tmp_path):
+    whole = save_model(tmp_path / "whole", kind, **changes, **({"moe_intermediate_size": 16} if "Moe" in kind else {}))
+    save_stand_in(whole, tmp_path / "small", "bfloat16")
+    small, own = PolicyModel.load(tmp_path / "small", "bfloat16"), PolicyModel.load(whole, "bfloat16")
+    found = [[(name, each.shape) for name, each in layer.named_parameters()] for layer in decoder_layers(small.network)]
+    meant = [[(name, each.shape) for name, each in layer.named_parameters()] for layer in decoder_layers(own.network)]
+    assert found == meant[:num_layers]
+
+
+def test_the_model_that_it_stands_for_needs_no_compiler(save_model, tmp_path, fresh_compiler):
+    whole = save_model(tmp_path / "whole", "Qwen3", head_dim=8, num_hidden_layers=3)
+    save_stand_in(whole, tmp_path / "small", "float32")
+    assert compile_layers(PolicyModel.load(tmp_path / "small", max_model_len=64), row_tokens=200) == ""
+    before = counters["stats"]["unique_graphs"]
+    assert before > 0
+    assert compile_layers(PolicyModel.load(whole, max_model_len=64)) == ""
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_first_step_needs_none_either(save_model, tmp_path):
+    """Inductor fuses otherwise for rows beyond some length: such a row was tried."""
+    torch._dynamo.reset()
+    shape = {"head_dim": 64, "num_hidden_layers": 2, "hidden_size": 512, "vocab_size": 256}
+    whole = save_model(tmp_path / "whole", "Qwen3", max_position_embeddings=16384, **shape)
+    save_stand_in(whole, tmp_path / "small", "bfloat16")
+    assert compile_layers(PolicyModel.load(tmp_path / "small", "bfloat16", "cuda"), row_tokens=16384) == ""
+    model = PolicyModel.load(whole, "bfloat16", "cuda")
+    assert compile_layers(model) == ""
+    before = counters["stats"]["unique_graphs"]
+    learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=16384)
+    long = [Sequence([7] * 1500, [False] * 700 + [True] * 800) for _ in range(8)]
+    learner.forward_backward(StepBatch(long), SFTObjective())
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_long_rows_are_tried_too(save_model, tmp_path, fresh_compiler, monkeypatch):
+    seen = []
+    folder = save_model(tmp_path / "whole", "Qwen3", head_dim=8, num_hidden_layers=1)
+    model = PolicyModel.load(folder, max_model_len=64)
+    logits = model.logits
+    monkeypatch.setattr(model, "logits", lambda row: (seen.append(len(row.token_ids_T)), logits(row))[1])
+    assert compile_layers(model, row_tokens=200) == ""
+    assert seen == [2 * 63, 2 * 63, 2 * 39, 2 * 39, 3 * 63], "a sequence is read but for its last token"
+    assert all(parameter.grad is None for parameter in model.network.parameters())
+
+
+def test_a_model_of_images_has_none(tmp_path):
+    transformers.Qwen3VLConfig().save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="no stand-in"):
+        save_stand_in(tmp_path / "model", tmp_path / "small", "float32")
