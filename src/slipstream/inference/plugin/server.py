@@ -18,15 +18,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib
 import json
 import os
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +31,7 @@ import slipstream
 from slipstream.inference.child import leave
 from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, marks, patches, scoring, tensor_map
 from slipstream.inference.plugin.adapters import Adapters
+from slipstream.inference.plugin.ahead import settings_later
 from slipstream.inference.plugin.answers import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments, prompt_arguments, sampling_arguments
 from slipstream.inference.plugin.clock import Stillness
@@ -57,22 +54,9 @@ from slipstream.weights.single_copy import SharedWeights
 
 _FIRST_TOKEN_S = 0.1
 """How long a trainer that has written the weights waits at most for the first token of what was running."""
-_URGENT_PLACES = 64
 _SOONER = "raise inference.request_timeout_s, or lower sampling.max_tokens or inference.max_num_seqs"
 _HUNG_S = 180.0
 """A single step of vLLM takes no longer: an engine that computes requests, and has no token for so long, hangs."""
-_IMPORTED_AHEAD = (
-    "uvloop",
-    "slipstream.inference.plugin.patches",
-    "vllm",
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.model_executor.model_loader.default_loader",
-    f"vllm.v1.worker.{'gpu' if Path('/dev/nvidiactl').exists() else 'cpu'}_worker",
-    "slipstream.inference.plugin.worker",
-)
-"""What every engine imports, whatever its settings."""
 
 
 class EngineServer:
@@ -89,7 +73,7 @@ class EngineServer:
         # Twice what runs at once, so that the engine never waits for us; a request's deadline counts from its turn.
         self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
         # Their own, so that they wait for no others; as many, as an evaluation is urgent too.
-        self._urgent_places = asyncio.Semaphore(max(_URGENT_PLACES, 2 * settings.max_num_seqs))
+        self._urgent_places = asyncio.Semaphore(2 * settings.max_num_seqs)
         self._settled = asyncio.Event()
         self._settled.set()
         self._stillness = Stillness(host.clock)
@@ -500,7 +484,7 @@ def main() -> None:
     gc.disable()  # until all is imported and loaded (`serve`): nothing of it becomes garbage, and looking takes a fifth
     os.environ[ENGINE_VARIABLE] = "1"
     order = lifeline.follow_stdin()
-    path = sys.argv[1] if len(sys.argv) > 1 else _become_an_engine(order)
+    path = sys.argv[1] if len(sys.argv) > 1 else settings_later(order)
     with open(path, "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
     os.environ[patches.VARIABLE] = settings.patches
@@ -510,24 +494,6 @@ def main() -> None:
         leave(0)
     print("the engine core died", file=sys.stderr)
     leave(1)
-
-
-def _become_an_engine(order: Callable[[], bytes]) -> str:
-    """Import what every engine needs, and then wait for the order to be one; the path of its settings."""
-    for name in _IMPORTED_AHEAD:
-        with contextlib.suppress(ImportError):  # whoever needs what cannot be imported says so
-            importlib.import_module(name)
-    given = json.loads(order())
-    os.environ.clear()
-    os.environ.update(given["environment"])
-    tempfile.tempdir = None
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    log = os.open(given["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for number in (1, 2):
-        os.dup2(log, number)
-    os.close(log)
-    return given["settings"]
 
 
 if __name__ == "__main__":
