@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.inference.ahead import engine_environment
 from slipstream.inference.plugin import cpu, patches
-from slipstream.inference.process import EngineProcess
 from slipstream.records import SamplingParams, Ticket, Version
 from slipstream.weights.files import read_model_folder
 from slipstream.weights.fingerprint import describe, digest
 
-from .conftest import settings_for, start, stop
+from .conftest import start, stop
 
 ROOT = Path(__file__).parents[2]
 FAST = [patch for patch in patches.TABLE if patch.kind == "fast"]
@@ -109,13 +109,9 @@ def test_a_patch_that_does_not_fit_is_noted_and_refused_where_it_is_needed(monke
 
 
 @pytest.mark.parametrize(("own", "expected"), [("mine", "mine,slipstream"), ("slipstream,mine", "slipstream,mine")])
-def test_plugins_of_the_user_are_loaded_too(own, expected, tmp_path, monkeypatch):
-    process = EngineProcess(settings_for(tmp_path), tmp_path / "log", start_timeout_s=1)
-    monkeypatch.setenv("VLLM_PLUGINS", own)
-    assert process._environment()["VLLM_PLUGINS"] == expected
-    monkeypatch.delenv("VLLM_PLUGINS")
-    assert "VLLM_PLUGINS" not in process._environment(), "vLLM loads all that are installed"
-    process.remove_files()
+def test_plugins_of_the_user_are_loaded_too(own, expected):
+    assert engine_environment({"VLLM_PLUGINS": own}, None)["VLLM_PLUGINS"] == expected
+    assert "VLLM_PLUGINS" not in engine_environment({}, None), "vLLM loads all that are installed"
 
 
 @pytest.mark.engine
