@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from slipstream.inference.ahead import EngineAhead
+from slipstream.inference.plugin.marks import READY
 from slipstream.inference.process import EngineProcess
 from slipstream.records import GenerateRequest, SamplingParams
 
@@ -43,6 +44,7 @@ def test_it_becomes_the_engine_and_answers_as_any(tiny_model, tmp_path, ahead, m
     found, phases = asyncio.run(answers(process))
     assert process.process is imported
     assert phases[0] == ("import vLLM", pytest.approx(ahead.began, abs=0.01))
+    assert phases[-1][0] == READY
     assert "Loading safetensors" in process.log_path.read_text(), "from then on its log is the engine's"
     # Started again it is a process like any other, and answers alike.
     assert asyncio.run(answers(process))[0] == found

@@ -401,3 +401,23 @@ async def test_the_trainer_waits_for_the_first_token_after_its_writing_but_not_f
     monkeypatch.setattr("slipstream.inference.plugin.server._FIRST_TOKEN_S", 0.01)
     await asyncio.wait_for(server.go_on(Version(0, 2, "")), 10)
     running.cancel()
+
+
+async def test_an_evaluation_runs_as_many_at_once_as_training_and_waits_for_none_of_it(monkeypatch):
+    server, host = _answering(monkeypatch)
+    inside = []
+
+    async def generate(prompt, params, id_, adapter=None, is_urgent=False):
+        inside.append(id_)
+        return await AnsweringHost.generate(host, prompt, params, id_, adapter, is_urgent)
+
+    host.generate = generate
+    most = 2 * server.settings.max_num_seqs
+    sampling = SamplingParams(1)
+    asked = [GenerateRequest(f"train {n}", [1], sampling, timeout_s=30) for n in range(most + 5)]
+    asked += [GenerateRequest(f"eval {n}", [1], sampling, timeout_s=30, is_urgent=True) for n in range(most + 5)]
+    running = [asyncio.create_task(server.generate(request)) for request in asked]
+    await asyncio.sleep(0.05)
+    assert [sum(id_.startswith(kind) for id_ in inside) for kind in ("train", "eval")] == [most, most]
+    host.ends.set()
+    assert {completion.finish_reason for completion in await asyncio.gather(*running)} == {"stop"}

@@ -5,8 +5,8 @@ import torch
 
 from slipstream.config import ModelConfig, RunConfig, SFTConfig, TrainingConfig, with_values
 from slipstream.errors import ConfigError
-from slipstream.launch.models import build
-from slipstream.trainer import layers
+from slipstream.launch.models import build, compile_ahead
+from slipstream.trainer import compiled, layers
 from slipstream.trainer.layers import LayerOptions
 from slipstream.trainer.new_model import new_model
 
@@ -50,3 +50,42 @@ def test_a_compiler_that_fails_ends_the_run(config, monkeypatch):
     monkeypatch.setattr(layers, "COMPILER", compiler)
     with pytest.raises(ConfigError, match=r"could not be compiled .*out of order.*: set training.compile = false"):
         build(with_values(config, {"training.compile": True}), None, 123)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_is_compiled_ahead_serves_the_model_and_draws_nothing(config, monkeypatch):
+    graphs = []
+
+    def compiler(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(layers, "COMPILER", compiler)
+    asked = with_values(config, {"training.compile": True, "inference.max_model_len": 64})
+    before = torch.get_rng_state()
+    compile_ahead(asked)
+    assert torch.equal(torch.get_rng_state(), before), "a run draws the same, whatever was compiled ahead"
+    num_graphs = len(graphs)
+    assert num_graphs > 0
+    assert build(asked, (), 123).learner.model.layers.compiled
+    assert len(graphs) == num_graphs
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_cannot_be_compiled_ahead_ends_nothing(config, monkeypatch, caplog):
+    def compiler(_graph, _inputs):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(layers, "COMPILER", compiler)
+    caplog.set_level("INFO", "slipstream")
+    compile_ahead(with_values(config, {"training.compile": True}))
+    assert "not compiled ahead" in caplog.text
+    assert "out of order" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_rows_as_long_as_the_runs_are_compiled_ahead(config, monkeypatch):
+    asked = []
+    monkeypatch.setattr(compiled, "compile_layers", lambda *_, row_tokens, **__: asked.append(row_tokens) or "")
+    compile_ahead(with_values(config, {"training.compile": True}))
+    assert asked == [256]

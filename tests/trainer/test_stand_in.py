@@ -22,7 +22,9 @@ SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_atten
 
 @pytest.fixture
 def fresh_compiler(monkeypatch):
-    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    """One that makes nothing of a graph; that a model finds what was compiled for its stand-in is seen in
+    `tests/launch/test_models.py`."""
+    monkeypatch.setattr(layers, "COMPILER", lambda graph, _inputs: graph.forward)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -53,16 +55,6 @@ def test_it_has_a_layer_of_each_kind(kind, changes, num_layers, save_model, tmp_
     found = [[(name, each.shape) for name, each in layer.named_parameters()] for layer in decoder_layers(small.network)]
     meant = [[(name, each.shape) for name, each in layer.named_parameters()] for layer in decoder_layers(own.network)]
     assert found == meant[:num_layers]
-
-
-def test_the_model_that_it_stands_for_needs_no_compiler(save_model, tmp_path, fresh_compiler):
-    whole = save_model(tmp_path / "whole", "Qwen3", head_dim=8, num_hidden_layers=3)
-    save_stand_in(whole, tmp_path / "small", "float32")
-    assert compile_layers(PolicyModel.load(tmp_path / "small", max_model_len=64), row_tokens=200) == ""
-    before = counters["stats"]["unique_graphs"]
-    assert before > 0
-    assert compile_layers(PolicyModel.load(whole, max_model_len=64)) == ""
-    assert counters["stats"]["unique_graphs"] == before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -89,7 +89,8 @@ class EngineAhead:
                 log.write(f"a process that imported vLLM ahead does not become the engine: {why}\n".encode())
                 return None
         assert process.stdin is not None
-        order = {"settings": str(settings), "environment": dict(environment), "log": str(log_path)}
+        later = {name: environment[name] for name in _READ_LATER & environment.keys()}
+        order = {"settings": str(settings), "environment": later, "log": str(log_path)}
         with contextlib.suppress(BrokenPipeError):  # it has just ended, as whoever waits for it will find
             process.stdin.write(json.dumps(order).encode() + b"\n")
             process.stdin.flush()

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from pathlib import Path
 
 from slipstream.config import RunConfig
 from slipstream.config.traits import engine_workers, uses_engine
 from slipstream.inference.ahead import EngineAhead
+from slipstream.inference.plugin.ahead import HAS_GPU
 from slipstream.launch.machine import usable_cpus
-
-_NVIDIA = Path("/dev/nvidiactl")
 
 
 @contextlib.contextmanager
@@ -24,7 +22,7 @@ def engine_ahead(config: RunConfig) -> Generator[EngineAhead | None]:
         yield None
         return
     threads = None
-    if not _NVIDIA.exists():
+    if not HAS_GPU:
         all_threads = config.run.threads if isinstance(config.run.threads, int) else usable_cpus()
         threads = max(1, all_threads // engine_workers(config))
     with EngineAhead(threads) as ahead:

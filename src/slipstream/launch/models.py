@@ -121,7 +121,7 @@ def compile_ahead(config: RunConfig) -> None:
     model = config.model
     assert model.dtype != "auto"
     try:
-        with temporary("stand-in") as folder:
+        with temporary("stand-in") as folder, torch.random.fork_rng(devices=[]):  # its weights are drawn
             save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
             alike = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
             compile_if_asked(alike, load_model(alike), row_tokens=int(config.training.micro_batch_tokens))

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+HAS_GPU = Path("/dev/nvidiactl").exists()
+"""Whether there is a driver of NVIDIA's: what can be known without importing torch."""
 _IMPORTED = (
     "uvloop",
     "slipstream.inference.plugin.patches",
@@ -19,7 +21,7 @@ _IMPORTED = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.model_executor.model_loader.default_loader",
-    f"vllm.v1.worker.{'gpu' if Path('/dev/nvidiactl').exists() else 'cpu'}_worker",
+    f"vllm.v1.worker.{'gpu' if HAS_GPU else 'cpu'}_worker",
     "slipstream.inference.plugin.worker",
 )
 """What every engine imports, whatever its settings."""
@@ -31,7 +33,6 @@ def settings_later(order: Callable[[], bytes]) -> str:
         with contextlib.suppress(Exception):  # whoever needs what cannot be imported says so
             importlib.import_module(name)
     given = json.loads(order())
-    os.environ.clear()
     os.environ.update(given["environment"])
     tempfile.tempdir = None
     for stream in (sys.stdout, sys.stderr):
