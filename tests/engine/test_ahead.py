@@ -72,6 +72,18 @@ def test_one_that_may_have_imported_something_else_is_not_taken(reason, tiny_mod
     assert ahead.take(tmp_path / "settings", environment, log) is None
 
 
+def test_it_becomes_one_engine_and_is_then_that_engines(tmp_path, ahead):
+    """A run's teacher, which is made by the same maker, gets another; and the engine is not ended with the context."""
+    log = tmp_path / "logs" / "engine.log"
+    taken = ahead.take(tmp_path / "no settings", ahead._environment, log)
+    assert taken is not None
+    assert ahead.take(tmp_path / "others", ahead._environment, tmp_path / "logs" / "teacher.log") is None
+    ahead.__exit__()
+    assert taken.wait(60) == 1, "it is not killed, and ends by what it was told"
+    assert "no settings" in log.read_text()
+    assert not (tmp_path / "logs" / "teacher.log").exists()
+
+
 def test_it_ends_where_nobody_takes_it(tiny_model):
     with EngineAhead(1) as ahead:
         family = [psutil.Process(ahead._process.pid)]
