@@ -15,10 +15,10 @@ from slipstream.launch.machine import usable_cpus
 
 @contextlib.contextmanager
 def engine_ahead(config: RunConfig) -> Generator[EngineAhead | None]:
-    """Inside, vLLM is imported for the engine of this run, whose settings are not planned yet; None where it needs none
-    at once. What the plan decides is taken for what it most likely will be: where that is wrong, the engine is started
+    """Inside, vLLM is imported for the engine of this run, whose settings are not planned yet; None where it needs
+    none. What the plan decides is taken for what it most likely will be: where that is wrong, the engine is started
     as ever."""
-    if not uses_engine(config) or config.weights.bridge == "restart":
+    if not uses_engine(config):
         yield None
         return
     threads = None
