@@ -15,10 +15,9 @@ random weights, 32 prompts of about 110 tokens, 8 completions of up to 512 token
 - `memory`: rows so long that the trainer runs out of memory, and then `--resume`.
 
 A step lasts from row to row of the metrics, by the clock, less what an evaluation in between took; what passes before
-the first is made counts from the beginning of the command. Prints Markdown:
-the steps after the first two, those in which a snapshot was taken, what was derived, and the stages of each start. The
-exit code is 1 when a run failed, the derived median is above `--limit` times that by hand, or a step with a snapshot is
-above 1.3 times its run's median.
+the first is made counts from the beginning of the command. Prints Markdown: the steps after the first two, those in
+which a snapshot was taken, what was derived, and the stages of each start. The exit code is 1 when a run failed, the
+derived median is above `--limit` times that by hand, or a step with a snapshot is above 1.3 times its run's median.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +144,6 @@ def told(command: list[str], run: Path, options: argparse.Namespace) -> dict[str
     }
     kinds = ("checkpoint", "restart", "warning", "exit")
     result["events"] = [event for event in events if event["kind"] in kinds]
-    plan = run / "plan.json"
-    result["plan"] = json.loads(plan.read_text()) if plan.exists() else {}
     resolved = run / "resolved.toml"
     result["settings"] = resolved.read_text() if resolved.exists() else ""
     result["logs"] = {log.name: log.read_text(errors="replace")[-2500:] for log in sorted((run / "logs").glob("*"))}
@@ -204,6 +202,10 @@ def tables(results: list[dict[str, Any]]) -> str:
             f"{r['whole_s']:.0f} | {peaks} |"
         )
     for r in results:
+        if r["settings"]:
+            sections = tomllib.loads(r["settings"])
+            values = (f"{name} = {sections[name.partition('.')[0]][name.partition('.')[2]]}" for name in TOLD)
+            lines.append(f"\n{r['case']}: {', '.join(values)}")
         if r["startup"]:
             stages = ", ".join(
                 f"{stage['name']} {stage['began_s']:.1f} + {stage['seconds']:.1f}" for stage in r["startup"]["stages"]
