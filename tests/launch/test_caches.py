@@ -29,7 +29,8 @@ print("misses", found["fxgraph_cache_miss"], "hits", found["fxgraph_cache_hit"],
 def unset(monkeypatch, tmp_path):
     """As it is for a user who has set nothing, whose home is `tmp_path`."""
     for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # and so it is as before at the end, whatever torch sets
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -52,6 +53,17 @@ def test_what_is_set_decides_for_itself(monkeypatch, tmp_path):
         assert values()[1] == "/elsewhere"
         assert values()[2].startswith(str(tmp_path))
     assert values() == [None, "/elsewhere", None]
+
+
+def test_what_torch_has_set_by_itself_was_set_by_nobody(monkeypatch, tmp_path):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    default = cache_dir()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default
+    with lasting_caches(print):
+        assert values()[0].startswith(str(tmp_path))
+        assert cache_dir() == values()[0]
+    assert values()[0] == default
 
 
 def test_where_it_is_follows_xdg(monkeypatch):

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ _PRIVATE = 0o700
 def lasting_caches(warn: Callable[[str], None]) -> Generator[None]:
     """Inside, compilers of this process and of those that it starts keep what they make; `warn` is told where that
     cannot be."""
-    wanted = {name: folder for name, folder in _PLACES.items() if not os.environ.get(name)}
+    wanted = {name: folder for name, folder in _PLACES.items() if os.environ.get(name) in (None, "", _torchs_own(name))}
     try:
         root = private_folder(cache_root(os.environ) / key()) if wanted else None
     except (OSError, RuntimeError) as error:
@@ -49,6 +50,12 @@ def lasting_caches(warn: Callable[[str], None]) -> Generator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _torchs_own(name: str) -> str | None:
+    """What torch itself has put into a variable that nobody had set: it does so once parts of it are imported."""
+    own = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return own.default_cache_dir() if own and name == "TORCHINDUCTOR_CACHE_DIR" else None
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:
