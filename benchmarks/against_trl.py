@@ -130,7 +130,7 @@ def prompts_in_order(num_steps: int, prompts_per_batch: int) -> list[str]:
     sys.path.insert(0, str(HERE))
     from long_tail import tasks
 
-    from slipstream.data.order import DataOrder
+    from slipstream.data.sampler import DataOrder
 
     num_tasks = num_steps * prompts_per_batch
     texts = [task["prompt"] for task in tasks("train", num_tasks, 0)]
@@ -261,7 +261,7 @@ def read_slipstream(system: str, folder: Path, began: float) -> Run:
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Path, Path]:
     """The fitted model and Slipstream's run file."""
-    from slipstream.trainer.new_model import new_model
+    from slipstream.trainer.model.tiny_qwen3 import new_model
 
     common = {"task": TASK, "threads": options.threads}
     model = options.model

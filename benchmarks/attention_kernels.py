@@ -26,8 +26,9 @@ import torch
 from learner import segment_lengths
 from torch import Tensor
 
-from slipstream.trainer import attention_gpu, gradients_gpu
-from slipstream.trainer.layout import Ragged
+from slipstream.trainer.attention import flash4
+from slipstream.trainer.attention.row_layout import Ragged
+from slipstream.trainer.optim import accumulate_triton
 
 SHAPES = {"1.5b": (8192, 12, 2, 128, 1536, 8960), "7b": (6144, 28, 4, 128, 3584, 18944)}
 """Tokens of a row, heads, heads of keys, their size, hidden size, intermediate size."""
@@ -58,12 +59,12 @@ def passes(name: str, states: list[Tensor], grad: Tensor, layout: Ragged, scale:
     ends = (layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key)
     aten: Any = torch.ops.aten
     if name == "flash4":
-        interface = attention_gpu._tried(*states[:2])
+        interface = flash4._tried(*states[:2])
         if interface is None:
             raise RuntimeError("flash-attn-4 is not installed, or its trial failed: see the log above")
         return (
-            lambda: attention_gpu.forward(interface, *states, layout, scale),
-            lambda found: attention_gpu.backward(interface, grad, *states, *found, layout, scale),
+            lambda: flash4.forward(interface, *states, layout, scale),
+            lambda found: flash4.backward(interface, grad, *states, *found, layout, scale),
         )
     if name == "cudnn":
 
@@ -105,7 +106,7 @@ def attention(shape: str, name: str, repeats: int) -> dict[str, Any]:
     gradients = backward(found)
     torch.cuda.synchronize()
     first = time.monotonic() - begun
-    wanted = attention_gpu.reference(*(each.float() for each in (grad, *states)), lengths, lengths, scale)
+    wanted = flash4.reference(*(each.float() for each in (grad, *states)), lengths, lengths, scale)
     pairs = zip((found[0], *gradients), (wanted[0], *wanted[2:]), strict=True)
     off = max(float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
     del wanted
@@ -143,7 +144,7 @@ def weight_gradient(shape: str, outputs: int, inputs: int, repeats: int) -> dict
         aten.addmm.dtype_out(into, grad.t(), states, torch.float32, out=into)
 
     twice, once = total.clone(), total.clone()
-    gradients_gpu.add_(twice, grad.t() @ states)
+    accumulate_triton.add_(twice, grad.t() @ states)
     in_one(once)
     wanted = total + grad.t().float() @ states.float()
     off = [float((each - wanted).norm() / wanted.norm()) for each in (twice, once)]
@@ -151,7 +152,7 @@ def weight_gradient(shape: str, outputs: int, inputs: int, repeats: int) -> dict
         "shape": shape,
         "weight": f"{outputs} x {inputs}",
         "product_ms": milliseconds(lambda: grad.t() @ states, repeats),
-        "product_and_sum_ms": milliseconds(lambda: gradients_gpu.add_(twice, grad.t() @ states), repeats),
+        "product_and_sum_ms": milliseconds(lambda: accumulate_triton.add_(twice, grad.t() @ states), repeats),
         "in_one_ms": milliseconds(lambda: in_one(once), repeats),
         "off": off,
     }

@@ -28,8 +28,8 @@ import msgspec
 import torch
 
 from slipstream.records import ParameterSpec, Ticket, Version
-from slipstream.weights import broadcast
-from slipstream.weights.broadcast import Group, Rendezvous, copy_all, flat_bytes
+from slipstream.weights.bridges import broadcast
+from slipstream.weights.bridges.broadcast import Group, Rendezvous, copy_all, flat_bytes
 from slipstream.weights.fingerprint import Slice, fingerprints
 from slipstream.weights.raw import passes
 

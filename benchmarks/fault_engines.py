@@ -16,11 +16,11 @@ from slipstream.errors import EngineError
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
-from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights import check_report, create_bridge
 from slipstream.weights.base import Bridge
 

@@ -34,14 +34,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from slipstream.inference.plugin import patches
-from slipstream.inference.plugin.worker import WorkerExtension
+from slipstream.inference.plugin.patches import patch_table
+from slipstream.inference.plugin.weights.receiver import WorkerExtension
 
 START_TIMEOUT_S, ROUND_TIMEOUT_S = 400.0, 400.0
 SYSTEMS = {
     "vllm": {"VLLM_PLUGINS": ""},
-    "ours": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1", patches.VARIABLE: "all"},
-    "required": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1", patches.VARIABLE: "required"},
+    "ours": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1", patch_table.VARIABLE: "all"},
+    "required": {"VLLM_PLUGINS": "slipstream", "SLIPSTREAM_ENGINE": "1", patch_table.VARIABLE: "required"},
 }
 KINDS = ("even", "seeds", "ends", "rollouts")
 """Of requests: all of one length, with a seed each, with lengths and stop tokens of their own, or both as in a run."""
@@ -187,7 +187,7 @@ async def _round(host: Any, load: Load, number: int) -> tuple[float, float]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from slipstream.inference.plugin.delivery import sampled_logprobs
+    from slipstream.inference.plugin.patches.delivery import sampled_logprobs
 
     ours = bool(os.environ["VLLM_PLUGINS"])
     draw = random.Random(number)
@@ -327,13 +327,13 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
-    from slipstream.launch.facts import read_model
+    from slipstream.launch.plan.measure import read_model
 
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="slipstream-generation-") as folder:
         model = options.model or Path(folder) / "model"
         if options.shape == "chars":
-            from slipstream.trainer.new_model import new_model
+            from slipstream.trainer.model.tiny_qwen3 import new_model
 
             new_model(model, hidden_size=64, num_layers=2)
         elif not model.exists():

@@ -29,15 +29,15 @@ import torch
 
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.settings import EngineSettings
-from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.trainer.shapes import SHAPES, shaped_model
 from slipstream.weights import check_report, create_bridge
-from slipstream.weights.files import read_model_folder, stored_parameters
-from slipstream.weights.single_copy import open_weights
+from slipstream.weights.bridges.single_copy import open_weights
+from slipstream.weights.model_files import read_model_folder, stored_parameters
 
 PROMPT_TOKENS, LINEAGE, TIMEOUT_S = 40, 0, 240.0
 LIMITS = {"float32": 1e-4, "bfloat16": 0.02}

@@ -98,16 +98,17 @@ def make_network(shape: str, device: str, implementation: str) -> Any:
 
 def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float]], dict[str, Any]]:
     """A step of this project's learner, and what there is to say of it."""
-    from slipstream.trainer import attention, attention_gpu, weight_gradients
-    from slipstream.trainer.compiled import compile_layers
-    from slipstream.trainer.layers import LayerOptions, dress_layers
+    from slipstream.trainer.attention import flash4, packed
     from slipstream.trainer.learner import Learner
-    from slipstream.trainer.model import PolicyModel, check_isolation
-    from slipstream.trainer.optimizer import MasterAdamW
-    from slipstream.trainer.rounding import RoundedAdamW
+    from slipstream.trainer.model import fused_weight_gradients
+    from slipstream.trainer.model.compilation import compile_layers
+    from slipstream.trainer.model.layers import LayerOptions, dress_layers
+    from slipstream.trainer.model.policy import PolicyModel, check_isolation
+    from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
+    from slipstream.trainer.optim.base import MasterAdamW
 
-    attention_gpu.ENABLED = options.attention == "any"
-    network = make_network(options.shape, options.device, attention.register())
+    flash4.ENABLED = options.attention == "any"
+    network = make_network(options.shape, options.device, packed.register())
     model = PolicyModel(network, Path())
     how = dict(OURS[options.child])
     compiled = how.pop("compiled", False)
@@ -120,7 +121,7 @@ def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float
     facts: dict[str, Any] = {
         "compile_s": time.monotonic() - begun if compiled else 0.0,
         "problem": problem,
-        "weight_gradients_in_place": len(weight_gradients.accumulating_layers(network)),
+        "weight_gradients_in_place": len(fused_weight_gradients.accumulating_layers(network)),
     }
     optimizer = (
         RoundedAdamW(network.named_parameters(), seed=0)
@@ -178,8 +179,8 @@ def make_batch(options: argparse.Namespace) -> tuple[Any, Any, list[int]]:
 
 def planned_bytes(network: Any, options: argparse.Namespace, **how: Any) -> int:
     """What the plan says of the trainer, contexts and workspaces left out."""
-    from slipstream.launch.measured import ModelFacts
-    from slipstream.launch.memory import activation_bytes_per_token, training_state_bytes
+    from slipstream.launch.plan.facts import ModelFacts
+    from slipstream.launch.plan.memory.sizes import activation_bytes_per_token, training_state_bytes
 
     config = network.config
     model = ModelFacts(
@@ -338,9 +339,9 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
 
 def newer_attention() -> bool:
     """Whether this project's attention took newer kernels than torch's."""
-    from slipstream.trainer import attention_gpu
+    from slipstream.trainer.attention import flash4
 
-    return any(interface is not None for interface in attention_gpu._found.values())
+    return any(interface is not None for interface in flash4._found.values())
 
 
 def num_parameters(config: Any) -> int:
@@ -443,7 +444,7 @@ def main() -> int:
     parser.add_argument("--child", choices=[*OURS, *TITAN], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        from slipstream.trainer import layers
+        from slipstream.trainer.model import layers
 
         layers.COMPILER = options.backend
         print("\n" + json.dumps(run_child(options)))

@@ -62,9 +62,9 @@ def engine_main(connection: Connection, model: str, dtype: str, load: Load, thre
 async def _answer(connection: Connection, host: Any, load: Load) -> None:
     import msgspec
 
-    from slipstream.inference.plugin import patches
+    from slipstream.inference.plugin.patches import patch_table
 
-    connection.send(patches.applied())
+    connection.send(patch_table.applied())
     while True:
         try:
             command, argument = connection.recv()
@@ -160,8 +160,8 @@ def update(engine: Engine, model: Path, folder: Path, dtype: str) -> None:
     import torch
 
     from slipstream.records import Ticket, Version
-    from slipstream.weights.files import read_model_folder, write_model_folder
     from slipstream.weights.fingerprint import describe, digest
+    from slipstream.weights.model_files import read_model_folder, write_model_folder
 
     noise = torch.Generator().manual_seed(1)
     weights = [
@@ -227,7 +227,7 @@ def main() -> int:
         folder = Path(temporary)
         model: Path | None = options.model
         if model is None:
-            from slipstream.trainer.new_model import new_model
+            from slipstream.trainer.model.tiny_qwen3 import new_model
 
             model = new_model(folder / "model")
         for dtype in options.dtypes:

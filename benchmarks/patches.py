@@ -284,8 +284,8 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
-    from slipstream.launch.facts import read_model
-    from slipstream.trainer.new_model import new_model
+    from slipstream.launch.plan.measure import read_model
+    from slipstream.trainer.model.tiny_qwen3 import new_model
     from slipstream.trainer.shapes import shaped_model
 
     if options.what == "exact" and len(options.settings) != 2:

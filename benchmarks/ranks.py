@@ -70,10 +70,10 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
     """One case, in this process and its ranks."""
     import torch
 
-    from slipstream.launch.models import build, build_objective, build_sharded
-    from slipstream.launch.ranks import RankCrew
+    from slipstream.launch.build import build, build_objective, build_sharded
+    from slipstream.launch.ranks.processes import RankCrew
     from slipstream.records import SamplingParams, Sequence
-    from slipstream.trainer import garbage
+    from slipstream.trainer import garbage_collection
     from slipstream.trainer.batching import StepBatch
 
     config, sampling = make_config(options, model, ranks), SamplingParams(max_tokens=1)
@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
         seconds: list[float] = []
         for number in range(WARM_UP + options.steps):
             if number == 1:
-                garbage.leave_out()  # as a run does after its first step
+                garbage_collection.leave_out()  # as a run does after its first step
             begun = time.monotonic()
             step()
             if on_gpu:

@@ -21,14 +21,14 @@ from pathlib import Path
 import uvloop
 
 from slipstream.config import EnvironmentConfig
-from slipstream.data.chat import ChatTokenizer
+from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scorer import ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.orchestrator.batches import Batcher
+from slipstream.orchestrator.batcher import Batcher
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import SamplingParams, Version
-from slipstream.trainer.new_model import new_tokenizer
+from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
 
 GROUP_SIZE = 8
 

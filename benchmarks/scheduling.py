@@ -101,7 +101,7 @@ def run_child(num_sequences: int, num_tokens: int, ours: bool) -> dict[str, Any]
     import vllm
 
     if ours:
-        from slipstream.inference.plugin import decoding, delivery
+        from slipstream.inference.plugin.patches import decoding, delivery
 
         decoding.allocate_with_room()
         delivery.deliver_at_the_end()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import RunConfig
-from slipstream.config.dump import toml_value
-from slipstream.config.keys import all_keys, optional_sections
+from slipstream.config.parse.dump import toml_value
+from slipstream.config.parse.keys import all_keys, optional_sections
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """# Settings

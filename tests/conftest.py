@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from slipstream.inference import child
+from slipstream.inference import child_process
 
 from .fork_server import VARIABLE, ForkServers, name_context, take_for_usual
 
@@ -75,7 +75,7 @@ def starts(request, monkeypatch):
     """A test that is marked `real_start` starts its children as users do."""
     take_for_usual(os.environ)
     if request.node.get_closest_marker("real_start"):
-        monkeypatch.setattr(child, "popen", subprocess.Popen)
+        monkeypatch.setattr(child_process, "popen", subprocess.Popen)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 needs them begins as a fork of it, seconds later instead of ten or twenty.
 
 `ForkedPopen` is `subprocess.Popen` but for that: `ForkServers.install` puts it where Slipstream starts its children
-(`slipstream.inference.child.popen`), in this process and in those that are forked. What a child sees is what an
+(`slipstream.inference.child_process.popen`), in this process and in those that are forked. What a child sees is what an
 executed one sees: its environment, arguments, descriptors, folder, session and main module. Real starts are those of
 other modules, of environments that differ in what libraries read while they are imported, of tests that are marked
 `real_start`, and all of them where SLIPSTREAM_REAL_STARTS is set.
@@ -35,23 +35,23 @@ from typing import Any
 
 import setproctitle
 
-from slipstream.inference import child
+from slipstream.inference import child_process
 
 VARIABLE = "SLIPSTREAM_REAL_STARTS"
 ROOT = Path(__file__).parents[1]
 KINDS = {
     "slipstream.inference.plugin.server": "engine",
-    "slipstream.inference.plugin.trial": "engine",
+    "slipstream.inference.plugin.try_settings": "engine",
     "slipstream.cli": "trainer",
-    "slipstream.launch.rank": "trainer",
+    "slipstream.launch.ranks.child": "trainer",
     "tests.launch.quick_rank": "trainer",
 }
 """Modules whose processes are forked, and the server that forks them."""
 PRELOADED = {
     "engine": (
         "slipstream.inference.plugin.server",
-        "slipstream.inference.plugin.worker",
-        "slipstream.inference.plugin.patches",
+        "slipstream.inference.plugin.weights.receiver",
+        "slipstream.inference.plugin.patches.patch_table",
         "vllm",
         "vllm.v1.engine.core",
         "vllm.v1.engine.async_llm",
@@ -65,18 +65,23 @@ PRELOADED = {
     ),
     "trainer": (
         "slipstream.cli.app",
-        "slipstream.launch.local",
-        "slipstream.launch.models",
+        "slipstream.launch.run",
+        "slipstream.launch.build",
         "slipstream.launch.prepare",
-        "slipstream.trainer.group",
-        "slipstream.trainer.rank_part",
-        "slipstream.trainer.new_model",
+        "slipstream.trainer.distributed.fsdp",
+        "slipstream.trainer.distributed.worker",
+        "slipstream.trainer.model.tiny_qwen3",
         "slipstream.view",
         "transformers.models.qwen3.modeling_qwen3",
     ),
 }
 ENVIRONMENT = {
-    "engine": {"SLIPSTREAM_ENGINE": "1", "VLLM_PLUGINS": "slipstream", "VLLM_LOGGING_LEVEL": "INFO", **child.OFFLINE},
+    "engine": {
+        "SLIPSTREAM_ENGINE": "1",
+        "VLLM_PLUGINS": "slipstream",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        **child_process.OFFLINE,
+    },
     "trainer": {},
 }
 """What a server has beside its owner's variables; idle threads never spin, as in the children themselves."""
@@ -204,11 +209,11 @@ class ForkServers:
     def install(self) -> Iterator[None]:
         """From now on children are forked."""
         global _sockets, _owned
-        _sockets, _owned, child.popen = self.folder, self, ForkedPopen
+        _sockets, _owned, child_process.popen = self.folder, self, ForkedPopen
         try:
             yield
         finally:
-            _sockets, _owned, child.popen = None, None, subprocess.Popen
+            _sockets, _owned, child_process.popen = None, None, subprocess.Popen
             self.stop()
 
     def start(self, kind: str) -> None:
@@ -345,13 +350,13 @@ class _Server:
             os.chdir(request["folder"])
             os.close(tells)
             global _sockets
-            _sockets, child.popen = self._folder, ForkedPopen
+            _sockets, child_process.popen = self._folder, ForkedPopen
             code = _run(request["command"])
         except BaseException:  # noqa: BLE001 (as the interpreter does)
             traceback.print_exc()
         finally:
             with contextlib.suppress(BaseException):
-                child.leave(code)
+                child_process.leave(code)
             os._exit(code)
 
 

@@ -54,7 +54,7 @@ def test_too_slow_and_other_lengths_are_told(bench):
 
 
 def test_both_systems_get_the_same_prompts_in_the_same_order(bench, tmp_path):
-    from slipstream.data.order import DataOrder
+    from slipstream.data.sampler import DataOrder
 
     bench_prompts = bench.prompts_in_order(3, 4)
     text = bench.GRPO_FILE.format(

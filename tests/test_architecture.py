@@ -41,7 +41,7 @@ SAME_LAYER = {("cli", "view"), ("cli", "report"), ("records", "errors")}
 LIGHT_MODULES = (
     "slipstream.records",
     "slipstream.config",
-    "slipstream.launch.plan",
+    "slipstream.launch.plan.derive",
     "slipstream.cli",
     "slipstream.report",
 )

@@ -13,7 +13,7 @@ from slipstream.envs import Reply
 from slipstream.envs.base import judge
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scorer import InlineScorer, ScorerPool
+from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
 from slipstream.envs.single_turn import gold_of, make_tasks
 
 PAGE = Path(__file__).parents[1] / "docs/environments.md"

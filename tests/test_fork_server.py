@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.inference import child
-from slipstream.inference.process import EngineProcess
+from slipstream.inference import child_process
+from slipstream.inference.engine_process import EngineProcess
 from slipstream.records import GenerateRequest, SamplingParams
 
 from . import fork_server
@@ -48,7 +48,7 @@ async def look(model: Path, folder: Path) -> dict:
 def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_path, monkeypatch):
     found = {}
     for kind in (subprocess.Popen, fork_server.ForkedPopen):
-        monkeypatch.setattr(child, "popen", kind)
+        monkeypatch.setattr(child_process, "popen", kind)
         monkeypatch.setenv(LOOK_VARIABLE, str(tmp_path / "looks.json"))
         found[kind] = asyncio.run(look(tiny_model, tmp_path)), json.loads((tmp_path / "looks.json").read_text())
     (started, real), (forked, ours) = found.values()
@@ -114,7 +114,7 @@ def test_what_libraries_read_early_has_to_be_the_same():
 
 @pytest.mark.real_start
 def test_a_marked_test_starts_its_children_as_users_do():
-    assert child.popen is subprocess.Popen
+    assert child_process.popen is subprocess.Popen
 
 
 @pytest.mark.full
@@ -126,6 +126,6 @@ def test_children_end_with_their_server(tmp_path):
     with servers.install():
         process = fork("plan", "run.toml", cwd=tmp_path)
         (tmp_path / "seen").touch()
-    child.popen = fork_server.ForkedPopen
+    child_process.popen = fork_server.ForkedPopen
     fork_server._sockets, fork_server._owned = before
     assert process.wait(30) == -signal.SIGKILL

@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-from slipstream.config.keys import all_keys
+from slipstream.config.parse.keys import all_keys
 from slipstream.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import records
-from slipstream.algo.sampling import token_logprobs
+from slipstream.algo.logprobs import token_logprobs
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.batching import StepBatch, micro_batches

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.algo.advantages import group_advantages, signal_fraction
-from slipstream.algo.importance import effective_sample_size, truncated_importance_weights
+from slipstream.algo.importance_sampling import effective_sample_size, truncated_importance_weights
+from slipstream.algo.logprobs import processed_logits, processed_logprobs
 from slipstream.algo.losses import clipped_policy_loss, kl_estimate, token_weights
 from slipstream.algo.packing import split
-from slipstream.algo.sampling import processed_logits, processed_logprobs
 from slipstream.algo.statistics import wilson_interval
 
 ALPHABET = "0123456789=."

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream import records
-from slipstream.algo.sampling import token_logprobs
+from slipstream.algo.logprobs import token_logprobs
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.objectives import PolicyObjective
 

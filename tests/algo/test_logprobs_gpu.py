@@ -10,7 +10,7 @@ import torch
 
 def check(device: str) -> None:
     """Against torch's own log-softmax in float64, differentiated by autograd."""
-    from slipstream.algo import logprobs_gpu
+    from slipstream.algo import logprobs_triton
 
     torch.manual_seed(0)
     for dtype, vocabulary, temperature in ((torch.float32, 5000, 0.7), (torch.bfloat16, 4099, 1.0)):
@@ -24,7 +24,7 @@ def check(device: str) -> None:
         log_NV = (exact_NV / temperature).log_softmax(-1)
         chosen_N = log_NV.gather(-1, ids_N.cpu()[:, None])[:, 0]
         entropies_N = torch.special.entr(log_NV.exp()).sum(-1)
-        logprobs_N, entropy_N, lse_N, greedy_N = logprobs_gpu.forward(logits_NV, ids_N, temperature)
+        logprobs_N, entropy_N, lse_N, greedy_N = logprobs_triton.forward(logits_NV, ids_N, temperature)
         torch.testing.assert_close(logprobs_N.double().cpu(), chosen_N.detach(), atol=3e-5, rtol=1e-6)
         torch.testing.assert_close(entropy_N.double().cpu(), entropies_N.detach(), atol=3e-5, rtol=1e-5)
         first_N = torch.stack([(line == line.max()).nonzero()[0, 0] for line in logits_NV.float().cpu()])
@@ -33,7 +33,7 @@ def check(device: str) -> None:
         for of_logprobs, of_entropy in ((True, True), (True, False), (False, True)):
             wanted_N = of_logprobs * grads_N[0] * chosen_N + of_entropy * grads_N[1] * _entropy(exact_NV, temperature)
             (expected_NV,) = torch.autograd.grad(wanted_N.sum(), exact_NV, retain_graph=True)
-            found_NV = logprobs_gpu.backward(
+            found_NV = logprobs_triton.backward(
                 *(logits_NV, ids_N, lse_N, entropy_N),
                 grads_N[0].float().to(device) if of_logprobs else None,
                 grads_N[1].float().to(device) if of_entropy else None,

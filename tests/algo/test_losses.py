@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.algo.importance import effective_sample_size, truncated_importance_weights
+from slipstream.algo.importance_sampling import effective_sample_size, truncated_importance_weights
 from slipstream.algo.losses import clipped_policy_loss, kl_estimate, token_weights
 
 LOGPROB = st.floats(-8.0, 0.0)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.algo import sampling
-from slipstream.algo.sampling import kept_tokens, processed_logits, processed_logprobs, token_logprobs
+from slipstream.algo import logprobs as module
+from slipstream.algo.logprobs import kept_tokens, processed_logits, processed_logprobs, token_logprobs
 
 PARAMETERS = st.fixed_dictionaries(
     {
@@ -146,7 +146,7 @@ def test_chunks_of_rows_change_nothing(rules, monkeypatch):
     logits, ids = 3 * torch.randn(50, 40, generator=generator), torch.randint(40, (50,), generator=generator)
     found = []
     for num_elements in (10**9, 7 * 40, 1):
-        monkeypatch.setattr(sampling, "_CHUNK_ELEMENTS", num_elements)
+        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", num_elements)
         leaf = logits.clone().requires_grad_()
         logprobs, entropy = processed_logprobs(leaf, ids, **rules)
         (gradient,) = torch.autograd.grad((2 * logprobs - 0.3 * entropy).sum(), leaf)
@@ -156,7 +156,7 @@ def test_chunks_of_rows_change_nothing(rules, monkeypatch):
 
 @pytest.mark.parametrize("rules", RULES, ids=["plain", "temperature", "all"])
 def test_entropy_with_its_gradient_never_widens_more_than_a_chunk(rules, monkeypatch):
-    monkeypatch.setattr(sampling, "_CHUNK_ELEMENTS", 8 * 40)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 8 * 40)
     logits = torch.randn(64, 40).bfloat16().requires_grad_()
     with Largest() as largest:
         logprobs, entropy = processed_logprobs(logits, torch.zeros(64, dtype=torch.long), **rules)

@@ -10,9 +10,9 @@ from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem
 from tests.trainer.test_credit import batch_of
 
 from slipstream.algo.advantages import group_advantages, leave_one_out, overlong_punishment
-from slipstream.algo.importance import importance_weights
+from slipstream.algo.importance_sampling import importance_weights
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.credit import assign_credit, kl_penalties_of
+from slipstream.trainer.credit_assignment import assign_credit, kl_penalties_of
 
 pytest.importorskip("trl")
 from trl.rewards import get_soft_overlong_punishment

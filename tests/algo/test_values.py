@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.algo.gae import explained_variance, generalized_advantages, value_loss, whitened
 from slipstream.algo.losses import LossInputs, clip_loss
-from slipstream.algo.values import explained_variance, generalized_advantages, value_loss, whitened
 
 NUMBER = st.floats(-10, 10, width=32)
 PART = st.floats(0, 1)

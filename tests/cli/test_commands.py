@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.cli import commands, main, proof
-from slipstream.cli.first_run import FILES
+from slipstream.cli.init_files import FILES
 from slipstream.errors import ConfigError, Interrupted
-from slipstream.launch import local as launch_local
+from slipstream.launch import run as launch_local
 from slipstream.runlog import read_exit
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.tiny_qwen3 import new_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -257,7 +257,7 @@ def test_model_new(slipstream, tmp_path):
 
 @pytest.mark.parametrize(("redirected", "code"), [(">/dev/full", 120), (">&-", 0), ("<&- >&- 2>&-", 0)])
 def test_output_that_is_lost_is_no_success_and_none_at_all_is_no_failure(redirected, code):
-    program = "from slipstream.inference.child import leave; print('said'); leave(0)"
+    program = "from slipstream.inference.child_process import leave; print('said'); leave(0)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {redirected}"
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     ended = subprocess.run(["sh", "-c", command], env=buffered, capture_output=True, text=True, timeout=60, check=False)

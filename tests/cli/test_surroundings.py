@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.inference import child
+from slipstream.inference import child_process
 from slipstream.runlog.temporary import remove_temporary
 from tests.config.conftest import MINIMAL
 
@@ -91,19 +91,19 @@ class TestSockets:
         long = tmp_path / ("x" * 150)
         long.mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(long))
-        folder = child.private_folder("engine")
+        folder = child_process.private_folder("engine")
         try:
             assert not folder.is_relative_to(long)
             assert folder.stat().st_mode & 0o77 == 0
             assert len(os.fsencode(folder / "engine.sock")) < 108
         finally:
             remove_temporary(folder)
-        assert child.short_temporary_folder({"TMPDIR": str(long)}, folder) == {"TMPDIR": str(folder)}
-        assert child.short_temporary_folder({"TMPDIR": "/tmp"}, folder) == {}
+        assert child_process.short_temporary_folder({"TMPDIR": str(long)}, folder) == {"TMPDIR": str(folder)}
+        assert child_process.short_temporary_folder({"TMPDIR": "/tmp"}, folder) == {}
 
     def test_a_short_one_is_used(self, tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", "/tmp")
-        folder = child.private_folder("engine")
+        folder = child_process.private_folder("engine")
         remove_temporary(folder)
         assert folder.parent == Path("/tmp")
 
@@ -123,8 +123,8 @@ class TestSockets:
 )
 def test_the_last_error_of_a_log(tmp_path, log, expected):
     (tmp_path / "log").write_text(log)
-    assert child.last_error(tmp_path / "log").startswith(expected)
-    ending = child.ending(1, tmp_path / "log")
+    assert child_process.last_error(tmp_path / "log").startswith(expected)
+    ending = child_process.ending(1, tmp_path / "log")
     assert "ended with code 1" in ending
     assert str(tmp_path / "log") in ending
     assert "\n" not in ending

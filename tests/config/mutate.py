@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.dump import toml_value
-from slipstream.config.keys import all_keys, optional_sections, sections
+from slipstream.config.parse.dump import toml_value
+from slipstream.config.parse.keys import all_keys, optional_sections, sections
 
 DEADLINE_S, MEMORY_BYTES, LONGEST_LINE = 120.0, 8 << 30, 1000
 REFUSALS = (2, 3, 4)
@@ -276,7 +276,7 @@ _DAMAGES = (_cut, _insert, _insert, _twice, _nest, _long, _comment)
 
 def make_folder(folder: Path) -> None:
     """What the run files name: a model, an environment, rows."""
-    from slipstream.trainer.new_model import new_model
+    from slipstream.trainer.model.tiny_qwen3 import new_model
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
@@ -374,8 +374,8 @@ def check_starts(path: Path) -> None:
 
     from slipstream.config import load_config
     from slipstream.inference.plugin.arguments import engine_arguments, sampling_arguments
+    from slipstream.launch.build import build_optimizer
     from slipstream.launch.engines import engine_settings
-    from slipstream.launch.models import build_optimizer
     from slipstream.launch.prepare import prepare
     from slipstream.records import GenerateRequest
 
@@ -400,10 +400,6 @@ def check_starts(path: Path) -> None:
 def warm_up() -> None:
     """Import what every fork needs."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    import slipstream.cli.app
-    import slipstream.launch.local
-    import slipstream.launch.prepare  # noqa: F401
 
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "slipstream"}
     import vllm.engine.arg_utils  # noqa: F401 (what it says while it is imported is said once)

@@ -19,7 +19,7 @@ from slipstream.config import (
     load_config,
     with_values,
 )
-from slipstream.config.dump import toml_value
+from slipstream.config.parse.dump import toml_value
 
 from .conftest import MINIMAL
 

@@ -1,7 +1,7 @@
 import pytest
 
 from slipstream.config import load_config, with_values
-from slipstream.config.keys import COMMON_NAMES, all_keys, keys_of, optional_sections, suggestion
+from slipstream.config.parse.keys import COMMON_NAMES, all_keys, keys_of, optional_sections, suggestion
 from slipstream.config.recipes import RECIPES
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import load_config
-from slipstream.config.overrides import parse_overrides, parse_value
+from slipstream.config.parse.command_line import parse_overrides, parse_value
 from slipstream.errors import ConfigError
 
 from .conftest import MINIMAL

@@ -1,7 +1,7 @@
 import pytest
 from tests.data.conftest import CHATML
 
-from slipstream.data.chat import ChatTokenizer, template_variables
+from slipstream.data.chat_template import ChatTokenizer, template_variables
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tests.data.conftest import CHATML
 
-from slipstream.data.chat import ChatTokenizer
-from slipstream.data.fields import check_fields
-from slipstream.data.files import read_conversations
+from slipstream.data.chat_template import ChatTokenizer
+from slipstream.data.conversations import read_conversations
+from slipstream.data.message_fields import check_fields
 from slipstream.errors import DataError
 from slipstream.records import Message
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from slipstream.data.files import Columns, read_conversations, read_problems
+from slipstream.data.conversations import Columns, read_conversations, read_problems
 from slipstream.errors import DataError
 from slipstream.records import Message
 

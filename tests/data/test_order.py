@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.data.order import DataOrder
+from slipstream.data.sampler import DataOrder
 from slipstream.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.data.files import Columns, read_conversations, read_problems, value_at
-from slipstream.data.tables import Row, held_out_split, read_rows
+from slipstream.data.conversations import Columns, read_conversations, read_problems, value_at
+from slipstream.data.readers import Row, held_out_split, read_rows
 from slipstream.errors import DataError
 from slipstream.records import Message
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from slipstream.data.chat import ChatTokenizer
-from slipstream.data.vocabulary import Vocabulary, check_vocabulary, read_vocabulary
+from slipstream.data.chat_template import ChatTokenizer
+from slipstream.data.unknown_characters import Vocabulary, check_vocabulary, read_vocabulary
 from slipstream.errors import DataError
-from slipstream.trainer.new_model import new_tokenizer
+from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 import transformers
 from PIL import Image
 
-from slipstream.trainer.new_model import new_tokenizer
+from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
 
 TEXT = {
     "hidden_size": 64,
@@ -128,7 +128,7 @@ class Architecture:
     flipped: tuple[str, ...]
     """Parameters in which a flipped bit must be found."""
     lora_targets: tuple[str, ...]
-    worker: str = "slipstream.inference.plugin.worker.WorkerExtension"
+    worker: str = "slipstream.inference.plugin.weights.receiver.WorkerExtension"
     num_workers: int = 1
     """Over which vLLM divides the model."""
 

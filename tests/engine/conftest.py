@@ -19,12 +19,12 @@ import torch
 from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
-from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, SamplingParams
 from slipstream.records import Sequence as Tokens
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.tiny_qwen3 import new_model
 
 T = TypeVar("T")
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(10 + 5 * i)] for i in range(8)]

@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from slipstream.inference.plugin import adapter_file, patches
-from slipstream.weights.adapter import AdapterConfig, adapter_parameter, write_adapter_folder
+from slipstream.inference.plugin.patches import adapter_file, patch_table
+from slipstream.weights.adapter_folder import AdapterConfig, adapter_parameter, write_adapter_folder
 
 pytestmark = pytest.mark.engine
 MODULES = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")]
@@ -73,7 +73,7 @@ def test_other_types_are_left_to_vllm_and_another_vllm_is_left_alone(tmp_path, l
     with lora_model.safetensors.safe_open(path, framework="pt") as file:
         assert list(file.keys()) == ["n"]
         assert torch.equal(file.get_tensor("n"), torch.arange(3))
-    with pytest.raises(patches.Absent, match="safetensors"):  # it is one already
+    with pytest.raises(patch_table.Absent, match="safetensors"):  # it is one already
         adapter_file.read_at_once(WITH_ADAPTERS)
-    with pytest.raises(patches.NotNeeded, match="adapters"):
+    with pytest.raises(patch_table.NotNeeded, match="adapters"):
         adapter_file.read_at_once(SimpleNamespace(lora_manager=None))

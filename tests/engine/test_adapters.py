@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.inference.plugin.adapters import Adapters
+from slipstream.inference.plugin.weights.adapters import Adapters
 from slipstream.records import Ticket, Version
 
 

@@ -8,9 +8,9 @@ import time
 import psutil
 import pytest
 
-from slipstream.inference.ahead import EngineAhead
-from slipstream.inference.plugin.marks import READY
-from slipstream.inference.process import EngineProcess
+from slipstream.inference.engine_process import EngineProcess
+from slipstream.inference.plugin.start_marks import READY
+from slipstream.inference.preimport import EngineAhead
 from slipstream.records import GenerateRequest, SamplingParams
 
 from .conftest import PROMPTS, settings_for
@@ -95,7 +95,7 @@ def test_it_ends_where_nobody_takes_it(tiny_model):
 
 @pytest.mark.real_start
 def test_it_ends_with_a_supervisor_that_is_killed_while_it_imports(tmp_path):
-    script = "import time; from slipstream.inference.ahead import EngineAhead\na = EngineAhead(1)\n"
+    script = "import time; from slipstream.inference.preimport import EngineAhead\na = EngineAhead(1)\n"
     script += "print(a._process.pid, flush=True)\ntime.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as supervisor:
         imports = psutil.Process(int(supervisor.stdout.readline()))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from slipstream.errors import EngineError
 from slipstream.records import SamplingParams, Ticket, Version
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
 from .conftest import PROMPTS, LiveEngine, mean_difference, perturbed, start, stop

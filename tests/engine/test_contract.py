@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.errors import EngineError, WeightsError
-from slipstream.launch.export import export
+from slipstream.launch.tools.export import export
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
-from slipstream.trainer.model import PolicyModel, SharedTensors, load_network
+from slipstream.trainer.model.policy import PolicyModel, SharedTensors, load_network
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
-from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
-from slipstream.weights.files import read_model_folder, stored_parameters
+from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
+from slipstream.weights.bridges.single_copy import SharedWeights, check_loaded, open_weights
 from slipstream.weights.fingerprint import describe, digest
-from slipstream.weights.single_copy import SharedWeights, check_loaded, open_weights
+from slipstream.weights.model_files import read_model_folder, stored_parameters
 
 from .architectures import ARCHITECTURES, DIVIDED, GRID, Architecture, image_prompt, pixels
 from .conftest import PROMPTS, LiveEngine, create, mean_difference, perturbed, sparsely, stop

@@ -15,12 +15,12 @@ from slipstream.errors import DeadlineError, EngineError, IntegrityError, Weight
 from slipstream.inference import client as client_module
 from slipstream.inference.client import EngineClient
 from slipstream.inference.plugin import server as server_module
-from slipstream.inference.plugin.clock import Stillness, TokenClock
 from slipstream.inference.plugin.routes import errors_as_text, routes
 from slipstream.inference.plugin.server import EngineServer
+from slipstream.inference.plugin.token_clock import Stillness, TokenClock
 from slipstream.inference.settings import EngineSettings
+from slipstream.orchestrator.concurrency import outliving
 from slipstream.orchestrator.probe import Probe
-from slipstream.orchestrator.tasks import outliving
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version, encode
 
 
@@ -321,7 +321,7 @@ async def test_a_connection_that_breaks_is_no_silence(tmp_path):
 
 def test_a_vllm_that_makes_no_step_hangs_but_one_that_is_idle_or_was_not_looked_at_does_not(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("slipstream.inference.plugin.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("slipstream.inference.plugin.token_clock.time.perf_counter", lambda: now[0])
     stillness = Stillness(clock := TokenClock())
 
     def look(is_computing=True, after_s=0.5):

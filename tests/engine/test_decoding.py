@@ -28,7 +28,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from slipstream.inference.plugin import decoding, delivery
+from slipstream.inference.plugin.patches import decoding, delivery
 
 BLOCK, STOP = 16, 7
 

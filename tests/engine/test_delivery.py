@@ -23,8 +23,8 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from slipstream.inference.plugin import delivery
 from slipstream.inference.plugin.arguments import engine_arguments
+from slipstream.inference.plugin.patches import delivery
 from slipstream.inference.settings import EngineSettings
 
 QUIET = SamplingParams(logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import EngineError, WeightsError
 from slipstream.records import ApplyReport, Completion, SamplingParams, Ticket
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights import check_report, create_bridge
-from slipstream.weights.delta import DeltaPublisher
-from slipstream.weights.files import write_model_folder
+from slipstream.weights.bridges.delta import DeltaPublisher
+from slipstream.weights.model_files import write_model_folder
 
 from .conftest import LiveEngine, perturbed, sparsely, start, stop
 

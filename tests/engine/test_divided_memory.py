@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 
-from slipstream.launch.models import build_sharded
-from slipstream.launch.ranks import RankCrew
+from slipstream.launch.build import build_sharded
+from slipstream.launch.ranks.processes import RankCrew
 from slipstream.launch.usage import session_of
 from slipstream.records import SamplingParams, Ticket
 from slipstream.trainer.learner import Learner
 from slipstream.weights import check_report, create_bridge
-from slipstream.weights.files import stored_parameters
+from slipstream.weights.model_files import stored_parameters
 
 from ..launch import test_ranks
 from .architectures import ARCHITECTURES

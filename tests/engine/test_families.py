@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.records import SamplingParams
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 
 from .architectures import _text
 from .conftest import differences, start, stop

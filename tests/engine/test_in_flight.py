@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from slipstream import records
 from slipstream.records import GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
 from .conftest import PROMPTS, LiveEngine, perturbed, sparsely, start, stop
@@ -26,7 +26,7 @@ NUM_RUNNING, LENGTH, NUM_UPDATES = 64, 100, 6
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [("disk", {}), ("broadcast", {"temperature": 0.7, "top_p": 0.9})],
+    [("disk", {}), pytest.param("broadcast", {"temperature": 0.7, "top_p": 0.9}, marks=pytest.mark.full)],
     ids=["disk", "broadcast, processed"],
 )
 def test_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampling):

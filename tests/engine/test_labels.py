@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.inference.plugin.labels import TokenLabels
+from slipstream.inference.plugin.version_labels import TokenLabels
 
 
 @given(st.lists(st.sampled_from(["token", "version"]), max_size=30), st.booleans())

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.errors import EngineError, WeightsError
-from slipstream.launch.export import export
+from slipstream.launch.tools.export import export
 from slipstream.records import Completion, GenerateRequest, SamplingParams, Sequence, Ticket
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
-from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
 from .conftest import PROMPTS, LiveEngine, mean_difference, start, stop
 from .workers import FLIP_VARIABLE
@@ -203,6 +203,7 @@ def by_vllm_as_shipped(model: Path, adapter: Path | str = "") -> list[list[int]]
     return json.loads(line.removeprefix("found "))
 
 
+@pytest.mark.full
 def test_adapter_and_merged_export_give_the_same_greedy_tokens_everywhere(lora, live, tiny_model, tmp_path):
     lora.update(60)
     beside = [completion.token_ids for completion in lora.live.sample("beside", GREEDY)]

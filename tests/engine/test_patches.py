@@ -12,25 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.inference.ahead import engine_environment
-from slipstream.inference.plugin import cpu, patches
+from slipstream.inference.plugin.patches import cpu, patch_table
+from slipstream.inference.preimport import engine_environment
 from slipstream.records import SamplingParams, Ticket, Version
-from slipstream.weights.files import read_model_folder
 from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.model_files import read_model_folder
 
 from .conftest import start, stop
 
 ROOT = Path(__file__).parents[2]
-FAST = [patch for patch in patches.TABLE if patch.kind == "fast"]
+FAST = [patch for patch in patch_table.TABLE if patch.kind == "fast"]
 ON_GPU = torch.cuda.is_available()
 HERE = {patch.name for patch in FAST if patch.on in ("any", "gpu" if ON_GPU else "cpu") and patch.to == "vllm"}
-IS_CHECKED = all(patches.digest(patch.modules) in patch.checked for patch in FAST if patch.name in HERE)
+IS_CHECKED = all(patch_table.digest(patch.modules) in patch.checked for patch in FAST if patch.name in HERE)
 
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """A copy of the source files that digests are of, in the place of vLLM's."""
-    own = patches.vllm_folder()
+    own = patch_table.vllm_folder()
     for module in {module for patch in FAST for module in patch.modules}:
         path = own.joinpath(*module.split("."))
         file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
@@ -38,12 +38,12 @@ def copied(tmp_path, monkeypatch):
             target = tmp_path / file.relative_to(own)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
-    monkeypatch.setattr(patches, "vllm_folder", lambda: tmp_path)
+    monkeypatch.setattr(patch_table, "vllm_folder", lambda: tmp_path)
     return tmp_path
 
 
 def fast(choice, *, on_cpu=True):
-    reasons = patches.foreseen(choice, on_cpu=on_cpu)
+    reasons = patch_table.foreseen(choice, on_cpu=on_cpu)
     return {patch.name for patch in FAST if patch.name in reasons and not reasons[patch.name]}
 
 
@@ -53,57 +53,57 @@ def test_fast_paths_are_those_whose_source_is_known_and_others_are_told_with_a_r
     assert fast("all") == {patch.name for patch in FAST if patch.on != "gpu"}
     file = copied / "v1" / "core" / "sched" / "utils.py"
     file.write_text(file.read_text() + "\n# another way to stop\n")
-    patches._source.cache_clear()
+    patch_table._source.cache_clear()
     left = fast("checked")
     assert before - left == before & {"block_with_room", "final_delivery", "plain_steps"}
-    assert "not one that it was checked against" in patches.foreseen("auto", on_cpu=True)["plain_steps"]
+    assert "not one that it was checked against" in patch_table.foreseen("auto", on_cpu=True)["plain_steps"]
     assert fast("all") == {patch.name for patch in FAST if patch.on != "gpu"}
-    reasons = patches.foreseen("required", on_cpu=True)
-    assert all(not reasons[patch.name] for patch in patches.TABLE if patch.kind == "required" and patch.on != "gpu")
+    reasons = patch_table.foreseen("required", on_cpu=True)
+    assert all(not reasons[patch.name] for patch in patch_table.TABLE if patch.kind == "required" and patch.on != "gpu")
     assert all(reasons[patch.name] for patch in FAST if patch.on != "gpu")
 
 
 @pytest.mark.parametrize("patch", FAST, ids=lambda patch: patch.name)
 def test_every_module_of_a_fast_path_counts(patch, copied):
-    before = patches.digest(patch.modules, copied)
+    before = patch_table.digest(patch.modules, copied)
     for module in patch.modules:
         path = copied.joinpath(*module.split("."))
         file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
         kept = file.read_bytes()
         file.write_bytes(kept + b"#")
-        patches._source.cache_clear()
-        assert patches.digest(patch.modules, copied) not in ("", before)
+        patch_table._source.cache_clear()
+        assert patch_table.digest(patch.modules, copied) not in ("", before)
         file.unlink()
-        patches._source.cache_clear()
-        assert patches.digest(patch.modules, copied) == ""
+        patch_table._source.cache_clear()
+        assert patch_table.digest(patch.modules, copied) == ""
         file.write_bytes(kept)
-    patches._source.cache_clear()
-    assert patches.digest(patch.modules, copied) == before
+    patch_table._source.cache_clear()
+    assert patch_table.digest(patch.modules, copied) == before
 
 
 def test_the_table_names_functions_that_are_there():
-    for patch in patches.TABLE:
+    for patch in patch_table.TABLE:
         module, function = patch.where.split(":")
-        spec = importlib.util.find_spec(f"slipstream.inference.plugin.{module}")
+        spec = importlib.util.find_spec(f"slipstream.inference.plugin.patches.{module}")
         assert f"\ndef {function}(" in Path(spec.origin).read_text()
         assert (patch.kind == "fast") == bool(patch.modules) == bool(patch.checked)
         assert (patch.kind == "required") == bool(patch.lost)
-        assert set(patch.needs) <= {other.name for other in patches.TABLE}
+        assert set(patch.needs) <= {other.name for other in patch_table.TABLE}
 
 
 @pytest.mark.skipif(ON_GPU, reason="a patch of CPUs")
 def test_a_patch_that_does_not_fit_is_noted_and_refused_where_it_is_needed(monkeypatch):
-    (live,) = (patch for patch in patches.TABLE if patch.name == "live_cpu_weights")
-    monkeypatch.setattr(patches, "TABLE", (live,))
-    monkeypatch.setattr(patches, "_applied", [])
-    monkeypatch.setattr(patches, "_left_out", {})
+    (live,) = (patch for patch in patch_table.TABLE if patch.name == "live_cpu_weights")
+    monkeypatch.setattr(patch_table, "TABLE", (live,))
+    monkeypatch.setattr(patch_table, "_applied", [])
+    monkeypatch.setattr(patch_table, "_left_out", {})
 
     def gone():
-        raise patches.Absent("dispatch_cpu_unquantized_gemm")
+        raise patch_table.Absent("dispatch_cpu_unquantized_gemm")
 
     monkeypatch.setattr(cpu, "live_weights", gone)
-    assert patches.apply_all() == ()
-    assert "has no dispatch_cpu_unquantized_gemm" in patches.left_out()["live_cpu_weights"]
+    assert patch_table.apply_all() == ()
+    assert "has no dispatch_cpu_unquantized_gemm" in patch_table.left_out()["live_cpu_weights"]
     with pytest.raises(RuntimeError, match=r'dispatch_cpu_unquantized_gemm.*weights.bridge = "restart"'):
         cpu.check_live(torch.nn.Linear(2, 2))
 
@@ -178,7 +178,7 @@ def test_an_engine_that_lacks_a_patch_starts_on_a_version_and_refuses_to_be_upda
 
 def test_the_extras_are_bounded_by_what_was_looked_at():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    oldest, newest = patches.OLDEST, patches.NEWEST
+    oldest, newest = patch_table.OLDEST, patch_table.NEWEST
     assert extras["gpu"] == [f"vllm>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"]
     (cpu_only,) = extras["cpu"]
     lower, upper = (tuple(map(int, part.split("."))) for part in re.findall(r"[\d.]+", cpu_only))

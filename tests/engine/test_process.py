@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference import child
-from slipstream.inference.process import EngineProcess
-from slipstream.orchestrator.tasks import outliving
+from slipstream.inference import child_process
+from slipstream.inference.engine_process import EngineProcess
+from slipstream.orchestrator.concurrency import outliving
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
-from slipstream.weights.files import stored_parameters
+from slipstream.weights.model_files import stored_parameters
 
 from .conftest import PROMPTS, settings_for, start, stop
 
@@ -140,10 +140,11 @@ def test_a_process_that_the_kernel_holds_does_not_hold_up_the_end(monkeypatch):
         def wait(self, timeout_s):
             raise subprocess.TimeoutExpired("engine", timeout_s)
 
-    child.end(Held(), 0.1)
+    child_process.end(Held(), 0.1)
 
 
 @pytest.mark.real_start
+@pytest.mark.full
 def test_an_engine_that_is_stopped_is_killed_and_revived(tiny_model, tmp_path):
     live = start(tiny_model, tmp_path, max_restarts=1, silence_s=5.0)
     try:
@@ -215,6 +216,7 @@ def test_a_start_that_takes_too_long_is_given_up(tiny_model, tmp_path):
 
 
 @pytest.mark.real_start
+@pytest.mark.full
 def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_weights(tiny_model, tmp_path):
     live = start(tiny_model, tmp_path, max_restarts=1)
     try:
@@ -255,7 +257,7 @@ def test_no_process_outlives_a_supervisor_that_was_killed(tiny_model, tmp_path):
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[3])\n"
         "from tests.engine.conftest import settings_for\n"
-        "from slipstream.inference.process import EngineProcess\n"
+        "from slipstream.inference.engine_process import EngineProcess\n"
         "process = EngineProcess(settings_for(Path(sys.argv[1])), Path(sys.argv[2]), start_timeout_s=300)\n"
         "asyncio.run(process.start())\n"
         "print(process.process.pid, flush=True)\n"

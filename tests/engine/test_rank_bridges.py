@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.launch.cards import place
-from slipstream.launch.models import build_sharded
-from slipstream.launch.ranks import RankCrew
+from slipstream.launch.build import build_sharded
+from slipstream.launch.plan.memory.gpu_shares import place
+from slipstream.launch.ranks.processes import RankCrew
 from slipstream.records import Ticket
 from slipstream.weights import create_bridge
 

@@ -18,7 +18,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.records import GenerateRequest, SamplingParams, Sequence
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import check_report, create_bridge
 
 from .conftest import PROMPTS, LiveEngine, create_replicas, perturbed, stop
@@ -173,6 +173,7 @@ def test_one_is_killed_while_it_generates(several):
 
 
 @pytest.mark.real_start
+@pytest.mark.full
 def test_one_is_killed_while_it_takes_a_version(several):
     pid = several.pid(1)
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.02; kill -9 {pid}"])

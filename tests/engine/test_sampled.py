@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from slipstream.inference.plugin import sampled
+from slipstream.inference.plugin.patches import sampled_logprobs
 
 VOCABULARY = 211
 SETTINGS = {
@@ -81,7 +81,7 @@ def metadata(rows: int, seeds: bool, temperature=1.0, top_p=None, top_k=None, mi
 def samplers() -> tuple[Sampler, Sampler]:
     """vLLM's, and one with our patch."""
     patched: Any = type("Patched", (Sampler,), {"gather_logprobs": staticmethod(Sampler.gather_logprobs)})
-    sampled._without_ranks(patched)
+    sampled_logprobs._without_ranks(patched)
     return Sampler("processed_logprobs"), patched("processed_logprobs")
 
 

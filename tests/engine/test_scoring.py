@@ -11,10 +11,10 @@ import vllm
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
-from slipstream.inference.plugin import scoring
+from slipstream.inference.plugin.patches import scoring
 from slipstream.records import GenerateRequest, SamplingParams, Sequence
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights import create_bridge
 
 from .conftest import PROMPTS

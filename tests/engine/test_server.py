@@ -12,9 +12,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from slipstream.errors import EngineError
 from slipstream.inference.client import EngineClient
-from slipstream.inference.plugin.clock import TokenClock
 from slipstream.inference.plugin.routes import errors_as_text, routes
 from slipstream.inference.plugin.server import EngineServer, OutOfService
+from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version
 

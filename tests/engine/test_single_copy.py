@@ -13,10 +13,10 @@ import torch
 from slipstream.errors import EngineError, WeightsError
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
-from slipstream.trainer.model import PolicyModel, SharedTensors
+from slipstream.trainer.model.policy import PolicyModel, SharedTensors
 from slipstream.weights import create_bridge
-from slipstream.weights.files import stored_parameters
-from slipstream.weights.single_copy import check_loaded, open_weights
+from slipstream.weights.bridges.single_copy import check_loaded, open_weights
+from slipstream.weights.model_files import stored_parameters
 
 from . import test_in_flight
 from .conftest import LiveEngine, start, stop

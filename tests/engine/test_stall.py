@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from slipstream.inference.plugin.clock import TokenClock
+from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.weights import check_report, create_bridge
 
 from .conftest import LiveEngine, perturbed

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.inference.plugin.tensor_map import Piece, Share, TensorMap, compare, record
-from slipstream.inference.plugin.worker import WorkerExtension
+from slipstream.inference.plugin.weights.receiver import WorkerExtension
+from slipstream.inference.plugin.weights.tensor_map import Piece, Share, TensorMap, compare, record
 from slipstream.weights.fingerprint import describe
 
 NAMES = ("experts.0.up_proj.weight", "experts.1.up_proj.weight", "gate.weight")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slipstream.inference.plugin.worker import WorkerExtension
+from slipstream.inference.plugin.weights.receiver import WorkerExtension
 
 from .architectures import GRID, pixels
 

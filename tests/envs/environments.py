@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Score, SingleTurn, Task
-from slipstream.envs.scorer_process import Answer, frame
+from slipstream.envs.scoring.process import Answer, frame
 from slipstream.envs.single_turn import as_tasks
 
 

@@ -20,7 +20,7 @@ import time
 import numpy
 
 from slipstream.envs import Score
-from slipstream.envs.scorer_process import Answer, frame
+from slipstream.envs.scoring.process import Answer, frame
 
 MARK = "SLIPSTREAM_TEST_MARK"
 PATCHED = 0.0

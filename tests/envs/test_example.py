@@ -3,7 +3,7 @@ from pathlib import Path
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scorer import ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 
 EXAMPLE = Path(__file__).parents[2] / "examples/environments/reverse.py"
 

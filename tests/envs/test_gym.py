@@ -5,7 +5,7 @@ import pytest
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scorer import InlineScorer, ScorerPool
+from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
 from slipstream.envs.split import split_of
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 from slipstream.records import Task, decode, encode

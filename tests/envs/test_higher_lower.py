@@ -6,7 +6,7 @@ from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Reply
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scorer import InlineScorer
+from slipstream.envs.scoring.pool import InlineScorer
 
 EXAMPLE = Path(__file__).parents[2] / "examples/environments/higher_lower.py"
 

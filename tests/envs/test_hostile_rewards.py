@@ -19,7 +19,7 @@ from tests.envs.environments import task
 
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import RewardFailed, RewardTimeout
-from slipstream.envs.scorer import ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 
 VALUES = {
     "returns true": 1.0,

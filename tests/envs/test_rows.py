@@ -10,7 +10,7 @@ from slipstream.envs.answers import last_number
 from slipstream.envs.base import Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.rows import Rows
-from slipstream.envs.scorer import ScorerPool
+from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.split import split_of
 from slipstream.errors import ConfigError, DataError
 

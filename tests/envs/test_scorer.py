@@ -13,8 +13,8 @@ from tests.envs.environments import config, task
 
 from slipstream.envs.base import MAX_METRICS, RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scorer import InlineScorer, ScorerPool
-from slipstream.envs.scorer_process import Worker
+from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
+from slipstream.envs.scoring.process import Worker
 from slipstream.errors import ConfigError, EnvironmentFault
 
 
@@ -239,7 +239,7 @@ async def test_workers_end_when_the_run_is_killed(tmp_path):
             f"""
             import asyncio, sys
             sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-            from slipstream.envs.scorer import ScorerPool
+            from slipstream.envs.scoring.pool import ScorerPool
             from tests.envs.environments import config, task
             async def main():
                 async with ScorerPool(config(timeout_s=60)) as pool:

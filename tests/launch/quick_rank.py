@@ -5,8 +5,8 @@ import json
 import os
 import sys
 
-from slipstream.launch import rank
-from slipstream.trainer import layers
+from slipstream.launch.ranks import child
+from slipstream.trainer.model import layers
 
 VARIABLE = "TEST_COMPILERS"
 
@@ -25,4 +25,4 @@ def compiler(number):
 if __name__ == "__main__":
     with open(sys.argv[1]) as file:
         layers.COMPILER = compiler(json.load(file)["rank"])
-    sys.exit(rank.main(*sys.argv[1:]))
+    sys.exit(child.main(*sys.argv[1:]))

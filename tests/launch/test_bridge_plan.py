@@ -7,8 +7,8 @@ import pytest
 from slipstream.config import LoraConfig, with_values
 from slipstream.config.checks import contradictions
 from slipstream.launch import make_plan
-from slipstream.launch.measured import AdapterFacts, Peak
-from slipstream.launch.memory import GIB
+from slipstream.launch.plan.facts import AdapterFacts, Peak
+from slipstream.launch.plan.memory.sizes import GIB
 
 from .test_plan import CARD, GENERATED, GRPO, SFT, SFT_DATA, facts, plan, reasons
 

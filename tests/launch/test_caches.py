@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from slipstream.launch import caches
-from slipstream.launch.caches import cache_root, key, lasting_caches, private_folder
+from slipstream.launch.startup import compile_caches
+from slipstream.launch.startup.compile_caches import cache_root, key, lasting_caches, private_folder
 
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
 COMPILE = """
 import torch
-from slipstream.launch.caches import lasting_caches
+from slipstream.launch.startup.compile_caches import lasting_caches
 from torch._dynamo.utils import counters
-import slipstream.trainer.compiled
+import slipstream.trainer.model.compilation
 with lasting_caches(print):
     weight = torch.ones(5, 3, requires_grad=True)
     made = torch.compile(lambda x: torch.tanh(x @ weight) * x.sum(), dynamic=True)(torch.ones(7, 5))
@@ -100,16 +100,16 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path):
 def test_the_name_changes_with_what_decides_whether_code_is_valid(monkeypatch, tmp_path):
     assert re.fullmatch(r"[0-9a-f]{16}", key())
     names = {key()}
-    monkeypatch.setattr(caches, "versions", lambda: {"torch": "0.1", "vllm": "0.2"})
+    monkeypatch.setattr(compile_caches, "versions", lambda: {"torch": "0.1", "vllm": "0.2"})
     names.add(key())
     (tmp_path / "0000:01").mkdir()
     (tmp_path / "0000:01" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
-    monkeypatch.setattr(caches, "_CARDS", tmp_path)
+    monkeypatch.setattr(compile_caches, "_CARDS", tmp_path)
     names.add(key())
     monkeypatch.setenv("CXX", sys.executable)
     names.add(key())
     (tmp_path / "cpu").write_text("model name : A CPU\nflags\t: avx2 fma\n\nmodel name : another\n")
-    monkeypatch.setattr(caches, "_CPU", tmp_path / "cpu")
+    monkeypatch.setattr(compile_caches, "_CPU", tmp_path / "cpu")
     names.add(key())
     assert len(names) == 5
 

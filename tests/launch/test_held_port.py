@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.launch.serve import held_port
+from slipstream.launch.tools.serve import held_port
 
 
 def test_nobody_else_gets_it_but_a_server_can_listen_there():

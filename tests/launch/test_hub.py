@@ -7,10 +7,10 @@ import pytest
 
 from slipstream.config import dump_resolved, load_config
 from slipstream.errors import ConfigError
-from slipstream.launch.model_folder import hub_id
+from slipstream.launch.preflight.model_folder import hub_id
 from slipstream.launch.prepare import prepare
-from slipstream.launch.resume import same_commit
-from slipstream.trainer.new_model import new_model
+from slipstream.launch.recovery.resume import same_commit
+from slipstream.trainer.model.tiny_qwen3 import new_model
 
 FIRST, SECOND = "1" * 40, "2" * 40
 RUN = """

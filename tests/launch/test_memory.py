@@ -7,14 +7,14 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 
 from slipstream.config import EnvironmentConfig, ModelConfig, RLConfig, RunConfig, TrainingConfig, with_values
 from slipstream.launch import ModelFacts
-from slipstream.launch.memory import (
+from slipstream.launch.build import build_optimizer
+from slipstream.launch.plan.memory.sizes import (
     activation_bytes_per_token,
     optimizer_bytes,
     training_state_bytes,
     weights_bytes,
 )
-from slipstream.launch.models import build_optimizer
-from slipstream.trainer.layers import LayerOptions, dress_layers
+from slipstream.trainer.model.layers import LayerOptions, dress_layers
 
 CONFIG = RunConfig(
     model=ModelConfig(path="org/name"),

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from slipstream.config import LoraConfig, ModelConfig, with_values
 from slipstream.launch import make_plan
-from slipstream.launch.facts import measure_adapter, read_model, with_scores
+from slipstream.launch.plan.measure import measure_adapter, read_model, with_scores
 
 from .test_facts import SHAPE
 from .test_plan import GRPO, SFT, SFT_DATA, facts, plan

@@ -5,10 +5,10 @@ import torch
 
 from slipstream.config import ModelConfig, RunConfig, SFTConfig, TrainingConfig, with_values
 from slipstream.errors import ConfigError
-from slipstream.launch.models import build, compile_ahead
-from slipstream.trainer import compiled, layers
-from slipstream.trainer.layers import LayerOptions
-from slipstream.trainer.new_model import new_model
+from slipstream.launch.build import build, compile_ahead
+from slipstream.trainer.model import compilation, layers
+from slipstream.trainer.model.layers import LayerOptions
+from slipstream.trainer.model.tiny_qwen3 import new_model
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,6 @@ def test_what_cannot_be_compiled_ahead_ends_nothing(config, monkeypatch, caplog)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_rows_as_long_as_the_runs_are_compiled_ahead(config, monkeypatch):
     asked = []
-    monkeypatch.setattr(compiled, "compile_layers", lambda *_, row_tokens, **__: asked.append(row_tokens) or "")
+    monkeypatch.setattr(compilation, "compile_layers", lambda *_, row_tokens, **__: asked.append(row_tokens) or "")
     compile_ahead(with_values(config, {"training.compile": True}))
     assert asked == [256]

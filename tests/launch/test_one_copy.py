@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import ConfigError, WeightsError
-from slipstream.launch.models import build_sharded
-from slipstream.launch.ranks import RankCrew
-from slipstream.trainer.new_model import new_model
+from slipstream.launch.build import build_sharded
+from slipstream.launch.ranks.processes import RankCrew
+from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.weights.bridges.single_copy import Exporter
 from slipstream.weights.fingerprint import describe
-from slipstream.weights.single_copy import Exporter
 
 from ..trainer.test_towers import save_with_tower
 from .test_ranks import BATCHES, SAMPLING, make_config, one_step

@@ -19,13 +19,13 @@ from slipstream.config.checks import contradictions
 from slipstream.config.schema import OptimizerName
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
-from slipstream.launch.memory import GIB, optimizer_bytes, training_state_bytes
-from slipstream.launch.models import build_optimizer
+from slipstream.launch.build import build_optimizer
+from slipstream.launch.plan.memory.sizes import GIB, optimizer_bytes, training_state_bytes
+from slipstream.launch.plan.memory.trainer import training_state
 from slipstream.launch.prepare import prepare
-from slipstream.launch.trainer_room import training_state
-from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.new_model import new_model
-from slipstream.weights.adapter import AdapterConfig
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.weights.adapter_folder import AdapterConfig
 
 CONFIG = RunConfig(
     model=ModelConfig(path="org/name"),

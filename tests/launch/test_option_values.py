@@ -6,8 +6,8 @@ from slipstream.config import RLConfig, RunConfig, TrainingConfig, with_values
 from slipstream.config.schema import EnvironmentConfig, ModelConfig
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.engine_options import try_options
-from slipstream.trainer.new_model import new_model
+from slipstream.launch.preflight.vllm_options import try_options
+from slipstream.trainer.model.tiny_qwen3 import new_model
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from slipstream.launch.measured import Peak
-from slipstream.launch.memory import GIB
-from slipstream.launch.peaks import as_fields, find_peaks, note_peak
+from slipstream.launch.plan.facts import Peak
+from slipstream.launch.plan.memory.peaks import as_fields, find_peaks, note_peak
+from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.runlog import RunLog, read_events
 from slipstream.trainer.learner import memory_metrics
 

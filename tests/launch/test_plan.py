@@ -26,14 +26,14 @@ from slipstream.config import (
     with_values,
 )
 from slipstream.config.checks import contradictions, inapplicable, reason_against
-from slipstream.config.keys import leaves
+from slipstream.config.parse.keys import leaves
 from slipstream.config.recipes import RECIPES
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
-from slipstream.launch.cards import num_cards, place, replicas_beside
 from slipstream.launch.engines import engine_gpus
-from slipstream.launch.measured import AdapterFacts
-from slipstream.launch.memory import (
+from slipstream.launch.plan.facts import AdapterFacts
+from slipstream.launch.plan.memory.gpu_shares import num_cards, place, replicas_beside
+from slipstream.launch.plan.memory.sizes import (
     GIB,
     activation_bytes_per_token,
     gib,
@@ -41,7 +41,7 @@ from slipstream.launch.memory import (
     training_state_bytes,
     weights_bytes,
 )
-from slipstream.launch.trainer_room import training_state
+from slipstream.launch.plan.memory.trainer import training_state
 
 TINY = ModelFacts(
     num_parameters=800_000,

@@ -17,12 +17,12 @@ import uvloop
 from slipstream import records
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradientError
-from slipstream.launch.models import build, build_objective, build_sharded
-from slipstream.launch.ranks import RankCrew
+from slipstream.launch.build import build, build_objective, build_sharded
+from slipstream.launch.ranks.processes import RankCrew
 from slipstream.records import SamplingParams
 from slipstream.trainer.batching import StepBatch, ValueTargets
-from slipstream.trainer.new_model import new_model
-from slipstream.trainer.state import read_state
+from slipstream.trainer.checkpoints.state_files import read_state
+from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights.fingerprint import describe
 from tests.trainer.test_towers import save_with_tower
 
@@ -290,7 +290,7 @@ FAILURES = """
 import sys, time
 
 def on_rank_1(inputs):
-    if "slipstream.launch.rank" in " ".join(sys.orig_argv):
+    if "slipstream.launch.ranks.child" in " ".join(sys.orig_argv):
         {action}
     return -inputs.advantages_N * (inputs.logprobs_N - inputs.old_logprobs_N).exp()
 """
@@ -358,7 +358,7 @@ def test_a_rank_that_can_no_longer_hear_of_rank_0s_end_ends(tmp_path):
     """Whatever it was that ended the thread that listens."""
     program = """
 import pathlib, queue, sys, threading, time
-from slipstream.launch.rank import _listen
+from slipstream.launch.ranks.child import _listen
 
 class Broken:
     def receive(self, timeout_s):

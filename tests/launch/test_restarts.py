@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream import errors
-from slipstream.launch import bridges
-from slipstream.launch.restarts import Restart, earlier_attempts, has_lost_weights, next_restart
+from slipstream.launch import weight_sync
+from slipstream.launch.recovery.restarts import Restart, earlier_attempts, has_lost_weights, next_restart
 
 
 def died(*steps):
@@ -59,6 +59,6 @@ def test_only_the_attempts_of_one_command_count():
     ],
 )
 def test_what_an_engines_death_is_the_reason_of(monkeypatch, error, is_up, in_memory, expected):
-    monkeypatch.setattr(bridges, "_DYING_S", 0.05)
+    monkeypatch.setattr(weight_sync, "_DYING_S", 0.05)
     assert has_lost_weights(error, SimpleNamespace(is_up=is_up, is_in_memory_only=in_memory)) is expected
     assert not has_lost_weights(error, None)

@@ -8,20 +8,20 @@ from safetensors.torch import load_file
 from slipstream import records
 from slipstream.config import LoraConfig, with_values
 from slipstream.errors import ConfigError
-from slipstream.launch import saving
-from slipstream.launch.facts import read_trained_model
-from slipstream.launch.machine import measure_disk
-from slipstream.launch.measured import AdapterFacts, DiskFacts
-from slipstream.launch.memory import GIB
-from slipstream.launch.models import build_optimizer
-from slipstream.launch.plan import make_plan
-from slipstream.launch.resume import refuse_to_resume
-from slipstream.launch.saving import saved_bytes
+from slipstream.launch.build import build_optimizer
+from slipstream.launch.plan.derive import make_plan
+from slipstream.launch.plan.facts import AdapterFacts, DiskFacts
+from slipstream.launch.plan.machine import measure_disk
+from slipstream.launch.plan.measure import read_trained_model
+from slipstream.launch.plan.memory import checkpoints
+from slipstream.launch.plan.memory.checkpoints import saved_bytes
+from slipstream.launch.plan.memory.sizes import GIB
+from slipstream.launch.recovery.resume import refuse_to_resume
 from slipstream.trainer.batching import StepBatch
-from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.trainer.objectives import SFTObjective
 
 from .test_plan import CARD, GENERATED, GRPO, facts, plan, reasons, refusal
@@ -57,10 +57,10 @@ class TestBeside:
     @pytest.fixture(autouse=True)
     def tried(self, monkeypatch):
         """As if snapshots had been made on a GPU."""
-        monkeypatch.setattr(saving, "TRIED_ON_GPUS", True)
+        monkeypatch.setattr(checkpoints, "TRIED_ON_GPUS", True)
 
     def test_what_was_never_tried_on_a_gpu_is_no_default_there(self, monkeypatch):
-        monkeypatch.setattr(saving, "TRIED_ON_GPUS", False)
+        monkeypatch.setattr(checkpoints, "TRIED_ON_GPUS", False)
         made = plan(GENERATED, memory_bytes=128 * GIB, **CARD)
         assert made.config.run.async_checkpoints is False
         assert "true tries it" in reasons(made)["run.async_checkpoints"]

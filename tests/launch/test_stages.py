@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.inference.plugin import marks
-from slipstream.launch.stages import ENGINE, WAIT, Stages
+from slipstream.inference.plugin import start_marks
+from slipstream.launch.startup.stages import ENGINE, WAIT, Stages
 from slipstream.report.startup import startup
 from slipstream.runlog import RunLog, read_events, read_run
 from slipstream.view import NullView
@@ -76,7 +76,7 @@ def test_an_engines_phases_are_stages_as_they_end(tmp_path):
         stages.attach(log, shown)
         stages.watch(engine)
         until(lambda: told(log.folder))
-        engine.phases = ((*engine.phases[0], (marks.READY, 8.5)),)
+        engine.phases = ((*engine.phases[0], (start_marks.READY, 8.5)),)
         until(lambda: len(told(log.folder)) == 3)
         stages.end()
     found = [(event["name"], event["seconds"]) for event in told(tmp_path / "run")]
@@ -108,30 +108,30 @@ class Executor:
 def test_an_executor_marks_what_it_begins(tmp_path, monkeypatch):
     path = tmp_path / "marks"
     path.write_text("1.0 import\n")
-    monkeypatch.setenv(marks.VARIABLE, str(path))
+    monkeypatch.setenv(start_marks.VARIABLE, str(path))
     kept = {name: vars(Executor)[name] for name in vars(Executor)}
-    monkeypatch.setattr(marks.importlib, "import_module", lambda name: SimpleNamespace(Executor=Executor))
+    monkeypatch.setattr(start_marks.importlib, "import_module", lambda name: SimpleNamespace(Executor=Executor))
     try:
-        marks.follow_executor()
-        marks.follow_executor()
+        start_marks.follow_executor()
+        start_marks.follow_executor()
         executor = Executor("one")
         assert (executor.determine_available_memory(), executor.initialize_from_config([1])) == ("one", [1])
         executor.determine_available_memory()
     finally:
         for name in ("__init__", "determine_available_memory", "initialize_from_config"):
             setattr(Executor, name, kept[name])
-    marks.mark(marks.READY)
+    start_marks.mark(start_marks.READY)
     assert len(path.read_text().splitlines()) == 6
-    found = marks.read_marks(path)
+    found = start_marks.read_marks(path)
     assert [name for name, _ in found] == ["import", "load", "profile", "cache", "ready"]
     assert [at for _, at in found] == sorted(at for _, at in found)
 
 
 def test_marks_that_nobody_asks_for_or_that_are_damaged_are_nothing(tmp_path, monkeypatch):
-    monkeypatch.delenv(marks.VARIABLE, raising=False)
-    marks.mark("load")
-    monkeypatch.setenv(marks.VARIABLE, str(tmp_path / "none" / "marks"))
-    marks.mark("load")
-    assert marks.read_marks(tmp_path / "none" / "marks") == []
+    monkeypatch.delenv(start_marks.VARIABLE, raising=False)
+    start_marks.mark("load")
+    monkeypatch.setenv(start_marks.VARIABLE, str(tmp_path / "none" / "marks"))
+    start_marks.mark("load")
+    assert start_marks.read_marks(tmp_path / "none" / "marks") == []
     (tmp_path / "marks").write_text("x load\n2.5 profile\nhalf")
-    assert marks.read_marks(tmp_path / "marks") == [("profile", 2.5)]
+    assert start_marks.read_marks(tmp_path / "marks") == [("profile", 2.5)]

@@ -16,9 +16,9 @@ from slipstream.config import (
     with_values,
 )
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json
-from slipstream.launch.measured import Peak
-from slipstream.launch.memory import GIB
-from slipstream.launch.trainer_room import MOST_LESS, Rows
+from slipstream.launch.plan.facts import Peak
+from slipstream.launch.plan.memory.sizes import GIB
+from slipstream.launch.plan.memory.trainer import MOST_LESS, Rows
 
 MODEL = ModelFacts(
     num_parameters=1_543_714_304,

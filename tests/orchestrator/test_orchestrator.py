@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Episode
-from slipstream.envs.scorer import InlineScorer
+from slipstream.envs.scoring.pool import InlineScorer
 from slipstream.errors import (
     DeadlineError,
     EngineError,
@@ -22,16 +22,16 @@ from slipstream.errors import (
     WeightsError,
 )
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.orchestrator import tasks as tasks_module
-from slipstream.orchestrator.batches import Batcher, staleness_metrics
+from slipstream.orchestrator import concurrency as tasks_module
+from slipstream.orchestrator.batcher import Batcher, staleness_metrics
+from slipstream.orchestrator.concurrency import all_of, outliving
 from slipstream.orchestrator.evaluate import evaluate
+from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
-from slipstream.orchestrator.runtime import EventLoopThread, Orchestrator
 from slipstream.orchestrator.seeds import seed_of
-from slipstream.orchestrator.tasks import all_of, outliving
+from slipstream.orchestrator.thread import EventLoopThread, Orchestrator
 from slipstream.orchestrator.versions import Versions
-from slipstream.orchestrator.watch import blame
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -43,7 +43,7 @@ from slipstream.records import (
     Version,
     VersionSpan,
 )
-from slipstream.weights.disk import DiskReceiver
+from slipstream.weights.bridges.disk import DiskReceiver
 
 END = 0
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(END,))

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from slipstream.envs import Task
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.orchestrator.batches import Batcher
-from slipstream.orchestrator.refills import Refills, choose
+from slipstream.orchestrator.batcher import Batcher
+from slipstream.orchestrator.dynamic_sampling import Refills, choose
 from slipstream.records import Message, Rollout, Version
 from tests.orchestrator.test_orchestrator import END, SAMPLING, Odd, make_runner
 

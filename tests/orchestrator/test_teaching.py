@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from slipstream.errors import ConfigError, DeadlineError, EngineError
-from slipstream.orchestrator import teaching
-from slipstream.orchestrator.teaching import Refused, ServerSource, Teacher
+from slipstream.orchestrator import teacher
+from slipstream.orchestrator.teacher import Refused, ServerSource, Teacher
 from slipstream.records import Rollout, Sequence
 
 
@@ -63,8 +63,8 @@ def served(test, *, models=("big",), tokens=(5, 6), troubles=(), hangs=False, ke
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(teaching, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(teaching, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(teacher, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(teacher, "_PATIENCE_S", 0.5)
 
 
 async def connected(source):

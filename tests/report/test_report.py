@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from slipstream.algo.importance import log_ratio_histogram, ratio_shares
+from slipstream.algo.importance_sampling import log_ratio_histogram, ratio_shares
 from slipstream.errors import ConfigError
 from slipstream.report import write_report
 from slipstream.report.headline import Accuracy, difference_interval

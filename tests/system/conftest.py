@@ -16,16 +16,16 @@ import torch
 
 from slipstream import records
 from slipstream.config import load_config
-from slipstream.data.chat import ChatTokenizer
+from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import SlipstreamError
-from slipstream.inference import child
+from slipstream.inference import child_process
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.launch.local import train
 from slipstream.launch.prepare import prepare
+from slipstream.launch.run import train
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.trainer.learner import score
-from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.view import make_view
 
 from ..fork_server import forked_by
@@ -154,7 +154,7 @@ class Command:
 
     def __init__(self, *arguments, cwd=None):
         environment = dict(os.environ, OMP_NUM_THREADS="1")
-        self.process = child.popen(
+        self.process = child_process.popen(
             [sys.executable, "-m", "slipstream.cli", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

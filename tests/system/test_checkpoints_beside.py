@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.runlog import read_events, read_metrics
-from slipstream.trainer.snapshot import Snapshot
+from slipstream.trainer.checkpoints.snapshot import Snapshot
 
 from .conftest import Scripted
 

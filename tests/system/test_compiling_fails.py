@@ -2,9 +2,9 @@
 
 import pytest
 
-from slipstream.launch import room
+from slipstream.launch.plan.memory import split
 from slipstream.runlog import read_settings
-from slipstream.trainer import layers
+from slipstream.trainer.model import layers
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def broken_compiler(monkeypatch):
         raise RuntimeError("no C compiler here")
 
     monkeypatch.setattr(layers, "COMPILER", compiler)
-    monkeypatch.setattr(room, "compiling_pays", lambda config, facts: (True, "it pays"))
+    monkeypatch.setattr(split, "compiling_pays", lambda config, facts: (True, "it pays"))
 
 
 def test_what_the_plan_chose_is_planned_again(scripted):

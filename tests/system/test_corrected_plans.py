@@ -7,10 +7,10 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import load_config
-from slipstream.launch import facts
-from slipstream.launch.local import train
-from slipstream.launch.memory import GIB
+from slipstream.launch.plan import measure
+from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.prepare import prepare
+from slipstream.launch.run import train
 from slipstream.runlog import read_events, read_settings
 from slipstream.trainer import learner
 from slipstream.view import make_view
@@ -47,8 +47,8 @@ def card(monkeypatch):
         sizes = {"peak_gib": 0.9 * held, "held_gib": held, "planned_gib": planned_bytes / GIB}
         return {f"memory/trainer_{name}": size for name, size in (sizes | {"row_tokens": longest_row}).items()}
 
-    monkeypatch.setattr(facts, "measure_gpus", lambda: (1, CARD_BYTES))
-    monkeypatch.setattr(facts, "name_card", lambda: (values["name"], "2.11.0"))
+    monkeypatch.setattr(measure, "measure_gpus", lambda: (1, CARD_BYTES))
+    monkeypatch.setattr(measure, "name_card", lambda: (values["name"], "2.11.0"))
     monkeypatch.setattr(learner, "memory_metrics", metrics)
     return values
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from slipstream.launch.verify import verify
+from slipstream.launch.tools.verify import verify
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.weights.files import read_model_folder
 from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.model_files import read_model_folder
 
 pytestmark = pytest.mark.engine
 

@@ -8,11 +8,11 @@ import pytest
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.launch.local import train
 from slipstream.launch.prepare import prepare
+from slipstream.launch.run import train
 from slipstream.launch.teacher import agreement_warning
 from slipstream.runlog import read_events, read_metrics
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.view import make_view
 
 DISTILL = ("--algorithm.kind", "distill", "--evaluation", "false")

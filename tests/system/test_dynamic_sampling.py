@@ -5,8 +5,8 @@ import re
 import pytest
 
 from slipstream.runlog import read_metrics
-from slipstream.weights.files import read_model_folder
 from slipstream.weights.fingerprint import describe
+from slipstream.weights.model_files import read_model_folder
 
 DAPO = ("--algorithm.kind", "dapo", "--evaluation", "false", "--training.steps", "4")
 

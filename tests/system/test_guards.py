@@ -11,11 +11,11 @@ import pytest
 
 from slipstream.config import load_config
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.local import train
 from slipstream.launch.prepare import prepare
+from slipstream.launch.run import train
 from slipstream.runlog import read_exit, read_samples
 from slipstream.view import make_view
-from slipstream.weights.files import read_model_folder, write_model_folder
+from slipstream.weights.model_files import read_model_folder, write_model_folder
 
 WITHOUT_EVALUATION = ("--evaluation", "false")
 
@@ -122,8 +122,8 @@ LOGGED = """
 import logging
 
 def loss(inputs):
-    logging.getLogger("slipstream.trainer.compiled").warning("another way is taken")
-    logging.getLogger("slipstream.trainer.attention_gpu").info("a kernel computes")
+    logging.getLogger("slipstream.trainer.model.compilation").warning("another way is taken")
+    logging.getLogger("slipstream.trainer.attention.flash4").info("a kernel computes")
     return -inputs.advantages_N * (inputs.logprobs_N - inputs.old_logprobs_N).exp()
 """
 

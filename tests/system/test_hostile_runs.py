@@ -8,7 +8,7 @@ from slipstream.runlog import read_samples
 
 HOSTILE = """
 import contextlib, os, sys, tempfile
-from slipstream.envs.scorer_process import Answer, frame
+from slipstream.envs.scoring.process import Answer, frame
 from slipstream.envs import Score
 
 def tasks(split, num_tasks, seed):

@@ -6,11 +6,11 @@ import pytest
 
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
-from slipstream.launch.export import export
+from slipstream.launch.tools.export import export
 from slipstream.runlog import read_events, read_metrics
-from slipstream.weights.adapter import read_adapter_config, read_adapter_tensors
-from slipstream.weights.files import read_model_folder
+from slipstream.weights.adapter_folder import read_adapter_config, read_adapter_tensors
 from slipstream.weights.fingerprint import describe
+from slipstream.weights.model_files import read_model_folder
 
 LORA = ("--lora.rank", "4", "--lora.alpha", "8", "--training.learning_rate", "1e-2")
 

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.runlog import read_metrics
-from slipstream.trainer.model import PolicyModel
-from slipstream.weights.files import read_model_folder
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.weights.fingerprint import describe
+from slipstream.weights.model_files import read_model_folder
 
 PPO = ("--algorithm.kind", "ppo", "--evaluation", "false")
 CHECKPOINT = "checkpoints/step-000004"
@@ -22,7 +22,11 @@ def learned(rows):
     return [{k: v for k, v in row.items() if k.startswith(("train/", "value/", "reward/"))} for row in rows]
 
 
-@pytest.mark.parametrize("more", [(), ("--lora.rank", "4", "--weights.bridge", "disk")], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "more",
+    [(), pytest.param(("--lora.rank", "4", "--weights.bridge", "disk"), marks=pytest.mark.full)],
+    ids=["full", "lora"],
+)
 def test_a_resumed_run_is_bit_for_bit_that_of_nobodys_interruption(more, scripted, tmp_path):
     options = (*PPO, *more, "--algorithm.kl_coef", "0.01", "--training.updates_per_batch", "2")
     undisturbed = scripted.folder

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.weights.files import read_model_folder
 from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.model_files import read_model_folder
 
 from .conftest import LETTERS
 

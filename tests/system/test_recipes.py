@@ -8,7 +8,7 @@ from slipstream.config import load_config
 from slipstream.config.recipes import RECIPES
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 
 SHORT = ("--evaluation", "false", "--training.steps", "2", "--run.save_samples", "1")
 TWO_UPDATES = ("--training.updates_per_batch", "2")

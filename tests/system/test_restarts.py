@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.errors import EngineError, StartsAgain
-from slipstream.launch import restarts
+from slipstream.launch.recovery import restarts
 from slipstream.runlog import read_exit, read_settings
 
 STEPS = ("--training.steps", "6", "--run.checkpoint_every", "2", "--evaluation", "false")
@@ -57,6 +57,7 @@ def test_it_goes_on_from_the_last_checkpoint_and_counts(scripted):
     assert [row["step"] for row in scripted.metrics] == list(range(7))
 
 
+@pytest.mark.full
 def test_the_bound(scripted):
     report, number = attempts(scripted, 1, 3, 5, options=("--run.max_restarts", "2"))
     assert (report.status, report.error, report.exit_code, number) == ("failed", "EngineError", 5, 3)

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.weights.adapter import read_adapter_tensors
+from slipstream.weights.adapter_folder import read_adapter_tensors
 from slipstream.weights.fingerprint import describe, digest
 
 from .test_real_runs import COIN, ENDLESS, check_interrupted, check_run, num_steps, sft_file
@@ -24,7 +24,7 @@ def ranks(number, **settings):
 
 
 def rank_processes(run):
-    return run.running("slipstream.launch.rank")
+    return run.running("slipstream.launch.ranks.child")
 
 
 @pytest.fixture
@@ -35,6 +35,7 @@ def meetings(monkeypatch):
         yield lambda: list(Path(folder).glob("slipstream-ranks-*"))
 
 
+@pytest.mark.full
 def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(command, run_file, tmp_path):
     file = sft_file(run_file)
     every = ("--run.checkpoint_every", "2", "--run.keep_checkpoints", "2", "--training.steps")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.launch import bridge_plan
+from slipstream.launch.plan import bridge
 from slipstream.runlog import read_settings
 
 SHORT = ("--training.steps", "1", "--evaluation", "false")
@@ -10,7 +10,7 @@ SHORT = ("--training.steps", "1", "--evaluation", "false")
 
 @pytest.fixture(autouse=True)
 def one_copy_is_planned(monkeypatch):
-    monkeypatch.setattr(bridge_plan, "_choice", lambda draft: ("single_copy", "nothing moves"))
+    monkeypatch.setattr(bridge, "_choice", lambda draft: ("single_copy", "nothing moves"))
 
 
 def test_what_the_plan_chose_is_planned_again(scripted):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.weights.files import read_model_folder
 from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.model_files import read_model_folder
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch import sync_bench
 from slipstream.launch.sync_bench import BRIDGES, BridgeName, measure_sync
 from slipstream.launch.sync_figures import SyncOptions
-from slipstream.trainer.new_model import new_model
+from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights.raw import raw_broadcast_s
 
 from .conftest import Command

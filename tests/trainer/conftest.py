@@ -7,9 +7,9 @@ import transformers
 from slipstream import records
 from slipstream.trainer.batching import StepBatch
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.new_model import new_model
-from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.optim.base import MasterAdamW
 
 SMALL = {
     "vocab_size": 64,

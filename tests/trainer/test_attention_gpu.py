@@ -12,8 +12,8 @@ from test_ragged_attention import backward as plain_backward
 from test_ragged_attention import forward as plain_forward
 from torch.nn.functional import scaled_dot_product_attention
 
-from slipstream.trainer import attention, attention_gpu
-from slipstream.trainer.layout import segment_layout
+from slipstream.trainer.attention import flash4, packed
+from slipstream.trainer.attention.row_layout import segment_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS, PREFIXES = (300, 120, 90, 1, 513), (None, 0, 0, 0, None)
@@ -29,7 +29,7 @@ def as_new(wrong=""):
         options = {"window_size_left": -1, "window_size_right": 0, "return_debug_mask": False, "scale": softmax_scale}
         output = plain_forward(query, key, value, *ends, **options)[0]
         lengths = (tuple(each.diff().tolist()) for each in (cu_seqlens_q, cu_seqlens_k))
-        lse = attention_gpu.reference(output, query, key, value, *lengths, softmax_scale)[1]
+        lse = flash4.reference(output, query, key, value, *lengths, softmax_scale)[1]
         return output * (1.1 if wrong == "output" else 1.0), lse, None, None
 
     def bwd(query, key, value, output, grad, lse, *, cu_seqlens_q, cu_seqlens_k, dq, dk, dv, softmax_scale, causal):
@@ -54,14 +54,14 @@ def as_new(wrong=""):
 def route(monkeypatch):
     """Has the package be there, as `route(wrong)` says; counts the calls of torch's kernels."""
     old = []
-    monkeypatch.setattr(attention_gpu, "_found", {})
-    monkeypatch.setattr(attention_gpu, "_made_for", lambda query: True)
-    monkeypatch.setattr(attention_gpu.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(attention, "_flash_forward", lambda *a, **k: old.append("forward") or plain_forward(*a, **k))
-    monkeypatch.setattr(attention, "_flash_backward", lambda *a, **k: old.append("backward") or plain_backward(*a, **k))
+    monkeypatch.setattr(flash4, "_found", {})
+    monkeypatch.setattr(flash4, "_made_for", lambda query: True)
+    monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(packed, "_flash_forward", lambda *a, **k: old.append("forward") or plain_forward(*a, **k))
+    monkeypatch.setattr(packed, "_flash_backward", lambda *a, **k: old.append("backward") or plain_backward(*a, **k))
 
     def set_up(wrong=""):
-        monkeypatch.setattr(attention_gpu.importlib, "import_module", lambda name: as_new(wrong))
+        monkeypatch.setattr(flash4.importlib, "import_module", lambda name: as_new(wrong))
         return old
 
     return set_up
@@ -77,7 +77,7 @@ def drawn(num_heads, num_kv_heads, head_dim, device="cpu", dtype=torch.float32, 
 
 def compute(states, layout, window=0):
     """What the operation gives, and the gradients."""
-    output, _ = attention.ragged_attention(*states, layout.ticket, 0.1, window)
+    output, _ = packed.ragged_attention(*states, layout.ticket, 0.1, window)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad(output, states, weights)]
 
@@ -121,10 +121,10 @@ def test_windows_and_short_rows_are_torchs(route, monkeypatch):
     old = route("raises")
     compute(drawn(6, 2, 16), segment_layout(LENGTHS), window=7)
     compute(drawn(6, 2, 16, lengths=(20, 40)), segment_layout([20, 40]))
-    monkeypatch.setattr(attention_gpu, "ENABLED", False)
+    monkeypatch.setattr(flash4, "ENABLED", False)
     compute(drawn(6, 2, 16), segment_layout(LENGTHS))
     assert old == ["forward", "backward"] * 3
-    assert not attention_gpu._found
+    assert not flash4._found
 
 
 def test_the_extra_installs_what_was_measured():
@@ -138,9 +138,9 @@ def test_the_extra_installs_what_was_measured():
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 2, 128), (28, 4, 128), (14, 2, 64), (8, 8, 128)])
 def test_on_a_gpu(heads, kv_heads, head_dim, newer, monkeypatch):
-    monkeypatch.setattr(attention_gpu, "ENABLED", newer)
+    monkeypatch.setattr(flash4, "ENABLED", newer)
     states = drawn(heads, kv_heads, head_dim, "cuda", torch.bfloat16)
-    if newer and attention_gpu.find(*states[:2], 0) is None:
+    if newer and flash4.find(*states[:2], 0) is None:
         pytest.skip("FlashAttention 4 is not installed, or not for this GPU")
     for prefixes in (None, PREFIXES):
         layout = segment_layout(LENGTHS, "cuda", prefixes)

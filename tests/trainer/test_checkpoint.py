@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.trainer.checkpoint import CheckpointStore, damage, has_state
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage, has_state
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.weights.files import write_model_folder
+from slipstream.weights.model_files import write_model_folder
 
 
 def advance(learner, batch):

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError, TrainingError
-from slipstream.trainer import checkpoint_writer, snapshot
-from slipstream.trainer.checkpoint import CheckpointStore, damage
-from slipstream.trainer.checkpoint_writer import EVERY_S, CheckpointWriter, Schedule
+from slipstream.trainer.checkpoints import snapshot
+from slipstream.trainer.checkpoints import writer as checkpoint_writer
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
+from slipstream.trainer.checkpoints.snapshot import Snapshots
+from slipstream.trainer.checkpoints.writer import EVERY_S, CheckpointWriter, Schedule
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.trainer.rounding import RoundedAdamW
-from slipstream.trainer.snapshot import Snapshots
+from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
+from slipstream.trainer.optim.base import MasterAdamW
 
 WAIT_S = 60.0
 

@@ -6,7 +6,7 @@ import torch
 from slipstream import records
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
-from slipstream.trainer.credit import assign_credit, kl_penalties_of
+from slipstream.trainer.credit_assignment import assign_credit, kl_penalties_of
 
 
 def batch_of(rewards, group_size, lengths=None):

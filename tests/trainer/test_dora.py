@@ -9,14 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import records
 from slipstream.errors import ConfigError
-from slipstream.launch.export import export
+from slipstream.launch.tools.export import export
 from slipstream.trainer.batching import StepBatch
-from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from slipstream.weights.fingerprint import describe
 
 TARGETS = ("q_proj", "v_proj", "down_proj")

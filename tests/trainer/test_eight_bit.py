@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.eight_bit import MasterAdamW8bit
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
 
 
 def advance(learner, batch):

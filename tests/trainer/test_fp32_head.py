@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from slipstream import records
-from slipstream.algo import sampling as algo_sampling
-from slipstream.algo.sampling import HeadLogits, greedy_tokens, processed_logprobs
+from slipstream.algo import logprobs as algo_sampling
+from slipstream.algo.logprobs import HeadLogits, greedy_tokens, processed_logprobs
 from slipstream.errors import ConfigError
 from slipstream.trainer.batching import StepBatch
 from slipstream.trainer.learner import Learner, score
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.trainer.optim.base import MasterAdamW
 
 RULES = [(1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.3, 5, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
 

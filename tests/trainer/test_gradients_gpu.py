@@ -9,14 +9,14 @@ import torch
 
 
 def check(device: str) -> None:
-    from slipstream.trainer import gradients_gpu
+    from slipstream.trainer.optim import accumulate_triton
 
     torch.manual_seed(0)
     for shape in ((1,), (4096,), (37, 1021)):
         total = torch.randn(shape, device=device)
         part = torch.randn(shape, device=device).bfloat16()
         expected = total + part.float()
-        gradients_gpu.add_(total, part)
+        accumulate_triton.add_(total, part)
         assert torch.equal(total, expected)
 
 
@@ -33,12 +33,12 @@ def test_the_kernel_on_a_gpu():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_large_gradients_are_added_up_by_it(monkeypatch):
-    from slipstream.trainer import gradients_gpu, optimizer
+    from slipstream.trainer.optim import accumulate_triton, base
 
     used = []
-    monkeypatch.setattr(gradients_gpu, "add_", lambda total, part: used.append(total.add_(part)))
+    monkeypatch.setattr(accumulate_triton, "add_", lambda total, part: used.append(total.add_(part)))
     weights = torch.nn.Parameter(torch.zeros(1024, 1024, device="cuda", dtype=torch.bfloat16))
-    learner = optimizer.MasterAdamW([("w", weights)])
+    learner = base.MasterAdamW([("w", weights)])
     for _ in range(2):
         weights.sum().backward()
     assert len(used) == 1

@@ -5,17 +5,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.config import RunConfig
-from slipstream.launch.facts import adapter_config, measure_adapter, read_model
-from slipstream.launch.memory import activation_bytes_per_token
-from slipstream.trainer import layers
+from slipstream.launch.plan.measure import adapter_config, measure_adapter, read_model
+from slipstream.launch.plan.memory.sizes import activation_bytes_per_token
 from slipstream.trainer.batching import micro_batches
-from slipstream.trainer.compiled import compile_layers
-from slipstream.trainer.layers import LayerOptions, Offloader, dress_layers
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model import layers
+from slipstream.trainer.model.compilation import compile_layers
+from slipstream.trainer.model.layers import LayerOptions, Offloader, dress_layers
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.weights.adapter import AdapterConfig
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.weights.adapter_folder import AdapterConfig
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 from slipstream import records
 from slipstream.config import RLConfig
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.launch.export import export
-from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.launch.tools.export import export
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
-from slipstream.trainer.lora import LoraLinear, rate_in_adapter
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.lora import LoraLinear, rate_in_adapter
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.weights.adapter import AdapterConfig, folded, read_adapter_config, write_adapter_folder
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.weights.adapter_folder import AdapterConfig, folded, read_adapter_config, write_adapter_folder
 from slipstream.weights.fingerprint import describe
 
 ALL = ("all-linear",)

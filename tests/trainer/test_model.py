@@ -9,9 +9,9 @@ from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model import PolicyModel, SharedTensors, check_isolation
+from slipstream.trainer.model.policy import PolicyModel, SharedTensors, check_isolation
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.trainer.optim.base import MasterAdamW
 
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 

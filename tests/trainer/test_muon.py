@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.muon import MasterMuon
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.optim.muon import MasterMuon
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """Jordan's coefficients."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.optimizer import MasterAdamW, learning_rate_at
+from slipstream.trainer.optim.base import MasterAdamW, learning_rate_at
 
 
 def weighted_sum(model, weight):

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import records
 from slipstream.config.schema import RLConfig
+from slipstream.trainer.attention.row_layout import segment_layout
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.layout import segment_layout
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
 SAMPLING = records.SamplingParams(max_tokens=64, temperature=0.8)

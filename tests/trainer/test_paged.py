@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.eight_bit import MasterAdamW8bit
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.trainer.paged import MasterPagedAdamW
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
+from slipstream.trainer.optim.paged import MasterPagedAdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 

@@ -10,12 +10,13 @@ import torch
 
 from slipstream import records
 from slipstream.errors import TrainingError
-from slipstream.trainer import attention, layers
+from slipstream.trainer.attention import packed
+from slipstream.trainer.attention.row_layout import segment_layout
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.compiled import compile_layers
-from slipstream.trainer.layout import segment_layout
 from slipstream.trainer.learner import add_gradients, one_order_of_sums
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model import layers
+from slipstream.trainer.model.compilation import compile_layers
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
 
 
@@ -76,9 +77,9 @@ def backward(grad, query, key, value, output, lse, *rest, **options):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    monkeypatch.setattr(attention, "_flash_forward", forward)
-    monkeypatch.setattr(attention, "_flash_backward", backward)
-    monkeypatch.setattr(attention, "_has_kernel", lambda query: True)
+    monkeypatch.setattr(packed, "_flash_forward", forward)
+    monkeypatch.setattr(packed, "_flash_backward", backward)
+    monkeypatch.setattr(packed, "_has_kernel", lambda query: True)
 
 
 def make_groups(seed=0):
@@ -110,14 +111,16 @@ def test_it_gives_what_the_padded_route_gives(kernels, monkeypatch, save_model, 
     )
     model = PolicyModel.load(folder)
     ours, gradients = results(model, make_groups())
-    monkeypatch.setattr(attention, "_has_kernel", lambda query: False)
+    monkeypatch.setattr(packed, "_has_kernel", lambda query: False)
     expected, others = results(model, make_groups())
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     for name, gradient in others.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+@pytest.mark.parametrize(
+    "checkpointing", [*(pytest.param(each, marks=pytest.mark.full) for each in (False, True)), "selective"]
+)
 def test_a_layer_is_one_graph_for_rows_of_any_layout(checkpointing, kernels, monkeypatch, model_folder, make_batch):
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()
@@ -150,8 +153,8 @@ def test_a_rank_without_a_row_makes_its_backward_pass(checkpointing, kernels, mo
 def test_a_layout_that_is_gone_is_said():
     layout = segment_layout([3, 4])
     ticket = layout.ticket
-    assert attention.layout_of(ticket) is layout
+    assert packed.layout_of(ticket) is layout
     del layout
     gc.collect()
     with pytest.raises(TrainingError, match="keep the micro-batch"):
-        attention.layout_of(ticket)
+        packed.layout_of(ticket)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from slipstream.errors import TrainingError
-from slipstream.trainer import rounding
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.trainer.rounding import RoundedAdamW, round_to_bfloat16_
+from slipstream.trainer.optim import adamw_bf16
+from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW, round_to_bfloat16_
+from slipstream.trainer.optim.base import MasterAdamW
 
 
 def bfloat16_model(value=None, shape=(64, 64)):
@@ -107,7 +107,7 @@ def test_a_gradient_goes_as_soon_as_its_weights_are_made(monkeypatch):
         made.append(weakref.ref(gradients[0]))
         return adamw(values, gradients, *rest, **options)
 
-    monkeypatch.setattr(rounding, "adamw", spy)
+    monkeypatch.setattr(adamw_bf16, "adamw", spy)
     optimizer.prepare(1e-3)
     assert alive == [0, 0, 0, 0]
 

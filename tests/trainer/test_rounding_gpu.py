@@ -10,7 +10,7 @@ import torch
 
 
 def check(device: str) -> None:
-    from slipstream.trainer import rounding_gpu
+    from slipstream.trainer.optim import adamw_bf16_triton
 
     torch.manual_seed(0)
     options = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -26,12 +26,12 @@ def check(device: str) -> None:
             exact.grad = torch.randn(shape, device=device)
             reference.step()
             found = [
-                rounding_gpu.update(
+                adamw_bf16_triton.update(
                     values, exact.grad, *moments, updates=updates, rate=1e-2, weight_decay=0.1, seed=seed, **options
                 )
                 for seed, moments in ((5, (mean.clone(), square.clone())), (6, (mean.clone(), square.clone())))
             ]
-            values = rounding_gpu.update(
+            values = adamw_bf16_triton.update(
                 values, exact.grad, mean, square, updates=updates, rate=1e-2, weight_decay=0.1, seed=5, **options
             )
             assert torch.equal(values, found[0])
@@ -44,7 +44,7 @@ def check(device: str) -> None:
     # A NaN of all ones, as GPUs make it, would become -0 when noise is added to it.
     damaged = torch.full((500,), 0x7FFFFFFF, dtype=torch.int32, device=device).view(torch.float32)
     clean = torch.zeros((3, 500), device=device)
-    made = rounding_gpu.update(
+    made = adamw_bf16_triton.update(
         clean[0].bfloat16(), damaged, *clean[1:], updates=1, rate=1e-2, weight_decay=0.0, seed=1, **options
     )
     assert made.isnan().all()
@@ -54,7 +54,7 @@ def check(device: str) -> None:
     gradient, zeros = torch.ones(num, device=device), torch.zeros((2, num), device=device)
     rate, found = 0.3 / 256, []
     for seed in (1, (1 << 31) - 1):
-        made = rounding_gpu.update(
+        made = adamw_bf16_triton.update(
             live, gradient, *zeros.clone(), updates=1, rate=rate, weight_decay=0.0, seed=seed, **options
         )
         assert set(made.unique().tolist()) == {1.0, 1.0 - 1 / 256}
@@ -67,18 +67,18 @@ def check(device: str) -> None:
 
 def check_optimizer(device: str) -> None:
     """What uses it: the same moments as by torch's rule, and a resumed one makes the same numbers."""
-    from slipstream.trainer import rounding
+    from slipstream.trainer.optim import adamw_bf16
 
-    has_kernel = rounding._has_kernel
+    has_kernel = adamw_bf16._has_kernel
     gradients = [torch.randn(24, 40, device=device) for _ in range(4)]
 
-    def make(uses: bool) -> tuple[torch.nn.Linear, rounding.RoundedAdamW]:
-        rounding._has_kernel = lambda live: uses
+    def make(uses: bool) -> tuple[torch.nn.Linear, adamw_bf16.RoundedAdamW]:
+        adamw_bf16._has_kernel = lambda live: uses
         torch.manual_seed(0)
         model = torch.nn.Linear(40, 24, bias=False, device=device, dtype=torch.bfloat16)
-        return model, rounding.RoundedAdamW(model.named_parameters(), seed=3, weight_decay=0.1, max_grad_norm=1e9)
+        return model, adamw_bf16.RoundedAdamW(model.named_parameters(), seed=3, weight_decay=0.1, max_grad_norm=1e9)
 
-    def train(model: torch.nn.Linear, optimizer: rounding.RoundedAdamW, some: list[torch.Tensor]) -> torch.Tensor:
+    def train(model: torch.nn.Linear, optimizer: adamw_bf16.RoundedAdamW, some: list[torch.Tensor]) -> torch.Tensor:
         for gradient in some:
             (model.weight.float() * gradient).sum().backward()
             optimizer.prepare(1e-3)
@@ -101,7 +101,7 @@ def check_optimizer(device: str) -> None:
         again.load_state(state)
         assert torch.equal(train(again_model, again, gradients[2:]), values)
     finally:
-        rounding._has_kernel = has_kernel
+        adamw_bf16._has_kernel = has_kernel
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is run as it is where there is a CUDA device")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from slipstream import records
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
+from slipstream.trainer.attention.row_layout import segment_layout, take
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.layout import segment_layout, take
-from slipstream.trainer.model import PolicyModel, check_isolation
+from slipstream.trainer.model.policy import PolicyModel, check_isolation
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
 MODELS = {

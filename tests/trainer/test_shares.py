@@ -11,9 +11,9 @@ from slipstream import records
 from slipstream.algo.losses import LOSSES
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.batching import StepBatch, ValueTargets, even_rows, micro_batches_of
+from slipstream.trainer.distributed.worker import Packed, share_of
 from slipstream.trainer.learner import add_gradients, predictions
 from slipstream.trainer.objectives import PolicyObjective
-from slipstream.trainer.rank_part import Packed, share_of
 
 SAMPLING = records.SamplingParams(max_tokens=32, temperature=0.9)
 OBJECTIVES = st.builds(
@@ -90,8 +90,8 @@ def gradients(learner):
 @pytest.fixture(scope="module")
 def session_learner(model_folder):
     from slipstream.trainer.learner import Learner
-    from slipstream.trainer.model import PolicyModel
-    from slipstream.trainer.optimizer import MasterAdamW
+    from slipstream.trainer.model.policy import PolicyModel
+    from slipstream.trainer.optim.base import MasterAdamW
 
     model = PolicyModel.load(model_folder)
     return Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=512)

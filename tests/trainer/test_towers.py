@@ -9,17 +9,17 @@ from safetensors.torch import load_file
 from slipstream import records
 from slipstream.config.schema import CriticConfig
 from slipstream.errors import ConfigError
-from slipstream.launch.export import export
-from slipstream.launch.facts import read_trained_model
-from slipstream.launch.memory import optimizer_bytes
+from slipstream.launch.plan.measure import read_trained_model
+from slipstream.launch.plan.memory.sizes import optimizer_bytes
+from slipstream.launch.tools.export import export
 from slipstream.trainer.batching import StepBatch, ValueTargets
-from slipstream.trainer.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.critic import Critic, ValueModel
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
 TEXT = {
     "vocab_size": 64,

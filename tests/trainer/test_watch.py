@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.config import RunConfig
-from slipstream.trainer.watch import STEPS, SignalWatch
+from slipstream.trainer.signal_watch import STEPS, SignalWatch
 
 CONFIG = {"model": {"path": "m"}, "environment": {"name": "reasoning_gym/spell_backward"}, "training": {"steps": 9}}
 

@@ -14,20 +14,24 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from slipstream.errors import TrainingError, ZeroGradientError
-from slipstream.trainer import layers, weight_gradients
 from slipstream.trainer.batching import micro_batches
-from slipstream.trainer.compiled import compile_layers
 from slipstream.trainer.critic import ValueObjective
-from slipstream.trainer.eight_bit import MasterAdamW8bit
-from slipstream.trainer.layers import LayerOptions, dress_layers
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model import PolicyModel
-from slipstream.trainer.muon import MasterMuon
+from slipstream.trainer.model import fused_weight_gradients, layers
+from slipstream.trainer.model.compilation import compile_layers
+from slipstream.trainer.model.fused_weight_gradients import (
+    AccumulatingLinear,
+    accumulate_in_products,
+    accumulating_layers,
+)
+from slipstream.trainer.model.layers import LayerOptions, dress_layers
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.trainer.paged import MasterPagedAdamW
-from slipstream.trainer.rounding import RoundedAdamW
-from slipstream.trainer.weight_gradients import AccumulatingLinear, accumulate_in_products, accumulating_layers
+from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
+from slipstream.trainer.optim.muon import MasterMuon
+from slipstream.trainer.optim.paged import MasterPagedAdamW
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -311,7 +315,7 @@ def test_a_copy_and_what_is_put_back_are_ordinary():
     copied = copy.deepcopy(network)
     assert type(copied[0]) is nn.Linear
     assert type(network[0]) is AccumulatingLinear
-    weight_gradients.accumulate_apart(network)
+    fused_weight_gradients.accumulate_apart(network)
     assert type(network[0]) is nn.Linear
     assert "ticket" not in network[0].__dict__
 
@@ -355,11 +359,11 @@ def test_a_trial_that_fails_leaves_the_ordinary_way(wrong, monkeypatch, caplog):
         rounded = (grad.T @ states).float()
         return rounded if total is None else total + rounded
 
-    monkeypatch.setattr(weight_gradients, "_is_made_for", lambda weight: True)
+    monkeypatch.setattr(fused_weight_gradients, "_is_made_for", lambda weight: True)
     network = nn.Sequential(nn.Linear(4, 4))
     assert accumulate_in_products(network) == 1, "the reference passes it"
-    weight_gradients.accumulate_apart(network)
-    monkeypatch.setattr(weight_gradients, "with_product", product)
+    fused_weight_gradients.accumulate_apart(network)
+    monkeypatch.setattr(fused_weight_gradients, "with_product", product)
     with caplog.at_level(logging.WARNING):
         assert accumulate_in_products(network) == 0
     assert type(network[0]) is nn.Linear
@@ -374,7 +378,7 @@ def test_layers_that_do_not_compile_with_them_are_compiled_without(monkeypatch, 
     """Here the operation is one that a compiler has left half of out."""
     monkeypatch.setattr(layers, "COMPILER", lambda graph, _: graph.forward)
     half = SimpleNamespace(linear_backward=lambda grad, states, weight, ticket, call: grad @ weight)
-    monkeypatch.setattr(weight_gradients, "_operations", half)
+    monkeypatch.setattr(fused_weight_gradients, "_operations", half)
     model, batch = PolicyModel.load(model_folder), make_batch(advantages=False)
     with caplog.at_level(logging.WARNING):
         assert compile_layers(model, in_products=True) == ""
@@ -419,7 +423,7 @@ def test_on_a_gpu_the_product_adds_to_the_sum_in_place():
     for tokens in (500, 1, 77):
         grad = torch.randn(tokens, 320, device="cuda").bfloat16()
         states = torch.randn(448, tokens, device="cuda").bfloat16().T  # in another order
-        before, total = total, weight_gradients.with_product(total, grad, states)
+        before, total = total, fused_weight_gradients.with_product(total, grad, states)
         assert before is None or total.data_ptr() == before.data_ptr()
         expected += grad.double().T @ states.double()
         assert float((total - expected).norm() / expected.norm()) < 1e-5

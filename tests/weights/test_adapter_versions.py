@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.weights.adapter import AdapterConfig, adapter_parameter
+from slipstream.weights.adapter_folder import AdapterConfig, adapter_parameter
+from slipstream.weights.bridges.lora import AdapterPublisher
 from slipstream.weights.fingerprint import describe
-from slipstream.weights.lora import AdapterPublisher
 
 A, B = (adapter_parameter("model.layers.0.mlp.up_proj", half) for half in "AB")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slipstream.records import Ticket, Version
-from slipstream.weights.broadcast import Group, Rendezvous, copy_all, flat_bytes, layout, messages, num_bytes
-from slipstream.weights.delta import travelling
+from slipstream.weights.bridges.broadcast import Group, Rendezvous, copy_all, flat_bytes, layout, messages, num_bytes
+from slipstream.weights.bridges.delta import travelling
 from slipstream.weights.fingerprint import describe
 
 

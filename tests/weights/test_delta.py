@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from slipstream.errors import WeightsError
-from slipstream.inference.plugin import tensor_map
-from slipstream.inference.plugin.tensor_map import Piece, TensorMap
+from slipstream.inference.plugin.weights import tensor_map
+from slipstream.inference.plugin.weights.tensor_map import Piece, TensorMap
 from slipstream.records import ParameterSpec, Patch, Ticket, Version
-from slipstream.weights import delta, disk
-from slipstream.weights.broadcast import Rendezvous, layout, messages, pack
-from slipstream.weights.delta import DeltaPublisher, check_base, compare, decode, encode, patched, travelling
-from slipstream.weights.disk import FolderPublisher
-from slipstream.weights.files import read_model_folder
+from slipstream.weights.bridges import delta, disk
+from slipstream.weights.bridges.broadcast import Rendezvous, layout, messages, pack
+from slipstream.weights.bridges.delta import DeltaPublisher, check_base, compare, decode, encode, patched, travelling
+from slipstream.weights.bridges.disk import FolderPublisher
 from slipstream.weights.fingerprint import bits_of, describe, digest
+from slipstream.weights.model_files import read_model_folder
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.uint8]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -36,18 +36,18 @@ def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:
 
 def check_kernel(parts: list[Slice]) -> None:
     """It writes into `parts`."""
-    from slipstream.weights import fingerprint_gpu
+    from slipstream.weights import fingerprint_triton
 
-    found = [value % 2**64 for value in fingerprint_gpu.fingerprints(parts)]
+    found = [value % 2**64 for value in fingerprint_triton.fingerprints(parts)]
     assert found == [fingerprint(*part) for part in parts]
     # The layout is known by now, and what lies there is not what lay there.
     simple = [part for part in parts if part.tensor.is_contiguous() and part.strides is None]
     for _ in range(2):
         parts[0].tensor.view(-1)[1::3] = 0
-        found = [value % 2**64 for value in fingerprint_gpu.fingerprints(simple)]
+        found = [value % 2**64 for value in fingerprint_triton.fingerprints(simple)]
         assert found == [fingerprint(*part) for part in simple]
-        assert len(fingerprint_gpu._tables) == 1
-    fingerprint_gpu._tables.clear()
+        assert len(fingerprint_triton._tables) == 1
+    fingerprint_triton._tables.clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is run as it is where there is a CUDA device")

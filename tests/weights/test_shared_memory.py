@@ -12,20 +12,20 @@ from safetensors.torch import load_file
 from torch import nn
 
 from slipstream.errors import ConfigError, WeightsError
-from slipstream.inference.plugin.tensor_map import Piece, TensorMap
-from slipstream.launch.models import open_shared
+from slipstream.inference.plugin.weights.tensor_map import Piece, TensorMap
+from slipstream.launch.build import open_shared
 from slipstream.records import ParameterSpec
-from slipstream.trainer.model import PolicyModel, SharedTensors
-from slipstream.trainer.new_model import new_model
-from slipstream.trainer.optimizer import MasterAdamW
-from slipstream.weights.files import stored_parameters
-from slipstream.weights.single_copy import CannotShare, Exporter, SharedWeights, check_loaded, open_weights
+from slipstream.trainer.model.policy import PolicyModel, SharedTensors
+from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.weights.bridges.single_copy import CannotShare, Exporter, SharedWeights, check_loaded, open_weights
+from slipstream.weights.model_files import stored_parameters
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
 READER = """
 import sys, msgspec
-from slipstream.weights.single_copy import SharedWeights, open_weights
+from slipstream.weights.bridges.single_copy import SharedWeights, open_weights
 tensors = open_weights(msgspec.json.decode(sys.argv[1], type=SharedWeights))
 print([float(t.float().sum()) for t in tensors.values()])
 tensors["b"].mul_(2)

@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from slipstream.weights import files
-from slipstream.weights.files import read_tensors, stream_tensors, write_tensors
+from slipstream.weights import model_files
+from slipstream.weights.model_files import read_tensors, stream_tensors, write_tensors
 
 
 def test_other_readers_read_it(tmp_path):
@@ -39,7 +39,7 @@ def test_other_readers_read_it(tmp_path):
 @pytest.mark.parametrize("durable", [True, False])
 def test_what_is_streamed_other_readers_read(durable, tmp_path, monkeypatch):
     """Tensors of every type, larger than what is written at once."""
-    monkeypatch.setattr(files, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(model_files, "_CHUNK_BYTES", 1000)
     types = (torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
     tensors = {str(dtype): (torch.randn(40, 30) * 100).to(dtype).t() for dtype in types}
     tensors |= {"empty": torch.empty(0, 4), "number": torch.tensor(7), "learnt": torch.nn.Parameter(torch.ones(500))}

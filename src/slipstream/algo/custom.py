@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.algo.losses import LossInputs, PolicyLoss
-from slipstream.config.keys import closest
+from slipstream.config.parse.keys import closest
 from slipstream.config.recipes import BUILT_IN
-from slipstream.config.user_file import import_file, last_line, place_of
+from slipstream.config.user_code import import_file, last_line, place_of
 from slipstream.errors import ConfigError
 
 GROUPS = {"advantage": "slipstream.advantages", "loss": "slipstream.losses"}

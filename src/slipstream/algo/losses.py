@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.algo.importance import sequence_lengths, sequence_sums
+from slipstream.algo.importance_sampling import sequence_lengths, sequence_sums
 
 
 class ClippedLoss(NamedTuple):

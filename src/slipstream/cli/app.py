@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 import slipstream
-from slipstream.cli import commands, output, proof, talk
-from slipstream.cli.first_run import COMMANDS
+from slipstream.cli import chat, commands, output, proof
+from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain
-from slipstream.inference.child import become, leave
+from slipstream.inference.child_process import become, leave
 from slipstream.runlog.redaction import hide_userinfo
 
 USAGE_EXIT_CODE = 2
@@ -50,9 +50,9 @@ app.command(commands.report, group=_LOOK)
 app.command(commands.runs, group=_LOOK)
 app.command(proof.trace, group=_LOOK)
 app.command(proof.verify, group=_LOOK)
-app.command(talk.chat, group=_USE)
+app.command(chat.chat, group=_USE)
 app.command(commands.export, group=_USE)
-app.command(talk.serve_model, group=_USE)
+app.command(chat.serve_model, group=_USE)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -18,9 +18,9 @@ from slipstream.errors import ConfigError, DataError, EnvironmentFault, StartsAg
 if TYPE_CHECKING:
     from slipstream.config import Loaded, RunConfig
     from slipstream.envs import Environment, Task
-    from slipstream.inference.ahead import EngineAhead
+    from slipstream.inference.preimport import EngineAhead
     from slipstream.launch.result import RunResult
-    from slipstream.launch.stages import Stages
+    from slipstream.launch.startup.stages import Stages
     from slipstream.view import ViewKind
 
 Overrides = Annotated[
@@ -75,9 +75,9 @@ def _train(
     loaded = load_config(run_file, overrides, algorithm=algorithm)
     if resume and loaded.config.run.folder is None:
         raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
-    from slipstream.launch.ahead import engine_ahead
-    from slipstream.launch.caches import lasting_caches
-    from slipstream.launch.stages import Stages
+    from slipstream.launch.startup.compile_caches import lasting_caches
+    from slipstream.launch.startup.preimport import engine_ahead
+    from slipstream.launch.startup.stages import Stages
     from slipstream.runlog import refuse_used
 
     if loaded.config.run.folder is not None and not resume:
@@ -121,10 +121,10 @@ def _carry_out(
     """Read, plan and train. What this imports takes seconds, and the engine's imports are under way."""
     with stages.stage("read model and data"):
         from slipstream.launch.engines import create_engine
-        from slipstream.launch.local import train
         from slipstream.launch.prepare import prepare
+        from slipstream.launch.recovery.resume import same_commit
         from slipstream.launch.result import run_folder_of
-        from slipstream.launch.resume import same_commit
+        from slipstream.launch.run import train
         from slipstream.view import make_view
 
         prepared = prepare(same_commit(loaded) if resume else loaded)
@@ -175,8 +175,8 @@ def evaluate(
 
     extra = ("--model.path", model) if model else ()
     loaded = load_config(Path(run_file), (*overrides, *extra))
-    from slipstream.launch.evaluate import evaluate_model
     from slipstream.launch.prepare import prepare
+    from slipstream.launch.tools.evaluate import evaluate_model
     from slipstream.view import make_view
 
     prepared = prepare(loaded)
@@ -191,7 +191,7 @@ def evaluate(
 
 def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /, *, json: Json = False) -> int:
     """Write a first task and its run files: environment.py, sft.toml and rl.toml, for five minutes on a CPU."""
-    from slipstream.cli.first_run import COMMANDS, FILES, write_first_run
+    from slipstream.cli.init_files import COMMANDS, FILES, write_first_run
 
     path = write_first_run(Path(folder))
     if json:
@@ -208,8 +208,8 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
     loaded = load_config(Path(run_file), overrides)
     from rich.console import Console
 
+    from slipstream.launch.plan.render import plan_as_json, render_plan
     from slipstream.launch.prepare import check_engine, prepare
-    from slipstream.launch.render import plan_as_json, render_plan
 
     prepared = prepare(loaded, weights=False)
     check_engine(prepared)
@@ -252,7 +252,7 @@ def export(
     json: Json = False,
 ) -> int:
     """Take what can be deployed out of a checkpoint: a model, a LoRA adapter, or both merged into one model."""
-    from slipstream.launch.export import export as write
+    from slipstream.launch.tools.export import export as write
 
     path = write(Path(checkpoint), Path(out), merged=merged, trust_remote_code=trust_remote_code)
     print_json({"folder": str(path)}) if json else print(f"exported: {path}")
@@ -302,9 +302,9 @@ def env_test(
     from slipstream.config.schema import EvaluationConfig
     from slipstream.envs.check import check_environment
     from slipstream.envs.registry import load_environment
-    from slipstream.envs.scorer import ScorerPool
+    from slipstream.envs.scoring.pool import ScorerPool
     from slipstream.envs.single_turn import make_tasks
-    from slipstream.launch.machine import usable_cpus
+    from slipstream.launch.plan.machine import usable_cpus
 
     section = config.environment
     environment = load_environment(section)
@@ -372,8 +372,8 @@ def _slow_rewards(config: RunConfig, rate: float, num_workers: int) -> list[str]
 
 def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:
     """Warnings, and what the model cannot learn of the environment."""
-    from slipstream.data.vocabulary import read_vocabulary
-    from slipstream.launch.unknown import unknown_in_tasks
+    from slipstream.data.unknown_characters import read_vocabulary
+    from slipstream.launch.preflight.unknown_characters import unknown_in_tasks
 
     vocabulary = read_vocabulary(Path(config.model.path))
     if vocabulary is None:
@@ -410,7 +410,7 @@ def model_new(
     json: Json = False,
 ) -> int:
     """Make a small model from scratch: Qwen3 architecture, byte- or character-level tokenizer, chat template."""
-    from slipstream.trainer.new_model import new_model
+    from slipstream.trainer.model.tiny_qwen3 import new_model
 
     path = new_model(
         Path(folder),

@@ -250,8 +250,8 @@ def verify(
     own memory, which holds up generation as long as the table says. A single flipped bit is found, and the parameter
     that has it is named; then the exit code is 6. Nothing is changed. The optimizer's state is looked at by size only.
     """
-    from slipstream.launch.verify import raise_unless_right
-    from slipstream.launch.verify import verify as find
+    from slipstream.launch.tools.verify import raise_unless_right
+    from slipstream.launch.tools.verify import verify as find
 
     verdicts = find(Path(path), None if engine is None else Path(engine))
     if json:

@@ -5,9 +5,9 @@ every error names the key, its value, the reason and the remedy before any proce
 package imports torch. Values that need the model, the tasks or the machine are `launch.plan`'s.
 """
 
-from slipstream.config.dump import Derived, dump_resolved
-from slipstream.config.keys import with_values
-from slipstream.config.load import Loaded, load_config
+from slipstream.config.parse.dump import Derived, dump_resolved
+from slipstream.config.parse.keys import with_values
+from slipstream.config.parse.load import Loaded, load_config
 from slipstream.config.recipes import needs_engine_logprobs
 from slipstream.config.schema import (
     CriticConfig,

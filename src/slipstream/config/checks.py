@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from slipstream.config.keys import keys_of
+from slipstream.config.parse.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
 from slipstream.config.traits import bridge_of, num_replicas, shares_weights, uses_critic, uses_engine

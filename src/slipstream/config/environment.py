@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from slipstream.config import limits
+from slipstream.config import bounds
 from slipstream.config.section import Section
 
 
@@ -21,21 +21,21 @@ class EnvironmentConfig(Section):
     `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `strip_thinking`."""
     system_prompt: str = ""
     """Put before every conversation that has no system message of its own."""
-    seed: limits.Seed = 0
+    seed: bounds.Seed = 0
     """Seeds the tasks. In reasoning_gym a question's text alone decides whether it is held out, so no run of any
     seed trains on a held-out one; for an environment of your own `slipstream.envs.split_of` does the same."""
-    num_train_tasks: limits.Items | Literal["auto"] = "auto"
+    num_train_tasks: bounds.Items | Literal["auto"] = "auto"
     """Size of the training set; it repeats in a fresh shuffle when used up. `auto`: all rows of a file, 10,000 of
     what is made by a program."""
-    reward_timeout_s: limits.Seconds = 10.0
+    reward_timeout_s: bounds.Seconds = 10.0
     """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
     trained on."""
-    reward_workers: limits.Processes | Literal["auto"] = "auto"
+    reward_workers: bounds.Processes | Literal["auto"] = "auto"
     """Processes that grade side by side; the second and further ones start when rewards have to wait. `auto`: one less
     than there are cores, at least 1."""
-    reward_concurrency: limits.Items = 32
+    reward_concurrency: bounds.Items = 32
     """Rewards that each worker runs at once where they are coroutines (`async def`), as those that ask a server are."""
-    reward_memory_gib: limits.Gibibytes = 8.0
+    reward_memory_gib: bounds.Gibibytes = 8.0
     """What a worker may allocate (RLIMIT_DATA); a reward that takes more meets a MemoryError. One that loads a model
     onto a GPU needs much more than the model's size, since the driver's address space counts."""
     fresh_worker: bool = False
@@ -45,9 +45,9 @@ class EnvironmentConfig(Section):
     variables: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Environment variables that reward workers get, such as a judge's key. By themselves they get PATH, HOME, the
     locale, TMPDIR and the like, those of Python and its environments, CUDA and OpenMP, and no keys or tokens."""
-    run_timeout_s: limits.Seconds = 300.0
+    run_timeout_s: bounds.Seconds = 300.0
     """How long the environment may take between two turns; then the rollout is counted as `environment_error` and not
     trained on."""
-    max_reward_failures: limits.Fraction = 0.1
+    max_reward_failures: bounds.Fraction = 0.1
     """The run stops when more than this part of a batch's rollouts fail, in the reward, the environment or the
     engine."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from slipstream.config import limits
+from slipstream.config import bounds
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.section import Section
 
@@ -86,7 +86,7 @@ class RLConfig(Section):
     kind: Recipe = "grpo"
     """`grpo` (this project's, with DAPO's token mean and clip-higher), `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
     `reinforce_pp`, `ppo` (with a critic, [critic]), `distill` (from a teacher, [teacher])."""
-    group_size: limits.GroupSize = 8
+    group_size: bounds.GroupSize = 8
     """Completions for each prompt; their rewards make the baseline. 1 where nothing is compared within a group: `gae`,
     `batch_mean`."""
     reward_threshold: float | None = None
@@ -94,17 +94,17 @@ class RLConfig(Section):
     overlong_buffer: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = "auto"
     """Soft punishment of long completions (DAPO, arXiv 2503.14476, equation 13): over this last part of
     `sampling.max_tokens` the reward falls by up to `overlong_penalty`. `auto`: 0.2 under `dapo`, otherwise 0."""
-    overlong_penalty: limits.Factor = 1.0
+    overlong_penalty: bounds.Factor = 1.0
     """What a completion of full length loses."""
-    thinking_budget: limits.NonNegativeItems | None = None
+    thinking_budget: bounds.NonNegativeItems | None = None
     """Tokens of thinking, up to `</think>`, that cost nothing in a turn. Beyond them the reward falls evenly, by up to
     `thinking_penalty` at `sampling.max_tokens`. Not set: thinking costs nothing."""
-    thinking_penalty: limits.Factor = 1.0
+    thinking_penalty: bounds.Factor = 1.0
     """What a turn of nothing but thinking loses."""
-    length_penalty: limits.NonNegativeFactor = 0.0
+    length_penalty: bounds.NonNegativeFactor = 0.0
     """Weight of Kimi's length reward (arXiv 2501.12599, section 2.3.3): within a group, shorter right answers get more
     and longer ones less; needs `reward_threshold`, which says what is right."""
-    best_of: limits.GroupSize | None = None
+    best_of: bounds.GroupSize | None = None
     """Of each group, only so many completions with the highest rewards carry loss; the others count in the baseline
     only. Not set: all."""
     advantage: Literal["auto"] | AdvantageName | str = "auto"
@@ -123,9 +123,9 @@ class RLConfig(Section):
     normalize: Literal["auto"] | Normalize = "auto"
     """Average the loss over all tokens of the batch (`token`, DAPO), first within each sequence (`sequence`, GRPO), or
     divide each sequence's sum by `sampling.max_tokens` (`constant`, Dr. GRPO)."""
-    clip_low: limits.Factor | Literal["auto"] = "auto"
+    clip_low: bounds.Factor | Literal["auto"] = "auto"
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: limits.Factor | Literal["auto"] = "auto"
+    clip_high: bounds.Factor | Literal["auto"] = "auto"
     """The ratio is clipped above 1 + clip_high."""
     clip_dual: Annotated[float, Field(gt=1.0, le=1e6)] | None = None
     """Dual clip (arXiv 1912.09729): under a negative advantage the ratio counts as this at most. Loss `clip` only."""
@@ -133,7 +133,7 @@ class RLConfig(Section):
     """What the ratio is taken against. `trainer`: the weights before the batch's first update, computed by the trainer;
     what the engine did otherwise is `importance_sampling`'s (the decoupled objective, AReaL, arXiv 2505.24298).
     `engine`: the probabilities that the tokens were sampled with."""
-    kl_coef: limits.NonNegativeFactor = 0.0
+    kl_coef: bounds.NonNegativeFactor = 0.0
     """Weight of the KL divergence from the initial model; 0 keeps no reference model."""
     kl_in: Literal["auto", "loss", "reward"] = "auto"
     """Add it to the loss of each token (GRPO), or take its sum over a completion from the reward (RLOO); under `gae`
@@ -141,15 +141,15 @@ class RLConfig(Section):
     kl_estimator: Literal["auto"] | KLEstimator = "auto"
     """Estimator of that divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
     reward."""
-    entropy_coef: limits.NonNegativeFactor = 0.0
+    entropy_coef: bounds.NonNegativeFactor = 0.0
     """Weight of an entropy bonus: the policy's entropy, a mean over tokens, is raised."""
     importance_sampling: Literal["auto"] | Correction = "auto"
     """Correct for the difference between engine and trainer by weights, which need the engine's log-probabilities: one
     for each token, cut at `importance_cap` (`truncated`) or set to 0 outside `importance_floor` and `importance_cap`
     (`masked`, IcePop), or the same with one weight for a whole sequence (`sequence_truncated`, `sequence_masked`)."""
-    importance_cap: limits.Factor | Literal["auto"] = "auto"
+    importance_cap: bounds.Factor | Literal["auto"] = "auto"
     """Largest importance weight. `auto`: 2, and 5 for `masked`."""
-    importance_floor: limits.NonNegativeFactor | Literal["auto"] = "auto"
+    importance_floor: bounds.NonNegativeFactor | Literal["auto"] = "auto"
     """Smallest one. `auto`: 0, and 0.5 for `masked`."""
     max_refills: Annotated[int, Field(ge=0, le=1000)] | Literal["auto"] = "auto"
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards all agree are left out, and how
@@ -165,15 +165,15 @@ class CriticConfig(Section):
     optimizer of its own; checkpoints hold it to resume from, not to deploy. Under [lora] an adapter of the same shape
     and the head are trained, on a frozen copy of their own."""
 
-    learning_rate: limits.Rate | Literal["auto"] = "auto"
+    learning_rate: bounds.Rate | Literal["auto"] = "auto"
     """Constant; betas, weight decay and the bound of the gradient's norm are those of [training]. `auto`:
     `training.learning_rate`."""
-    warmup_steps: limits.NonNegativeItems = 0
+    warmup_steps: bounds.NonNegativeItems = 0
     """Steps at the start of the run in which the critic is trained alone, and the policy stays as it is."""
-    value_clip: limits.NonNegativeFactor = 0.2
+    value_clip: bounds.NonNegativeFactor = 0.2
     """Of a prediction, only so far a way from what it was before the batch's first update is rewarded (PPO2); 0: no
     limit."""
-    gamma: limits.Fraction = 1.0
+    gamma: bounds.Fraction = 1.0
     """What a reward is worth one token earlier."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
     """Between one-step differences of the critic's predictions (0) and the rewards themselves, less the prediction
@@ -196,7 +196,7 @@ class TeacherConfig(Section):
     """Under which name that server has the teacher. Not set: the only one that it has."""
     key_variable: str = ""
     """The environment variable that holds that server's API key. Not set: it asks for none."""
-    coef: limits.Factor = 1.0
+    coef: bounds.Factor = 1.0
     """Weight of the teacher's part of an advantage."""
 
 
@@ -207,7 +207,7 @@ class LoraConfig(Section):
 
     rank: Annotated[int, Field(ge=1, le=512)] = 16
     """Inner size of the two matrices."""
-    alpha: limits.Factor = 32.0
+    alpha: bounds.Factor = 32.0
     """Their product is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output
@@ -229,15 +229,15 @@ AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]
 class SamplingConfig(Section):
     """How completions are drawn."""
 
-    max_tokens: limits.Tokens | Literal["auto"] = "auto"
+    max_tokens: bounds.Tokens | Literal["auto"] = "auto"
     """Longest completion. `auto`: half of the context, at most 2,048; with a model of fewer than 20 M parameters, which
     says no more than the answer, from the gold answers' lengths, or what the context leaves. Under `auto` the longest
     prompts, one in 20 at most, are left out where they would make it shorter."""
-    temperature: limits.Temperature = 1.0
+    temperature: bounds.Temperature = 1.0
     """Logits are divided by it."""
-    top_p: limits.Fraction = 1.0
+    top_p: bounds.Fraction = 1.0
     """Draw from the likeliest tokens that have this probability together (nucleus sampling)."""
-    top_k: limits.NonNegativeItems = 0
+    top_k: bounds.NonNegativeItems = 0
     """Draw from so many of the likeliest tokens; 0: no limit."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Leave out tokens less likely than this part of the likeliest one's probability."""
@@ -248,19 +248,19 @@ class SamplingConfig(Section):
 class TrainingConfig(Section):
     """The optimizer and its batches."""
 
-    steps: limits.Items
+    steps: bounds.Items
     """Number of batches to train on."""
     max_seconds: Annotated[float, Field(gt=0.0, le=1e8)] | None = None
     """After this time the run ends in good order even if steps are left. Counted from the first step; what comes
     before it and the last evaluation are not included."""
-    prompts_per_batch: limits.Items = 32
+    prompts_per_batch: bounds.Items = 32
     """Prompts (SFT: conversations) in a batch."""
-    updates_per_batch: limits.Items = 1
+    updates_per_batch: bounds.Items = 1
     """Optimizer steps that one batch is split into."""
     staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """How many versions older than the newest a batch's tokens may be. 0: generation and training take turns. 1: the
     next batch is generated while this one is trained on, and new weights reach the engine between two tokens."""
-    epochs_per_batch: limits.Times = 1
+    epochs_per_batch: bounds.Times = 1
     """How often a batch is gone through."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: AdamW, with fp32 masters of the weights. `adamw_bf16`: AdamW on bfloat16 weights alone, rounded by
@@ -273,14 +273,14 @@ class TrainingConfig(Section):
     Over `training.ranks` only `adamw` and `adamw_bf16`."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of Muon's momentum (Nesterov's)."""
-    learning_rate: limits.Rate | Literal["auto"] = "auto"
+    learning_rate: bounds.Rate | Literal["auto"] = "auto"
     """Peak, reached at the end of the warm-up. `auto`: for all parameters 1e-6 in reinforcement learning and 1e-5 in
     SFT, for [lora] 1e-4; more for models of less than 500 M parameters, up to 1e-3, 4e-3 and 1e-2 at 1 M."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or decaying to zero at the last step."""
-    warmup_steps: limits.NonNegativeItems = 0
+    warmup_steps: bounds.NonNegativeItems = 0
     """Optimizer steps over which the learning rate rises from zero; a batch makes `updates_per_batch` of them."""
-    weight_decay: limits.NonNegativeFactor = 0.0
+    weight_decay: bounds.NonNegativeFactor = 0.0
     """Decoupled weight decay, of matrices only."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Decay of the gradient's running mean."""
@@ -288,11 +288,11 @@ class TrainingConfig(Section):
     """Decay of the running mean of its square."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
-    micro_batch_tokens: limits.Tokens | Literal["auto"] = "auto"
+    micro_batch_tokens: bounds.Tokens | Literal["auto"] = "auto"
     """Tokens in one forward-backward pass: a memory knob that never changes what is optimized."""
     packing: bool = True
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row."""
-    ranks: limits.Processes = 1
+    ranks: bounds.Processes = 1
     """Trainer processes on this machine, each with a share of weights, gradients and optimizer state (FSDP2) and of
     each step's micro-batches: on GPUs a card each, before the engine's; on a CPU they share its cores. The same losses
     and gradients but for rounding."""
@@ -301,7 +301,7 @@ class TrainingConfig(Section):
     computes, in every micro-batch anew, and gradients are added up over the ranks after each. `"step"`: until a step's
     last micro-batch, and gradients are added up once, as those of the words always are; that takes 6 bytes more for
     each parameter in bfloat16. `auto`: `"step"` where the GPUs have room for it."""
-    rank_timeout_s: limits.Seconds = 600.0
+    rank_timeout_s: bounds.Seconds = 600.0
     """How long the trainer's processes may wait for one of them."""
     gradient_checkpointing: bool | Literal["auto", "selective"] = "auto"
     """What is computed again in the backward pass, with the same bits. `true`: all but each layer's input, about a
@@ -320,21 +320,21 @@ class TrainingConfig(Section):
 class InferenceConfig(Section):
     """The engine, or several of them."""
 
-    replicas: limits.Processes | Literal["auto"] = "auto"
+    replicas: bounds.Processes | Literal["auto"] = "auto"
     """Engines that generate side by side, each with a whole copy of the weights; a version is used when all of them
     have proved it. `auto`: on GPUs with `run.placement = "separate"` as many as the cards left by the trainer hold, but
     not more than there are prompts in a batch; otherwise 1."""
-    tensor_parallel_size: limits.Processes = 1
+    tensor_parallel_size: bounds.Processes = 1
     """GPUs (on a CPU: processes) that share each engine's weights."""
-    max_model_len: limits.Tokens | Literal["auto"] = "auto"
+    max_model_len: bounds.Tokens | Literal["auto"] = "auto"
     """Longest prompt plus completion. `auto`: what the tasks need, within the model's context. Of a model with two sets
     of rotary factors (longrope), a value above its original context chooses the long ones."""
-    max_num_seqs: limits.Items | Literal["auto"] = "auto"
+    max_num_seqs: bounds.Items | Literal["auto"] = "auto"
     """Sequences generated at once, by each engine."""
-    kv_cache_gib: limits.Gibibytes | Literal["auto"] = "auto"
+    kv_cache_gib: bounds.Gibibytes | Literal["auto"] = "auto"
     """Memory for the KV cache, on each GPU of an engine or in each of its processes. `auto`: what `max_num_seqs`
     sequences need, if there is room for it."""
-    gpu_memory_utilization: limits.Fraction | Literal["auto"] = "auto"
+    gpu_memory_utilization: bounds.Fraction | Literal["auto"] = "auto"
     """At most this part of its card's memory is the engine's, on a GPU. `auto`: what its weights and its KV cache
     need."""
     sleep: bool | Literal["auto"] = "auto"
@@ -342,10 +342,10 @@ class InferenceConfig(Section):
     the trainer has the card to itself. `auto`: on a shared GPU where both do not fit otherwise."""
     enforce_eager: bool | Literal["auto"] = "auto"
     """No compilation. `auto`: on a CPU yes, on a GPU no."""
-    start_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    start_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
     """How long the engine may take to start, to its first answer. `auto`: by the size of its weights, and of the
     teacher's, on a slow disk; at least 300."""
-    request_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    request_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
     """How long one completion may take. `auto`: several times what `sampling.max_tokens` take on a slow machine; at
     least 300. An engine that is dead or frozen is found long before."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
@@ -383,12 +383,12 @@ class WeightsConfig(Section):
     log-probability is that of one version. `keep`: they go on at once, on the context that the old weights computed;
     the difference between engine and trainer grows by what that changes. `drain`: the version waits until they have
     ended, and new ones wait for it. Adapters need none of it: completions end with the one that they began with."""
-    apply_timeout_s: limits.Seconds | Literal["auto"] = "auto"
+    apply_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
     """How long the engine may take to load a version and to verify it; under `drain` after the last completion. `auto`:
     by the size of the weights, on a slow disk; at least 300."""
     probe_tasks: Annotated[int, Field(gt=0, le=10_000)] = 8
     """Prompts that engine and trainer both score after every apply."""
-    probe_tokens: limits.Tokens = 64
+    probe_tokens: bounds.Tokens = 64
     """Longest completion of the probe. How far apart they are in longer ones is seen in the rollouts."""
     probe_warn: PositiveFloat = 0.05
     """Mean absolute log-probability difference per token that is reported as a warning."""
@@ -399,9 +399,9 @@ class WeightsConfig(Section):
 class EvaluationConfig(Section):
     """Held-out accuracy: the part of tasks whose reward reaches `threshold`."""
 
-    num_tasks: limits.Items = 500
+    num_tasks: bounds.Items = 500
     """Held-out tasks of an evaluation; of a file, as many as it has."""
-    every: limits.NonNegativeItems = 0
+    every: bounds.NonNegativeItems = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
     at_start: bool = True
     """Also evaluate before the first step: what the starting model can do."""
@@ -409,11 +409,11 @@ class EvaluationConfig(Section):
     """0 is greedy. `auto`: the same as `sampling.temperature`."""
     threshold: float = 1.0
     """A completion is right when its reward is at least this."""
-    seed: limits.Seed = 1_000_003
+    seed: bounds.Seed = 1_000_003
     """Seeds the draws of every evaluation, so that two of them differ only by their weights."""
-    stop_at: limits.Fraction | None = None
+    stop_at: bounds.Fraction | None = None
     """The run ends in good order when an evaluation reaches this accuracy."""
-    patience: limits.Items | None = None
+    patience: bounds.Items | None = None
     """... and after this many evaluations in a row without a better accuracy. The best checkpoint is kept, and
     `checkpoints/best` leads to it."""
 
@@ -423,15 +423,15 @@ class RunSection(Section):
 
     folder: Annotated[Path | None, Field(strict=False)] = None
     """The run folder. Default: `runs/<name of the run file>-<time>`."""
-    seed: limits.Seed = 0
+    seed: bounds.Seed = 0
     """Seeds the data order and the engine's draws."""
-    checkpoint_every: limits.Items | Literal["auto", "10min"] = "auto"
+    checkpoint_every: bounds.Items | Literal["auto", "10min"] = "auto"
     """Steps between checkpoints; or `10min`: one every ten minutes of training, at a step's end, and rarer, with a
     warning, where they take more than 3 % of the time from training. The last step always has one. `auto`: `10min`."""
-    keep_checkpoints: limits.Items = 1
+    keep_checkpoints: bounds.Items = 1
     """How many of the newest checkpoints can be resumed from. The last one is replaced only when the next is whole, so
     one is enough; each takes many times what its weights alone take."""
-    keep_weights: limits.Items = 2
+    keep_weights: bounds.Items = 2
     """Of how many of the newest checkpoints the weights are kept, for `chat`, `eval` and `export`; under
     `evaluation.patience` also those of the best one. At least as many as `keep_checkpoints`."""
     async_checkpoints: bool | Literal["auto"] = "auto"
@@ -441,18 +441,18 @@ class RunSection(Section):
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast`; not when one died
     at the same step before. 0: never, and the run ends."""
-    save_samples: limits.Items = 4
+    save_samples: bounds.Items = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     placement: Literal["auto", "shared", "separate"] = "auto"
     """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
     first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where
     there are enough GPUs, but where `single_copy` is set."""
-    threads: limits.Threads | Literal["auto"] = "auto"
+    threads: bounds.Threads | Literal["auto"] = "auto"
     """CPU threads of the trainer, and of all engines together, whose processes share them out. `auto`: all cores this
     process may use."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
     """Where each step's metrics go beside the run folder; each is an extra to install."""
-    max_steps_without_signal: limits.Items = 20
+    max_steps_without_signal: bounds.Items = 20
     """Consecutive steps in which the rewards taught nothing, after which the run fails: no group's differed, or under
     `batch_mean` no two in the batch. A critic (`ppo`) and a teacher find something to teach in every batch."""
 

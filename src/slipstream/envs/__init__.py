@@ -2,7 +2,7 @@
 
 One environment serves SFT, RL and evaluation. This package starts no engine and no training: it is handed a
 policy to talk to (`policy.py` keeps its tokens) and runs rewards, which are other people's code, where they can be
-killed (`scorer.py`).
+killed (`scoring/pool.py`).
 """
 
 from slipstream.envs.base import Environment, Episode, Policy, Reply, Score, Scorer, Split

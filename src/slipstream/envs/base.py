@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
-from slipstream.config.user_file import place_of
+from slipstream.config.user_code import place_of
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Task
 
@@ -81,7 +81,7 @@ class RewardFailed(RewardError):
 
 
 class Scorer(Protocol):
-    """Where rewards are run; see `scorer.py`."""
+    """Where rewards are run; see `scoring/pool.py`."""
 
     async def score(self, task: Task, completion: str) -> Score:
         """The judgement of `completion`; raises `RewardTimeout` or `RewardFailed`."""

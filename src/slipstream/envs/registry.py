@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.config.user_file import import_file, last_line, place_of
+from slipstream.config.user_code import import_file, last_line, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.rows import NAME as ROWS

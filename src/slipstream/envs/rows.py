@@ -1,6 +1,6 @@
 """The environment `rows`: questions with known answers from a file or folder of yours, rows of verl's format included.
 
-Settings: `path` (JSON lines, parquet, or a folder; see `data/tables.py`), `split`, `eval_path`, `eval_split`, `format`
+Settings: `path` (JSON lines, parquet, or a folder; see `data/readers.py`), `split`, `eval_path`, `eval_split`, `format`
 (`verl`, `messages`, `prompt-answer`; found out where it is not set), `prompt_column`, `answer_column`,
 `messages_column`, `gold_column`, `reward` and `strip_thinking`.
 
@@ -24,9 +24,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from slipstream.config.user_file import import_file
-from slipstream.data.files import Columns, Form, Problem, read_problems
-from slipstream.data.tables import held_out_split
+from slipstream.config.user_code import import_file
+from slipstream.data.conversations import Columns, Form, Problem, read_problems
+from slipstream.data.readers import held_out_split
 from slipstream.envs.answers import final_answer, last_number, same_text
 from slipstream.envs.base import Environment, Episode, Policy, RewardFailed, Score, Split, as_score, scored
 from slipstream.envs.split import split_of

@@ -17,8 +17,8 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
-from slipstream.config.user_file import last_line, place_of
-from slipstream.data.plain import not_plain
+from slipstream.config.user_code import last_line, place_of
+from slipstream.data.plain_values import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, scored
 from slipstream.errors import DataError, EnvironmentFault, SlipstreamError

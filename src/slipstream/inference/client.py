@@ -25,7 +25,7 @@ from slipstream.records import (
     Version,
     encode,
 )
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.bridges.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
 SILENCE_S = 60.0

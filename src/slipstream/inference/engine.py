@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from slipstream.errors import EngineError
-from slipstream.inference.ahead import EngineAhead
 from slipstream.inference.client import SILENCE_S, EngineClient
-from slipstream.inference.process import EngineProcess
+from slipstream.inference.engine_process import EngineProcess
+from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
     ApplyReport,
@@ -28,7 +28,7 @@ from slipstream.records import (
     Ticket,
     Version,
 )
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.bridges.single_copy import SharedWeights
 
 OnEvent = Callable[..., None]
 

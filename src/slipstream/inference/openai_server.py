@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference import child
+from slipstream.inference import child_process
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _MODULE = "vllm.entrypoints.openai.api_server"
@@ -43,10 +43,10 @@ class OpenAIServer:
         """Start the process without waiting for it."""
         guard = ["--middleware", f"{__name__}.KeyGuard"] if self._api_key else []
         environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-        environment |= {**child.OFFLINE, **child.SAFE_PATH}
+        environment |= {**child_process.OFFLINE, **child_process.SAFE_PATH}
         if self._api_key:
             environment[KEY_VARIABLE] = self._api_key
-        self._process = child.launch(
+        self._process = child_process.launch(
             [sys.executable, "-m", __name__, *self.arguments, *guard], environment, self._log_path
         )
 
@@ -77,12 +77,12 @@ class OpenAIServer:
 
     def describe(self) -> str:
         """How it is, and where its log is."""
-        return f"it {child.ending(self._process.poll() if self._process else None, self._log_path)}"
+        return f"it {child_process.ending(self._process.poll() if self._process else None, self._log_path)}"
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End it and everything it started: asked first, killed at the deadline."""
         if self._process is not None:
-            child.end(self._process, timeout_s)
+            child_process.end(self._process, timeout_s)
 
 
 class KeyGuard:

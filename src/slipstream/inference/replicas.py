@@ -27,7 +27,7 @@ from slipstream.records import (
     Ticket,
     Version,
 )
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.bridges.single_copy import SharedWeights
 
 T = TypeVar("T")
 

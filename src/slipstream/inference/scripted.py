@@ -23,7 +23,7 @@ from slipstream.records import (
     Version,
     VersionSpan,
 )
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.bridges.single_copy import SharedWeights
 
 Script = Callable[[list[int], int], list[int]]
 """(prompt's tokens, seed) -> the completion's tokens, its end token included."""

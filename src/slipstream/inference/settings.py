@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.inference.plugin.patches import Choice
+from slipstream.inference.plugin.patches.patch_table import Choice
 from slipstream.records import ParameterSpec, Ticket, Version
 
 

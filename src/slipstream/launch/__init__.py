@@ -4,11 +4,11 @@ Importing this package imports neither torch, transformers nor vLLM; `local`, wh
 imports what it needs itself.
 """
 
-from slipstream.launch.facts import gather_facts
-from slipstream.launch.measured import DataFacts, Facts, ModelFacts
-from slipstream.launch.plan import Plan, make_plan
-from slipstream.launch.render import plan_as_json, render_plan
-from slipstream.launch.totals import Note
+from slipstream.launch.plan.derive import Plan, make_plan
+from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts
+from slipstream.launch.plan.measure import gather_facts
+from slipstream.launch.plan.render import plan_as_json, render_plan
+from slipstream.launch.plan.summary import Note
 
 __all__ = [
     "DataFacts",

@@ -13,15 +13,15 @@ import msgspec
 from slipstream import weights
 from slipstream.config import RunConfig
 from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
-from slipstream.inference.ahead import EngineAhead
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, SupervisedEngine
+from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.cards import place
+from slipstream.launch.plan.memory.gpu_shares import place
 from slipstream.orchestrator import rollouts
 from slipstream.records import EngineHealth, ParameterSpec, Ticket, Version
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.bridges.single_copy import SharedWeights
 
 
 class RunEngine(rollouts.Engine, weights.Engine, Protocol):

@@ -6,12 +6,12 @@ import gc
 from collections.abc import Callable
 
 from slipstream.config import dump_resolved
-from slipstream.launch.models import CompilerFailed
+from slipstream.launch.build import CompilerFailed
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.progress import Progress, warn
 from slipstream.launch.result import RunResult
 from slipstream.runlog import RunLog
-from slipstream.weights.single_copy import CannotShare
+from slipstream.weights.bridges.single_copy import CannotShare
 
 
 def with_fallbacks(

@@ -12,26 +12,26 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from slipstream.config import Derived, Loaded, RunConfig, with_values
-from slipstream.config.load import DEFAULT
+from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import uses_engine
-from slipstream.data.chat import ChatTokenizer
-from slipstream.data.fields import check_fields
-from slipstream.data.files import Columns, read_conversations
+from slipstream.data.chat_template import ChatTokenizer
+from slipstream.data.conversations import Columns, read_conversations
+from slipstream.data.message_fields import check_fields
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.deployable import with_weights_folder
-from slipstream.launch.engine_options import check_options, try_options
 from slipstream.launch.engines import engine_settings
-from slipstream.launch.facts import gather_facts, longest_answer, read_model
-from slipstream.launch.lengths import least_tokens, wanted_tokens
-from slipstream.launch.measured import Facts, ModelFacts
-from slipstream.launch.model_folder import check_model, find_model
-from slipstream.launch.plan import Plan, make_plan
+from slipstream.launch.plan.derive import Plan, make_plan
+from slipstream.launch.plan.facts import Facts, ModelFacts
+from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
+from slipstream.launch.plan.measure import gather_facts, longest_answer, read_model
+from slipstream.launch.plan.summary import Note
+from slipstream.launch.preflight.model_folder import check_model, find_model
+from slipstream.launch.preflight.unknown_characters import unknown_characters
+from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.teacher import check_teacher
-from slipstream.launch.totals import Note
-from slipstream.launch.unknown import unknown_characters
+from slipstream.launch.tools.deployable import with_weights_folder
 from slipstream.records import Message, SamplingParams, Task
 from slipstream.sinks import require_sinks
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config import RunConfig
-from slipstream.launch.model_folder import hub_id
+from slipstream.launch.preflight.model_folder import hub_id
 from slipstream.runlog import RunLog
 
 

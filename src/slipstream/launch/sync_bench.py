@@ -23,24 +23,24 @@ from typing import Literal, get_args
 from slipstream.config import LoraConfig, RunConfig, with_values
 from slipstream.config.traits import engine_workers, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
-from slipstream.launch.cards import num_cards, place
-from slipstream.launch.deployable import engine_config, find_deployable
+from slipstream.launch.build import share_weights
 from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_settings
-from slipstream.launch.facts import measure_adapter, read_model
-from slipstream.launch.machine import measure_gpus
-from slipstream.launch.models import share_weights
-from slipstream.launch.ranks import rank_threads
-from slipstream.launch.stop import StopRequest
+from slipstream.launch.plan.machine import measure_gpus
+from slipstream.launch.plan.measure import measure_adapter, read_model
+from slipstream.launch.plan.memory.gpu_shares import num_cards, place
+from slipstream.launch.plan.summary import check_divided
+from slipstream.launch.ranks.processes import rank_threads
+from slipstream.launch.signals import StopRequest
 from slipstream.launch.sync_figures import PROMPT_TOKENS, WORD_IDS, Memory, SyncFigures, SyncOptions, spread
 from slipstream.launch.sync_trainer import SyncTrainer, sync_trainer
-from slipstream.launch.totals import check_divided
+from slipstream.launch.tools.deployable import engine_config, find_deployable
 from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, session_of
-from slipstream.orchestrator.runtime import EventLoopThread
+from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.runlog.temporary import temporary
 from slipstream.weights import Bridge, check_report, create_adapter_bridge, create_bridge
 from slipstream.weights.base import Fence, NamedWeights
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.bridges.single_copy import SharedWeights
 
 BridgeName = Literal[
     "disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta", "single_copy+lora"

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import RunConfig
-from slipstream.launch.facts import adapter_config
-from slipstream.launch.models import POLICY, build_parts, load_model, open_shared
-from slipstream.launch.ranks import RankCrew
-from slipstream.launch.stop import StopRequest
+from slipstream.launch.build import POLICY, build_parts, load_model, open_shared
+from slipstream.launch.plan.measure import adapter_config
+from slipstream.launch.ranks.processes import RankCrew
+from slipstream.launch.signals import StopRequest
 from slipstream.launch.usage import session_of
 from slipstream.records import SamplingParams
 from slipstream.weights.base import NamedWeights
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.bridges.single_copy import SharedWeights
 
 if TYPE_CHECKING:
-    from slipstream.trainer.model import PolicyModel
-    from slipstream.trainer.sharded import SpreadModel
+    from slipstream.trainer.distributed.learner import SpreadModel
+    from slipstream.trainer.model.policy import PolicyModel
 
 
 class SyncTrainer(ABC):
@@ -85,7 +85,7 @@ class _Alone(SyncTrainer):
         return [os.getpid()]
 
     def change(self, first: int, stride: int) -> int:
-        from slipstream.trainer.rank_part import negate
+        from slipstream.trainer.distributed.worker import negate
 
         negate(self.model, first, stride)
         self.settle()
@@ -113,7 +113,7 @@ class _Ranks(SyncTrainer):
         return [os.getpid(), *(pid for leader in self._crew.pids for pid in session_of(leader))]
 
     def change(self, first: int, stride: int) -> int:
-        from slipstream.trainer.rank_part import Negate
+        from slipstream.trainer.distributed.worker import Negate
 
         answers = self._spread.all_do(Negate(POLICY, first, stride))
         return sum(int(answer.numbers[0]) for answer in answers)
@@ -122,7 +122,7 @@ class _Ranks(SyncTrainer):
         return self._spread.weights("model")
 
     def allocated_bytes(self) -> int:
-        from slipstream.trainer.rank_part import Allocated
+        from slipstream.trainer.distributed.worker import Allocated
 
         return sum(int(answer.numbers[0]) for answer in self._spread.all_do(Allocated(POLICY)))
 
@@ -139,7 +139,7 @@ def sync_trainer(
             model.add_adapter(adapter_config(config))
         yield _Alone(model)
         return
-    from slipstream.trainer.sharded import SpreadModel
+    from slipstream.trainer.distributed.learner import SpreadModel
 
     sampling = SamplingParams(max_tokens=1)
     crew = RankCrew(config, sampling, logs, tuple(workers), trains=False)

@@ -16,13 +16,13 @@ from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import EngineMaker, RunEngine
-from slipstream.launch.teacher_room import STEP_TOKENS, TeacherRoom
-from slipstream.orchestrator.teaching import EngineSource, ServerSource, Source, Teacher
+from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherRoom
+from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
 from slipstream.records import ParameterSpec, Rollout, Version
 from slipstream.runlog import RunLog
 
 if TYPE_CHECKING:
-    from slipstream.data.chat import ChatTokenizer
+    from slipstream.data.chat_template import ChatTokenizer
     from slipstream.launch.prepare import Prepared
     from slipstream.weights.base import NamedWeights
 
@@ -141,7 +141,7 @@ def launch_teacher(
 
 def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
     """Raises ConfigError for a model folder that cannot be this policy's teacher: before anything is started."""
-    from slipstream.launch.model_folder import check_model
+    from slipstream.launch.preflight.model_folder import check_model
 
     if config.teacher is None or not starts_teacher(config):
         return
@@ -186,9 +186,9 @@ def agreement_warning(log: RunLog, tell: Callable[[str], None]) -> Callable[[int
 
 
 def _settings(config: RunConfig, room: TeacherRoom) -> EngineSettings:
-    from slipstream.trainer.model import DTYPES, resolve_folder
-    from slipstream.weights.files import read_model_folder
+    from slipstream.trainer.model.policy import DTYPES, resolve_folder
     from slipstream.weights.fingerprint import describe, digest
+    from slipstream.weights.model_files import read_model_folder
 
     assert config.teacher is not None
     assert config.teacher.path is not None

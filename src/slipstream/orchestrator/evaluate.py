@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.algo.statistics import wilson_interval
+from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, warn_of_losses
 from slipstream.orchestrator.seeds import seed_of
-from slipstream.orchestrator.tasks import all_of
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
 
 

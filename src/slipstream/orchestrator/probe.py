@@ -12,9 +12,9 @@ from typing import Protocol
 import msgspec
 
 from slipstream.errors import EngineError
+from slipstream.orchestrator.concurrency import all_of, outliving
 from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.seeds import seed_of
-from slipstream.orchestrator.tasks import all_of, outliving
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.records import Sequence as TokenSequence
 

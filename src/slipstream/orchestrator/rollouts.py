@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from slipstream.envs.base import Environment, RewardFailed, RewardTimeout, Scorer
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError
+from slipstream.orchestrator.concurrency import Revivable, outliving
 from slipstream.orchestrator.seeds import seed_of
-from slipstream.orchestrator.tasks import Revivable, outliving
 from slipstream.patience import Patience
 from slipstream.records import TRAINABLE_OUTCOMES, Completion, GenerateRequest, Outcome, Rollout, SamplingParams, Task
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.algo.packing import pack, pack_evenly, split
 from slipstream.errors import TrainingError
-from slipstream.trainer.layout import SegmentLayout, segment_layout, to_device
+from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
 
 _LONGEST_SHARING = 256
 """The CPU's causal kernel skips what it masks, the masked one does not: measured on a model of 0.8 million

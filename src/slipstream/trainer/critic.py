@@ -2,7 +2,8 @@
 
 Guarantees: it computes on the very micro-batches of the policy, packed rows and shared prompts included, so that how a
 step is cut changes nothing but rounding; the policy's weights, shared with an engine or not, are never its own;
-training continues bit for bit after `save` and `load`. What the predictions are for is `trainer/credit.py`'s business.
+training continues bit for bit after `save` and `load`. `trainer/credit_assignment.py` turns the
+predictions into advantages.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import records
-from slipstream.algo.values import value_loss
+from slipstream.algo.gae import value_loss
 from slipstream.config.schema import CriticConfig
 from slipstream.errors import ConfigError, TrainingError, ZeroGradientError
 from slipstream.trainer.batching import MicroBatch, StepBatch
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 
 
 class ValueModel(PolicyModel):

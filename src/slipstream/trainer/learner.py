@@ -21,14 +21,14 @@ from torch import Tensor
 from slipstream import records
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import MicroBatch, StepBatch, blank_row, micro_batches
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import Objective, sampled_logprobs
-from slipstream.trainer.optimizer import Optimizer, OptimStats
-from slipstream.trainer.state import STATE_PREFIX, read_state, write_state
-from slipstream.weights.adapter import AdapterConfig, write_adapter_folder
+from slipstream.trainer.optim.base import Optimizer, OptimStats
+from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from slipstream.weights.base import NamedWeights
-from slipstream.weights.files import write_model_folder
 from slipstream.weights.fingerprint import describe
+from slipstream.weights.model_files import write_model_folder
 from slipstream.weights.shards import held
 
 GIB = 1 << 30

@@ -27,19 +27,19 @@ from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
 from slipstream.config.traits import num_replicas, update_phase
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.runlog import sample_of
-from slipstream.trainer import garbage
+from slipstream.trainer import garbage_collection
 from slipstream.trainer.batching import StepBatch, make_step_batches
-from slipstream.trainer.checkpoint import CheckpointStore
-from slipstream.trainer.checkpoint_writer import CheckpointWriter, Schedule
-from slipstream.trainer.credit import Credit, assign_credit, kl_penalties_of
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoints.writer import CheckpointWriter, Schedule
+from slipstream.trainer.credit_assignment import Credit, assign_credit, kl_penalties_of
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.differences import differences_of, worst_mean
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.metrics import any_cut, rollout_metrics
 from slipstream.trainer.objectives import Objective
-from slipstream.trainer.optimizer import learning_rate_at
-from slipstream.trainer.watch import SignalWatch
+from slipstream.trainer.optim.base import learning_rate_at
+from slipstream.trainer.signal_watch import SignalWatch
 
 _QUIET = {
     "no group had any reward variance": "make the task easier or harder, or start from a better model",
@@ -212,7 +212,7 @@ class TrainingLoop:
             raise
         finally:
             self._writer.close()
-            garbage.take_in()
+            garbage_collection.take_in()
 
     def _run(self) -> None:
         training = self.config.training
@@ -233,7 +233,7 @@ class TrainingLoop:
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
             is_last = self._one_step()
             if not is_warm and self.learner.step > updates:
-                garbage.leave_out()
+                garbage_collection.leave_out()
                 is_warm = True
         if self.step or not self.early_stop.reason:
             self._check_learned()

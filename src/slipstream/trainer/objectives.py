@@ -15,14 +15,14 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.algo.custom import user_function
-from slipstream.algo.importance import importance_weights, log_ratio_histogram, ratio_quantiles, ratio_shares
+from slipstream.algo.importance_sampling import importance_weights, log_ratio_histogram, ratio_quantiles, ratio_shares
+from slipstream.algo.logprobs import HeadLogits, processed_logprobs, token_statistics
 from slipstream.algo.losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
-from slipstream.algo.sampling import HeadLogits, processed_logprobs, token_statistics
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, Normalize, RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import MicroBatch, StepBatch
-from slipstream.trainer.model import PolicyModel
+from slipstream.trainer.model.policy import PolicyModel
 
 
 class Objective(Protocol):

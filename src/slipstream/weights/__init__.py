@@ -7,7 +7,7 @@ bit as one started on that version does.
 """
 
 from slipstream.weights.base import Announce, Bridge, Engine, Publisher, Receiver, check_report
-from slipstream.weights.bridges import create_adapter_bridge, create_bridge
+from slipstream.weights.bridges.registry import create_adapter_bridge, create_bridge
 
 __all__ = [
     "Announce",

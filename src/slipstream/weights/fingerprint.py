@@ -89,9 +89,9 @@ def fingerprints(slices: Sequence[Slice]) -> list[int]:
         else:
             results[number] = fingerprint(*part)
     if on_gpu:
-        from slipstream.weights import fingerprint_gpu
+        from slipstream.weights import fingerprint_triton
 
-        values = fingerprint_gpu.fingerprints([slices[number] for number in on_gpu])
+        values = fingerprint_triton.fingerprints([slices[number] for number in on_gpu])
         for number, value in zip(on_gpu, values, strict=True):
             results[number] = value & _MASK
     return results

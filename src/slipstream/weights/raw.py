@@ -19,7 +19,7 @@ import torch
 
 from slipstream.errors import WeightsError
 from slipstream.runlog.temporary import make_temporary, remove_temporary
-from slipstream.weights.broadcast import Group, Rendezvous
+from slipstream.weights.bridges.broadcast import Group, Rendezvous
 
 _POLL_S = 0.5
 MESSAGE_BYTES = 1 << 30

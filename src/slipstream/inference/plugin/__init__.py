@@ -15,8 +15,9 @@ def register() -> None:
     """Apply our patches and tie this process's life to its parent's; called by vLLM."""
     if not os.environ.get(ENGINE_VARIABLE):
         return
-    from slipstream.inference.plugin import lifeline, marks, patches
+    from slipstream.inference.plugin import lifeline, start_marks
+    from slipstream.inference.plugin.patches import patch_table
 
-    patches.apply_all()
-    marks.follow_executor()
+    patch_table.apply_all()
+    start_marks.follow_executor()
     lifeline.follow_parent()

@@ -49,7 +49,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "worker_extension_cls": "slipstream.inference.plugin.worker.WorkerExtension",
+        "worker_extension_cls": "slipstream.inference.plugin.weights.receiver.WorkerExtension",
         **lora,
         **_captured(settings),
         **settings.options,

@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.inference.plugin import delivery
-from slipstream.inference.plugin.clock import TokenClock
-from slipstream.inference.plugin.labels import Spans, TokenLabels
+from slipstream.inference.plugin.patches import delivery
+from slipstream.inference.plugin.token_clock import TokenClock
+from slipstream.inference.plugin.version_labels import Spans, TokenLabels
 
 _TURNS = 64
 """Turns of the event loop in which vLLM surely works off one step's outputs, of 128 requests or more in each, and

@@ -28,16 +28,18 @@ from typing import Any
 import msgspec
 
 import slipstream
-from slipstream.inference.child import leave
-from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, marks, patches, scoring, tensor_map
-from slipstream.inference.plugin.adapters import Adapters
-from slipstream.inference.plugin.ahead import settings_later
-from slipstream.inference.plugin.answers import Refused, aborted, completion, contradiction, refusals
+from slipstream.inference.child_process import leave
+from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, start_marks
 from slipstream.inference.plugin.arguments import checked_head, engine_arguments, prompt_arguments, sampling_arguments
-from slipstream.inference.plugin.clock import Stillness
+from slipstream.inference.plugin.completions import Refused, aborted, completion, contradiction, refusals
 from slipstream.inference.plugin.hosts import Host, create_host
-from slipstream.inference.plugin.labels import Spans
+from slipstream.inference.plugin.patches import patch_table, scoring
+from slipstream.inference.plugin.preimport import settings_later
 from slipstream.inference.plugin.routes import OutOfService, listen
+from slipstream.inference.plugin.token_clock import Stillness
+from slipstream.inference.plugin.version_labels import Spans
+from slipstream.inference.plugin.weights import tensor_map
+from slipstream.inference.plugin.weights.adapters import Adapters
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
 from slipstream.records import (
@@ -49,8 +51,8 @@ from slipstream.records import (
     Ticket,
     Version,
 )
-from slipstream.weights.delta import check_base
-from slipstream.weights.single_copy import SharedWeights
+from slipstream.weights.bridges.delta import check_base
+from slipstream.weights.bridges.single_copy import SharedWeights
 
 _FIRST_TOKEN_S = 0.1
 """How long a trainer that has written the weights waits at most for the first token of what was running."""
@@ -454,13 +456,13 @@ class EngineServer:
 async def serve(settings: EngineSettings) -> bool:
     """Answer on the socket until SIGTERM or until the engine dies; False when it died."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
-    marks.mark("verify")
+    start_marks.mark("verify")
     await server.start()
     gc.collect()
     gc.freeze()  # what was imported stays: to look through it takes longer than an update may
     gc.enable()
     runner = await listen(server, settings.socket)
-    marks.mark(marks.READY)
+    start_marks.mark(start_marks.READY)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -479,15 +481,13 @@ async def serve(settings: EngineSettings) -> bool:
 
 
 def main() -> None:
-    """Entry point of the child: settings are a JSON file named on the command line or, where that names none, by the
-    one line that comes on standard input (`inference/ahead.py`)."""
+    """Entry point of the child: settings are a JSON file, named on the command line or by standard input's one line."""
     gc.disable()  # until all is imported and loaded (`serve`): nothing of it becomes garbage, and looking takes a fifth
     os.environ[ENGINE_VARIABLE] = "1"
     order = lifeline.follow_stdin()
-    path = sys.argv[1] if len(sys.argv) > 1 else settings_later(order)
-    with open(path, "rb") as file:
+    with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)
-    os.environ[patches.VARIABLE] = settings.patches
+    os.environ[patch_table.VARIABLE] = settings.patches
     import uvloop
 
     if uvloop.run(serve(settings)):

@@ -1,0 +1,305 @@
+"""Log-probabilities of tokens under the distribution that the engine really sampled from.
+
+Guarantees: the same rules in the same order as vLLM's sampler (temperature; min-p; then top-k and top-p over
+logits sorted in ascending order), computed in float32 at least, differentiable, entropy included. Beside the logits
+as they come and their gradient nothing of size `[N, V]` exists: float32 only in chunks of rows, and on a GPU, where
+every token can be sampled, only in registers. Stateful processors
+(penalties, grammars) are left to the engine's refusal: nothing here can repeat them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """At least float32; float64 stays (the tests' references)."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def kept_tokens(scaled_NV: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Which tokens can be sampled, bool `[N, V]`, from logits already divided by the temperature.
+
+    min-p keeps probabilities of at least `min_p` times the largest; top-k keeps everything that ties with the
+    k-th largest; top-p drops the smallest tokens while their cumulated probability is at most `1 - top_p`.
+    """
+    scaled_NV = scaled_NV.detach()
+    kept_NV = torch.ones_like(scaled_NV, dtype=torch.bool)
+    if min_p > 0.0:
+        probs_NV = scaled_NV.softmax(-1)
+        kept_NV = probs_NV >= probs_NV.amax(-1, keepdim=True) * min_p
+        scaled_NV = scaled_NV.masked_fill(~kept_NV, -torch.inf)
+    kth_N1: Tensor | None = None
+    if 0 < top_k < scaled_NV.shape[-1]:
+        kth_N1 = scaled_NV.topk(top_k, -1).values[:, -1:]
+        kept_NV = kept_NV & (scaled_NV >= kth_N1)
+    if top_p < 1.0:
+        # Sorted before top-k is applied, as the engine does: among equal logits the order decides who stays.
+        sorted_NV, order_NV = scaled_NV.sort(-1)
+        if kth_N1 is not None:
+            sorted_NV = sorted_NV.masked_fill(sorted_NV < kth_N1, -torch.inf)
+        # The engine holds top_p in float32: 1 - 0.9 there is not 0.1.
+        bound = 1.0 - torch.tensor(top_p, dtype=torch.float32, device=scaled_NV.device)
+        dropped_NV = sorted_NV.softmax(-1).cumsum(-1) <= bound
+        dropped_NV[:, -1] = False
+        kept_NV = kept_NV & ~torch.zeros_like(kept_NV).scatter(-1, order_NV, dropped_NV)
+    return kept_NV
+
+
+def processed_logits(
+    logits_NV: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """Logits over the temperature, -inf outside the kept set, `[N, V]`. `top_k` 0 is no limit."""
+    return _restrict(logits_NV, None, temperature, top_k, top_p, min_p)
+
+
+def token_logprobs(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """`(logprobs_N, entropy_N)` of `softmax(logits)`, in nats, float32 whatever comes in; both
+    differentiable.
+
+    Logits may be -inf, but not that of the token itself, or its logprob is -inf.
+    """
+    return processed_logprobs(logits_NV, token_ids_N)
+
+
+def token_statistics(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and the likeliest tokens: on a GPU from one look at the logits."""
+    rules = (1.0, 0, 1.0, 0.0)
+    if isinstance(logits_NV, HeadLogits) or not _has_kernel(logits_NV, rules):
+        return *token_logprobs(logits_NV, token_ids_N), greedy_tokens(logits_NV)
+    logprobs_N, entropy_N, greedy_N = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs_N, entropy_N, greedy_N
+
+
+def processed_logprobs(
+    logits_NV: Tensor | HeadLogits,
+    token_ids_N: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`(logprobs_N, entropy_N)` under the sampling parameters.
+
+    A token that rounding put just outside the kept set is added to it, so that every logprob is finite.
+    """
+    rules = (temperature, top_k, top_p, min_p)
+    if isinstance(logits_NV, HeadLogits):
+        given = (logits_NV.hidden_ND, logits_NV.weight_VD)
+        logprobs_N, entropy_N = _HeadLogprobs.apply(*given, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
+        return logprobs_N, entropy_N
+    logprobs_N, entropy_N, _ = _TokenLogprobs.apply(logits_NV, token_ids_N, rules)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs_N, entropy_N
+
+
+def _restrict(
+    logits_NV: Tensor, token_ids_N: Tensor | None, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    if temperature <= 0.0:
+        raise ValueError(f"temperature {temperature} has no log-probabilities: use a value above 0")
+    if temperature != 1.0:
+        logits_NV = _wide(logits_NV) / temperature
+    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
+        return logits_NV
+    logits_NV = _wide(logits_NV)
+    kept_NV = kept_tokens(logits_NV, top_k, top_p, min_p)
+    if token_ids_N is not None:
+        kept_NV = kept_NV.scatter(-1, token_ids_N[:, None], True)
+    return logits_NV.masked_fill(~kept_NV, -torch.inf)
+
+
+_CHUNK_ELEMENTS = 2**24
+"""64 MiB in float32."""
+_Rules = tuple[float, int, float, float]
+
+
+def _has_kernel(logits_NV: Tensor, rules: _Rules) -> bool:
+    """Whether one kernel does it: on a GPU, where every token can be sampled."""
+    _, top_k, top_p, min_p = rules
+    everything = top_k <= 0 and top_p >= 1.0 and min_p <= 0.0
+    return logits_NV.is_cuda and everything and logits_NV.dtype != torch.float64 and logits_NV.numel() > 0
+
+
+def _chunks(num_rows: int, num_tokens: int) -> Iterator[slice]:
+    """Rows that are computed together."""
+    size = max(1, _CHUNK_ELEMENTS // max(1, num_tokens))
+    for start in range(0, num_rows, size):
+        yield slice(start, start + size)
+
+
+@dataclass(frozen=True)
+class HeadLogits:
+    """Logits that are not computed yet: the output head's inputs and weight. They come in chunks of rows, in float32 at
+    least, whatever the type of the two: products of bfloat16 numbers are exact there."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.hidden_ND)
+
+    @property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary."""
+        return len(self.weight_VD)
+
+    def rows(self, rows: slice, wide_weight_VD: Tensor) -> Tensor:
+        """Logits of some rows; `wide_weight_VD` is `wide_weight()`."""
+        hidden_ND = self.hidden_ND[rows]
+        if wide_weight_VD.dtype == hidden_ND.dtype == torch.bfloat16:
+            return torch.mm(hidden_ND, wide_weight_VD.t(), out_dtype=torch.float32)
+        return _wide(hidden_ND) @ wide_weight_VD.t()
+
+    def chunks(self) -> Iterator[slice]:
+        """Rows that are computed together: more on a GPU, where each chunk also reads and writes the weight's
+        gradient."""
+        return _chunks(self.num_rows, self.num_tokens // 8 if self.weight_VD.is_cuda else self.num_tokens)
+
+    def wide_weight(self) -> Tensor:
+        """What rows are multiplied with: on a GPU the weight as it is, as products of bfloat16 matrices can come out in
+        float32 there, as in vLLM."""
+        return self.weight_VD if self.weight_VD.is_cuda else _wide(self.weight_VD)
+
+
+def greedy_tokens(logits_NV: Tensor | HeadLogits) -> Tensor:
+    """The likeliest token of each row."""
+    if not isinstance(logits_NV, HeadLogits):
+        return logits_NV.argmax(-1)
+    with torch.no_grad():
+        weight_VD = logits_NV.wide_weight()
+        parts = [logits_NV.rows(rows, weight_VD).argmax(-1) for rows in logits_NV.chunks()]
+    return torch.cat(parts) if parts else logits_NV.hidden_ND.new_zeros(0, dtype=torch.long)
+
+
+def _statistics(logits_NV: Tensor, ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, entropy and log-sum-exp of each row."""
+    wide_NV = _wide(_restrict(logits_NV, ids_N, *rules))
+    lse_N = wide_NV.logsumexp(-1)
+    logprobs_N = wide_NV.gather(-1, ids_N[:, None])[:, 0] - lse_N
+    # entr(p) = -p ln p is 0 at p = 0, where p times a logit of -inf would not be a number.
+    return logprobs_N, torch.special.entr((wide_NV - lse_N[:, None]).exp_()).sum(-1), lse_N
+
+
+def _part(values_N: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values_N is None else values_N[rows]
+
+
+def _gradient(
+    logits_NV: Tensor,
+    ids_N: Tensor,
+    lse_N: Tensor,
+    entropy_N: Tensor,
+    grads: tuple[Tensor | None, Tensor | None],
+    rules: _Rules,
+) -> Tensor:
+    """Of these rows' logits, from those of the log-probabilities and of the entropies."""
+    grad_logprobs_N, grad_entropy_N = grads
+    probs_NV = (_wide(_restrict(logits_NV, ids_N, *rules)) - lse_N[:, None]).exp_()
+    grad_NV: Tensor | None = None
+    if grad_entropy_N is not None:
+        # dH/dx = -p (ln p + H)
+        pulled_NV = torch.special.entr(probs_NV).addcmul_(probs_NV, entropy_N[:, None], value=-1.0)
+        grad_NV = pulled_NV.mul_(grad_entropy_N[:, None])
+    if grad_logprobs_N is not None:
+        # dlogp/dx = onehot - p
+        pulled_NV = probs_NV.mul_(-grad_logprobs_N[:, None])
+        pulled_NV.scatter_add_(-1, ids_N[:, None], grad_logprobs_N[:, None])
+        grad_NV = pulled_NV if grad_NV is None else grad_NV.add_(pulled_NV)
+    assert grad_NV is not None
+    # Outside the kept set p is 0, and with it the gradient.
+    return grad_NV.div_(rules[0]) if rules[0] != 1.0 else grad_NV
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Keeps only the logits and two vectors for the backward pass, where plain autograd would keep the
+    log-softmax, the softmax and their product, each `[N, V]` in float32; what can be sampled is found again.
+
+    The third result: what the kernel for GPUs says is likeliest; without it nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rules = rules
+        ctx.set_materialize_grads(False)
+        if _has_kernel(logits_NV, rules):
+            from slipstream.algo import logprobs_triton
+
+            logprobs_N, entropy_N, lse_N, greedy_N = logprobs_triton.forward(logits_NV, token_ids_N, rules[0])
+            ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
+            ctx.mark_non_differentiable(greedy_N)
+            return logprobs_N, entropy_N, greedy_N
+        dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+        logprobs_N = torch.empty(len(logits_NV), dtype=dtype, device=logits_NV.device)
+        entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        for rows in _chunks(*logits_NV.shape):
+            logprobs_N[rows], entropy_N[rows], lse_N[rows] = _statistics(logits_NV[rows], token_ids_N[rows], rules)
+        ctx.save_for_backward(logits_NV, token_ids_N, lse_N, entropy_N)
+        unknown_N = token_ids_N.new_empty(0)
+        ctx.mark_non_differentiable(unknown_N)
+        return logprobs_N, entropy_N, unknown_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None, _: None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        logits_NV, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
+        if grad_logprobs_N is None and grad_entropy_N is None:
+            return None, None, None
+        if _has_kernel(logits_NV, ctx.rules):
+            from slipstream.algo import logprobs_triton
+
+            saved = (logits_NV, token_ids_N, lse_N, entropy_N)
+            return logprobs_triton.backward(*saved, grad_logprobs_N, grad_entropy_N, ctx.rules[0]), None, None
+        result_NV = torch.empty_like(logits_NV)
+        for rows in _chunks(*logits_NV.shape):
+            grads = (_part(grad_logprobs_N, rows), _part(grad_entropy_N, rows))
+            result_NV[rows] = _gradient(
+                logits_NV[rows], token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules
+            )
+        return result_NV, None, None
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """The same of logits that never exist whole, neither forward nor backward: each chunk is computed in both."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, token_ids_N: Tensor, rules: _Rules
+    ) -> tuple[Tensor, Tensor]:
+        logits = HeadLogits(hidden_ND, weight_VD)
+        dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
+        logprobs_N = torch.empty(len(hidden_ND), dtype=dtype, device=hidden_ND.device)
+        entropy_N, lse_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        wide_VD = logits.wide_weight()
+        for rows in logits.chunks():
+            found = _statistics(logits.rows(rows, wide_VD), token_ids_N[rows], rules)
+            logprobs_N[rows], entropy_N[rows], lse_N[rows] = found
+        ctx.save_for_backward(hidden_ND, weight_VD, token_ids_N, lse_N, entropy_N)
+        ctx.rules = rules
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        hidden_ND, weight_VD, token_ids_N, lse_N, entropy_N = ctx.saved_tensors
+        if grad_logprobs_N is None and grad_entropy_N is None:
+            return None, None, None, None
+        logits = HeadLogits(hidden_ND, weight_VD)
+        wide_VD = logits.wide_weight()
+        grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        grad_weight_VD: Tensor | None = None
+        for rows in logits.chunks():
+            grads = (_part(grad_logprobs_N, rows), _part(grad_entropy_N, rows))
+            grad_NV = _gradient(
+                logits.rows(rows, wide_VD), token_ids_N[rows], lse_N[rows], entropy_N[rows], grads, ctx.rules
+            ).to(wide_VD.dtype)
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[rows] = (grad_NV @ wide_VD).to(hidden_ND.dtype)
+            if ctx.needs_input_grad[1]:
+                part_VD = _wide(grad_NV.t() @ hidden_ND[rows].to(wide_VD.dtype))
+                grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.add_(part_VD)
+        return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None

@@ -1,0 +1,135 @@
+"""Log-probabilities, entropies and likeliest tokens on a GPU: logits are read once, and once more for their gradient,
+which is written once; float32 exists in registers only.
+
+Imported only where there is a CUDA device; Triton comes with torch there. The same maths as `algo/logprobs.py` where
+every token can be sampled.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Nothing here is typed, and on a machine without a GPU a type checker does not find it.
+triton: Any = import_module("triton")
+tl: Any = import_module("triton.language")
+
+_BLOCK = 4096
+_WARPS = 8
+
+
+@triton.jit
+def _forward_kernel(
+    logits,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    token_ids,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    logprobs,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    entropies,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    sums,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    greedy,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    jump,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    num_tokens,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    temperature,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * jump
+    # Of each lane: the largest logit so far, where it came first, and relative to it the sums of exp(x) and x exp(x).
+    largest = tl.full((block,), -1e30, dtype=tl.float32)
+    where = tl.zeros((block,), dtype=tl.int32)
+    total = tl.zeros((block,), dtype=tl.float32)
+    weighted = tl.zeros((block,), dtype=tl.float32)
+    for start in range(0, num_tokens, block):
+        place = start + tl.arange(0, block)
+        x = tl.load(line + place, mask=place < num_tokens, other=float("-inf")).to(tl.float32) / temperature
+        where = tl.where(x > largest, place, where)
+        raised = tl.maximum(largest, x)
+        shrink = tl.exp(largest - raised)
+        share = tl.exp(x - raised)
+        total = total * shrink + share
+        weighted = weighted * shrink + tl.where(share > 0.0, share * x, 0.0)
+        largest = raised
+    top = tl.max(largest, 0)
+    scale = tl.exp(largest - top)
+    whole = tl.sum(total * scale, 0)
+    lse = top + tl.log(whole)
+    own = tl.load(line + tl.load(token_ids + row)).to(tl.float32) / temperature
+    tl.store(logprobs + row, own - lse)
+    tl.store(entropies + row, lse - tl.sum(weighted * scale, 0) / whole)
+    tl.store(sums + row, lse)
+    tl.store(greedy + row, tl.min(tl.where(largest == top, where, num_tokens), 0).to(tl.int64))
+
+
+@triton.jit
+def _backward_kernel(
+    logits,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    token_ids,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    sums,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    entropies,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    of_logprobs,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    of_entropies,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    result,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    jump,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    num_tokens,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    temperature,  # noqa: ANN001 # pyright: ignore[reportMissingParameterType]
+    block: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+    has_entropy: tl.constexpr,  # pyright: ignore[reportInvalidTypeForm]
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * block
+    place = start + tl.arange(0, block)
+    present = place < num_tokens
+    x = tl.load(logits + row * jump + place, mask=present, other=float("-inf")).to(tl.float32) / temperature
+    lse = tl.load(sums + row)
+    share = tl.exp(x - lse)
+    of_logprob = tl.load(of_logprobs + row)
+    is_own = place == tl.load(token_ids + row)
+    # dlogp/dx = onehot - p
+    gradient = tl.where(is_own, of_logprob, 0.0) - share * of_logprob
+    if has_entropy:
+        # dH/dx = -p (ln p + H)
+        inner = tl.where(share > 0.0, x - lse + tl.load(entropies + row), 0.0)
+        gradient -= tl.load(of_entropies + row) * share * inner
+    gradient = gradient / temperature
+    tl.store(result + row * num_tokens + place, gradient.to(result.dtype.element_ty), mask=present)
+
+
+def forward(logits_NV: Tensor, token_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(logprobs_N, entropy_N, lse_N)` of `softmax(logits / temperature)`, float32, and the likeliest tokens: of equal
+    ones the first."""
+    logits_NV = _in_lines(logits_NV)
+    logprobs_N, entropy_N, lse_N = torch.empty((3, len(logits_NV)), dtype=torch.float32, device=logits_NV.device)
+    greedy_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
+    _forward_kernel[(len(logits_NV),)](
+        *(logits_NV, token_ids_N, logprobs_N, entropy_N, lse_N, greedy_N),
+        *(logits_NV.stride(0), logits_NV.shape[1], temperature, _BLOCK),
+        num_warps=_WARPS,
+    )
+    return logprobs_N, entropy_N, lse_N, greedy_N
+
+
+def backward(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    lse_N: Tensor,
+    entropy_N: Tensor,
+    grad_logprobs_N: Tensor | None,
+    grad_entropy_N: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """The gradient of the logits, in their dtype, from what `forward` gave and the gradients of its results."""
+    logits_NV = _in_lines(logits_NV)
+    result_NV = torch.empty(logits_NV.shape, dtype=logits_NV.dtype, device=logits_NV.device)
+    of_logprobs_N = torch.zeros_like(lse_N) if grad_logprobs_N is None else grad_logprobs_N.contiguous()
+    of_entropy_N = of_logprobs_N if grad_entropy_N is None else grad_entropy_N.contiguous()
+    num_rows, num_tokens = logits_NV.shape
+    _backward_kernel[(num_rows, -(-num_tokens // _BLOCK))](
+        *(logits_NV, token_ids_N, lse_N, entropy_N, of_logprobs_N, of_entropy_N, result_NV),
+        *(logits_NV.stride(0), num_tokens, temperature, _BLOCK, grad_entropy_N is not None),
+        num_warps=_WARPS,
+    )
+    return result_NV
+
+
+def _in_lines(logits_NV: Tensor) -> Tensor:
+    return logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()

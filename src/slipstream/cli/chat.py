@@ -1,0 +1,237 @@
+"""The commands that let a model answer: `chat` in the terminal, `serve-model` over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.markup import escape
+
+from slipstream.cli.commands import TrustRemoteCode
+from slipstream.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from slipstream.launch.tools.chat import Answer, Talk
+
+Model = Annotated[
+    str,
+    Parameter(help="A run (its best checkpoint, else its latest), a checkpoint, a model, a LoRA adapter, or a hub id."),
+]
+Base = Annotated[str | None, Parameter(help="The model below a LoRA adapter, if not the one that the adapter names.")]
+Thinking = Annotated[
+    bool | None,
+    Parameter(help="Have the model think before it answers, or not; else as in the run, or as its template does."),
+]
+MaxModelLen = Annotated[
+    int | None,
+    Parameter(help="Longest conversation in tokens; else the model's context, at most 8192 (on a GPU 32768)."),
+]
+GpuMemory = Annotated[float, Parameter(help="Part of the card's memory that vLLM takes, on a GPU.")]
+StartTimeout = Annotated[float, Parameter(help="Seconds that vLLM may take to start.")]
+
+
+def chat(
+    model: Model,
+    /,
+    *,
+    message: Annotated[str | None, Parameter(help="Say this, print the answer, and end.")] = None,
+    system: Annotated[str | None, Parameter(help="System prompt; else that of the run, if the model has one.")] = None,
+    temperature: Annotated[float, Parameter(help="Logits are divided by it; 0 is greedy.")] = 0.7,
+    max_tokens: Annotated[int | None, Parameter(help="Longest answer; else what the context leaves.")] = None,
+    thinking: Thinking = None,
+    single_turn: Annotated[bool, Parameter(negative="", help="Forget each message once it is answered.")] = False,
+    base: Base = None,
+    seed: Annotated[int | None, Parameter(help="The same seed gives the same answers.")] = None,
+    max_model_len: MaxModelLen = None,
+    gpu_memory_utilization: GpuMemory = 0.8,
+    trust_remote_code: TrustRemoteCode = False,
+    start_timeout: StartTimeout = 600.0,
+    json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object for each answer.")] = False,
+) -> int:
+    """Talk to a model in the terminal, through vLLM.
+
+    Starting vLLM takes about half a minute on a CPU. Then every line is a message and the model remembers the
+    conversation; /new begins another one, Ctrl-D ends it. From a pipe, every line is a message and the answers, without
+    the thinking, are all that is written to standard output.
+
+        slipstream chat runs/my-run
+        slipstream chat runs/my-run --message "Hello" --temperature 0
+        slipstream chat runs/my-run --single-turn < questions.txt > answers.txt
+    """
+    if temperature < 0:
+        raise ConfigError(f"--temperature {temperature:g} is below 0: use 0 for greedy answers, or more")
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"--max-tokens {max_tokens} leaves no room for an answer: use 1 or more")
+    from slipstream.launch.tools.chat import ChatOptions, chat_tokenizer, talk_to
+    from slipstream.launch.tools.deployable import find_deployable
+
+    options = ChatOptions(
+        system=system,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        thinking=thinking,
+        single_turn=single_turn,
+        seed=seed,
+        max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
+        trust_remote_code=trust_remote_code,
+        start_timeout_s=start_timeout,
+    )
+    screen = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    is_terminal = message is None and sys.stdin.isatty() and sys.stdout.isatty() and not json
+    deployable = find_deployable(model, base, trust_remote_code=trust_remote_code)
+    tokenizer = chat_tokenizer(deployable, options)
+    with contextlib.ExitStack() as stack:
+        with screen.status(f"starting vLLM on {escape(deployable.name)}"):
+            talk = stack.enter_context(talk_to(deployable, tokenizer, options))
+        unknown = tokenizer.vocabulary.unknown_in
+        if is_terminal:
+            return _talk_in_terminal(
+                talk, unknown, deployable.name, Console(highlight=False, soft_wrap=True, emoji=False)
+            )
+        for text in [message] if message is not None else _lines():
+            if text == "/new":
+                talk.restart()
+                continue
+            _warn_of(unknown(text), screen)
+            _print_answer(text, talk.ask(text), screen, as_json=json)
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Messages from a pipe; blank lines say nothing."""
+    return (line.strip() for line in sys.stdin if line.strip())
+
+
+def _print_answer(text: str, answer: Answer, screen: Console, *, as_json: bool) -> None:
+    if as_json:
+        _print_line({"message": text} | _as_dict(answer))
+        return
+    print(answer.text, flush=True)
+    if answer.finish_reason == "length":
+        screen.print(f"warning: the answer was cut at {answer.num_tokens} tokens", markup=False)
+
+
+def _warn_of(unknown: Sequence[str], screen: Console) -> None:
+    if unknown:
+        named = ", ".join(map(repr, unknown))
+        screen.print(f"warning: the model does not see {named}: its tokenizer has no token for it", markup=False)
+
+
+def _as_dict(answer: Answer) -> dict[str, Any]:
+    found = dataclasses.asdict(answer)
+    return {"answer": found.pop("text")} | found
+
+
+def _talk_in_terminal(talk: Talk, unknown: Callable[[str], Sequence[str]], name: str, screen: Console) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - `input` gets a line editor
+
+    screen.print(f"[dim]{escape(name)}: /new begins a new conversation, Ctrl-D ends it[/]")
+    # Ctrl-C is how many people leave.
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            text = input("> ").strip()
+            if text == "/new":
+                talk.restart()
+                screen.print("[dim]a new conversation[/]")
+            elif text:
+                _warn_of(unknown(text), screen)
+                _show_answer(talk, text, screen)
+    screen.print()
+    return 0
+
+
+def _show_answer(talk: Talk, text: str, screen: Console) -> None:
+    try:
+        with screen.status(""):
+            answer = talk.ask(text)
+    except DataError as error:
+        screen.print(f"[red]{escape(str(error))}[/]")
+        return
+    if answer.thinking:
+        screen.print(f"[dim]{escape(answer.thinking)}[/]")
+    screen.print(answer.text, markup=False)
+    if answer.finish_reason == "length":
+        screen.print(f"[dim](cut at {answer.num_tokens} tokens)[/]")
+
+
+def serve_model(
+    model: Model,
+    /,
+    *,
+    host: Annotated[str, Parameter(help="Address to listen on; any but this machine's own needs a key.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port to listen on; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, Parameter(help="What clients call the model; else its folder's or run's name.")] = None,
+    thinking: Thinking = None,
+    base: Base = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[
+        int | None, Parameter(help="Conversations answered at once; else 16 on a CPU, 256 on a GPU.")
+    ] = None,
+    gpu_memory_utilization: GpuMemory = 0.8,
+    trust_remote_code: TrustRemoteCode = False,
+    start_timeout: StartTimeout = 600.0,
+    json: Annotated[bool, Parameter(name="--json", negative="", help="One line of JSON when it answers.")] = False,
+) -> int:
+    """Serve a model at an OpenAI-compatible address, with vLLM's own server, until Ctrl-C.
+
+    Clients send the key in the environment variable SLIPSTREAM_API_KEY, if it is set; without one the server listens
+    on this machine alone. A LoRA adapter is served beside its base, which then is called NAME-base.
+
+        slipstream serve-model runs/my-run
+        slipstream serve-model runs/my-run --port 0 --json
+        SLIPSTREAM_API_KEY=... slipstream serve-model runs/my-run --host 0.0.0.0
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is no port: use 1 to 65535, or 0 for a free one")
+    if max_num_seqs is not None and max_num_seqs < 1:
+        raise ConfigError(f"--max-num-seqs {max_num_seqs} answers nobody: use 1 or more")
+    from slipstream.launch.tools.chat import ChatOptions, chat_tokenizer
+    from slipstream.launch.tools.deployable import find_deployable
+    from slipstream.launch.tools.serve import KEY_SOURCE, Address, ServeOptions, serve
+
+    options = ServeOptions(
+        name=name,
+        host=host,
+        port=port,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        gpu_memory_utilization=gpu_memory_utilization,
+        trust_remote_code=trust_remote_code,
+        start_timeout_s=start_timeout,
+    )
+    screen = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    deployable = find_deployable(model, base, trust_remote_code=trust_remote_code)
+    tokenizer = chat_tokenizer(deployable, ChatOptions(thinking=thinking, trust_remote_code=trust_remote_code))
+    waiting = screen.status(f"starting vLLM's server on {escape(deployable.name)}")
+
+    def on_ready(address: Address) -> None:
+        waiting.stop()
+        if json:
+            _print_line({"url": address.url, "model": address.model, "needs_key": address.needs_key})
+            return
+        body = {"model": address.model, "messages": [{"role": "user", "content": "Hello"}]}
+        key = f' -H "Authorization: Bearer ${KEY_SOURCE}"' if address.needs_key else ""
+        print(f"serving {address.model} at {address.url}; Ctrl-C stops it")
+        print(f"  curl {address.url}/chat/completions{key} -H 'Content-Type: application/json' \\")
+        print(f"    -d {shlex.quote(_as_json(body))}", flush=True)
+
+    with waiting:
+        serve(deployable, tokenizer, options, on_ready)
+    return 0
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _print_line(value: Any) -> None:
+    print(_as_json(value), flush=True)

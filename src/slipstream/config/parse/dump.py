@@ -1,0 +1,99 @@
+"""Writes a config as TOML in which every line says where its value came from.
+
+Guarantees: what is written loads again to the same config. Keys without effect are written as comments,
+because setting them would be refused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.checks import inapplicable, reason_against
+from slipstream.config.parse.keys import (
+    all_keys,
+    dotted,
+    flatten,
+    is_control,
+    optional_sections,
+    quoted,
+    sections,
+    with_values,
+)
+from slipstream.config.parse.load import DEFAULT, Loaded
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value that the plan put in the place of `auto`, or of a value that does not fit."""
+
+    name: str
+    """`section.key`."""
+    value: Any
+    reason: str
+
+
+def dump_resolved(loaded: Loaded, derived: Sequence[Derived] = ()) -> str:
+    """The TOML text of the config with the derived values in it, each line followed by its origin."""
+    config = with_values(loaded.config, {item.name: item.value for item in derived})
+    comments = loaded.origins | {item.name: f"derived: {item.reason}" for item in derived}
+    reasons = inapplicable(config)
+    lines: list[str] = []
+    for section in optional_sections():
+        # Keys of the root can only stand before the first table.
+        if getattr(config, section) is None:
+            lines.append(f"{section} = false  # {_one_line(comments.get(section, DEFAULT))}")
+    for section in sections():
+        model = getattr(config, section)
+        if model is None:
+            continue
+        rows: list[tuple[str, str]] = []
+        for name in type(model).model_fields:
+            path = f"{section}.{name}"
+            value = getattr(model, name)
+            against = reason_against(path, reasons)
+            if value is None:
+                rows.append((f"# {name} is not set", comments.get(path, DEFAULT)))
+            elif against:
+                rows.append((f"# {name} = {toml_value(value)}", against))
+            elif all_keys()[path].is_free:
+                for leaf, inner in flatten((section, name), value):
+                    setting = f"{leaf.removeprefix(section + '.')} = {toml_value(inner)}"
+                    rows.append((setting, comments.get(leaf, DEFAULT)))
+            else:
+                rows.append((f"{name} = {toml_value(value)}", comments.get(path, DEFAULT)))
+        lines += ["", f"[{section}]", *_aligned(rows)]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """`value` on one line, as TOML. Raises TypeError for what TOML has no form for."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, str | Path):
+        return quoted(str(value))
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        pairs = (f"{dotted((name,))} = {toml_value(inner)}" for name, inner in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(inner) for inner in value)}]"
+    raise TypeError(f"{value!r} has no form in TOML")
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(" " if is_control(character) else character for character in text).split())
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max((len(setting) for setting, _ in rows if len(setting) <= 48), default=0)
+    return [f"{setting:<{width}}  # {_one_line(comment)}" for setting, comment in rows]

@@ -1,0 +1,293 @@
+"""From a run file and a command line to one checked `RunConfig`, and where each of its values came from.
+
+Guarantees: every wrong key and value is told at once, in one ConfigError with a line for each, before
+anything is started. Paths in the result are absolute, so that it means the same from any folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
+from slipstream.config.parse.command_line import Override, parse_overrides, place
+from slipstream.config.parse.keys import all_keys, dotted, leaves, optional_sections, sections, suggestion
+from slipstream.config.parse.messages import located, rewrite, shortened, show
+from slipstream.config.parse.paths import path_problems, unusable_path
+from slipstream.config.parse.run_file import RunFile, read_run_file
+from slipstream.config.recipes import BUILT_IN
+from slipstream.config.schema import RunConfig
+from slipstream.errors import ConfigError
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked config and, for each leaf `section.key`, where it was set.
+
+    An origin is `run.toml:12`, `command line` or `default`. A section that is turned off is a leaf too.
+    """
+
+    config: RunConfig
+    origins: dict[str, str]
+    warnings: tuple[str, ...] = ()
+    """Keys of the file that the command line leaves without effect."""
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: str | None = None) -> Loaded:
+    """Read the run file at `path` and the settings that follow it on the command line.
+
+    `algorithm` is the kind that the command itself implies (`slipstream sft`). Raises ConfigError.
+    """
+    file = read_run_file(path)
+    settings, problems = parse_overrides(overrides)
+    sources = _Sources(file, settings)
+    tree = copy.deepcopy(file.tables)
+    for setting in settings:
+        place(tree, setting)
+    problems += _force_algorithm(tree, algorithm, sources)
+    warnings: list[str] = []
+    problems += _take_out_unknown(tree, sources, warnings)
+    for section in optional_sections():
+        if tree.get(section) is False:
+            tree[section] = None
+    _resolve_paths(tree, file.path.parent, sources)
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        problems += _not_told_yet(rewrite(error, sources.place), problems)
+        raise ConfigError("\n".join(problems)) from None
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config = _drop_unusable_evaluation(config, sources)
+    origins = sources.origins(config)
+    wrong = (*path_problems(config), *contradictions(config))
+    problems = [located(sentence, sources.place(key)) for key, sentence in wrong]
+    problems += _refused(config, origins, sources, warnings)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Loaded(config, origins, tuple(warnings))
+
+
+class _Sources:
+    """Where each value came from."""
+
+    def __init__(self, file: RunFile, overrides: Sequence[Override]) -> None:
+        self.file = file
+        self.flags: dict[str, str] = {dotted(setting.path): setting.flag for setting in overrides}
+        self.forced: set[str] = set()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing but the file says anything."""
+        return not self.flags and not self.forced
+
+    def place(self, path: str) -> str:
+        """For an error: the flag or the line that set `path`; empty for a default."""
+        flag = self._flag(path)
+        if flag is not None:
+            return flag
+        return self.file.where(path) if self._in_file(path) else ""
+
+    def is_set(self, path: str) -> bool:
+        """Whether a person wrote `path`, or anything below it."""
+        below = any(known.startswith(f"{path}.") for known in self.flags)
+        return below or self._flag(path) is not None or self._in_file(path)
+
+    def origin(self, path: str) -> str:
+        """For a reader: `run.toml:12`, `command line` or `default`."""
+        if self._flag(path) is not None or path in self.forced:
+            return COMMAND_LINE
+        return self.file.where(path) if self._in_file(path) else DEFAULT
+
+    def origins(self, config: RunConfig) -> dict[str, str]:
+        """The origin of every leaf, and of every section that is turned off."""
+        found = {path: self.origin(path) for path, _ in leaves(config)}
+        for section in optional_sections():
+            if getattr(config, section) is None:
+                found[section] = self.origin(section)
+        return found
+
+    def _flag(self, path: str) -> str | None:
+        # A flag that sets a whole table also sets what is in it.
+        for known, flag in self.flags.items():
+            if known == path or ("." in known and path.startswith(f"{known}.")):
+                return flag
+        return None
+
+    def _in_file(self, path: str) -> bool:
+        return any(known == path or known.startswith(f"{path}.") for known in self.file.lines)
+
+
+def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Sources) -> list[str]:
+    """Fill in the command's own kind; a sentence when the settings say another."""
+    if kind is None:
+        return []
+    section = tree.setdefault("algorithm", {})
+    if not isinstance(section, dict):
+        return []
+    found = section.setdefault("kind", kind)
+    if found == kind:
+        if not sources.is_set("algorithm.kind"):
+            sources.forced.add("algorithm.kind")
+        return []
+    # Anything but a known kind is the schema's to refuse.
+    if found not in all_keys()["algorithm.kind"].choices:
+        return []
+    sentence = (
+        f"algorithm.kind = {show(found)} is not what `slipstream {kind}` does: "
+        f'run `slipstream train` with this run file, or set kind = "{kind}"'
+    )
+    return [located(sentence, sources.place("algorithm.kind"))]
+
+
+def _take_out_unknown(tree: dict[str, Any], sources: _Sources, warnings: list[str]) -> list[str]:
+    """Remove what the schema does not know from the tree; one sentence for each, as a warning where the command line
+    chose another algorithm than the file was written for."""
+    problems: list[str] = []
+    chosen = sources.origin("algorithm.kind") == COMMAND_LINE
+
+    def refuse(path: str, reason: str) -> None:
+        place = next((sources.place(leaf) for leaf in (path, path.split(".")[0]) if sources.place(leaf)), "")
+        is_foreign = reason.startswith("applies to") and chosen and sources.origin(path) != COMMAND_LINE
+        (warnings if is_foreign else problems).append(located(f"{shortened(path)} {reason}", place))
+
+    for section in list(tree):
+        content = tree[section]
+        if section not in sections():
+            refuse(dotted((section,)), f"is not a known section: {suggestion(section)}")
+            del tree[section]
+        elif section in optional_sections() and content is False:
+            continue
+        elif not isinstance(content, dict):
+            remedy = f"write [{section}] and its keys below it"
+            if section in optional_sections():
+                remedy += f", or {section} = false to turn it off"
+            refuse(section, f"= {show(content)} is not a table: {remedy}")
+            del tree[section]
+        else:
+            _take_out_unknown_keys(section, content, refuse)
+    return problems
+
+
+def _not_told_yet(sentences: Mapping[str, str], problems: Sequence[str]) -> list[str]:
+    """Leave out that a key is missing when a misspelt form of it, or of its section, is told already."""
+    told = "\n".join(problems)
+
+    def is_told(path: str) -> bool:
+        section = path.split(".")[0]
+        hints = (f"mean {path}?", f"mean the section [{section}]?", f"{section} = ")
+        return any(hint in told for hint in hints)
+
+    return [text for path, text in sentences.items() if " is missing: " not in text or not is_told(path)]
+
+
+def _take_out_unknown_keys(section: str, content: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
+    kind = content.get("kind") if section == "algorithm" else None
+    for name in list(content):
+        key = all_keys().get(f"{section}.{name}")
+        if key is None:
+            refuse(dotted((section, name)), f"is not a known key: {suggestion(f'{section}.{name}')}")
+            del content[name]
+        elif key.kinds and isinstance(kind, str) and (sentence := foreign_key(name, kind)):
+            if kind in all_keys()["algorithm.kind"].choices:
+                refuse(f"{section}.{name}", sentence)
+            del content[name]
+
+
+def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> None:
+    """Make the tree's relative paths absolute.
+
+    A path in the run file is looked for beside the file first and then, like one from the command line, in
+    the current folder. A model path that is in neither place and has no leading dot is a hub id.
+    """
+
+    def resolve(path: str, text: str, *, always: bool) -> str:
+        bases = [Path.cwd()] if sources.origin(path) == COMMAND_LINE else [folder.absolute(), Path.cwd()]
+        candidates = [os.path.join(base, os.path.expanduser(text)) for base in bases]
+        existing = [candidate for candidate in candidates if os.path.exists(candidate)]
+        if unusable_path(text) or (not existing and not always):
+            return text
+        return os.path.realpath((existing or candidates)[0])
+
+    def text_at(section: str, name: str) -> str:
+        table = tree.get(section)
+        value = table.get(name) if isinstance(table, dict) else None
+        return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
+
+    if text := text_at("model", "path"):
+        is_local = text.startswith(("./", "../", "/", "~")) or text in (".", "..")
+        tree["model"]["path"] = resolve("model.path", text, always=is_local)
+    if text := text_at("data", "path"):
+        tree["data"]["path"] = resolve("data.path", text, always=True)
+    if text := text_at("lora", "path"):
+        tree["lora"]["path"] = resolve("lora.path", text, always=True)
+    if text := text_at("environment", "name"):
+        file, colon, name = text.partition(".py:")
+        if colon or text.endswith(".py"):
+            file = resolve("environment.name", file + ".py" if colon else file, always=True)
+            tree["environment"]["name"] = f"{file}:{name}" if colon else file
+        elif text == "rows":
+            _resolve_rows(tree["environment"].get("settings"), resolve)
+    for name in BUILT_IN:
+        if (text := text_at("algorithm", name)).partition(":")[0].endswith(".py"):
+            file, colon, function = text.partition(":")
+            tree["algorithm"][name] = resolve(f"algorithm.{name}", file, always=True) + colon + function
+    if (text := text_at("run", "folder")) and not unusable_path(text):
+        tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
+
+
+def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
+    """The paths among the settings of the environment `rows`: files of rows, and of reward functions."""
+    if not isinstance(settings, dict):
+        return
+    for name in ("path", "eval_path"):
+        value = settings.get(name)
+        if isinstance(value, str) and value.strip() and not unusable_path(value):
+            settings[name] = resolve(f"environment.settings.{name}", value, always=True)
+    rewards = settings.get("reward")
+    tables = [(rewards, name) for name in rewards] if isinstance(rewards, dict) else [(settings, "reward")]
+    for table, name in tables:
+        value = table.get(name)
+        if isinstance(value, str) and value.partition(":")[0].endswith(".py"):
+            file, colon, function = value.partition(":")
+            table[name] = resolve("environment.settings.reward", file, always=True) + colon + function
+
+
+def _drop_unusable_evaluation(config: RunConfig, sources: _Sources) -> RunConfig:
+    """Without an environment there is nothing to evaluate on, which only matters to who asked for it."""
+    if config.environment is not None or config.algorithm.kind != "sft" or sources.is_set("evaluation"):
+        return config
+    return config.model_copy(update={"evaluation": None})
+
+
+def _refused(config: RunConfig, origins: Mapping[str, str], sources: _Sources, warnings: list[str]) -> list[str]:
+    """One sentence for each key without effect that a person set; a warning for a key of the file that has an effect
+    there, and loses it by the command line."""
+    reasons, problems = inapplicable(config), list[str]()
+    by_itself = _reasons_in_file(sources.file)
+    for path, origin in origins.items():
+        if origin == DEFAULT or not (reason := reason_against(path, reasons)):
+            continue
+        if origin == COMMAND_LINE or (sources.is_alone or reason_against(path, by_itself)):
+            problems.append(located(f"{path} {reason}: remove it", sources.place(path)))
+        else:
+            warnings.append(located(f"{path} {reason}", sources.place(path)))
+    return problems
+
+
+def _reasons_in_file(file: RunFile) -> dict[str, str]:
+    """What is without effect in the file as it is; nothing where it is not whole without the command line."""
+    tree = {name: None if name in optional_sections() and it is False else it for name, it in file.tables.items()}
+    try:
+        return inapplicable(RunConfig.model_validate(tree))
+    except ValidationError:
+        return {}

@@ -1,0 +1,115 @@
+"""Turns what pydantic says of a tree into sentences for people: value, reason, remedy, place.
+
+Guarantees: one sentence for each wrong key, however many alternatives its type has. Words for what a key
+takes come from `keys.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from slipstream.config.parse.keys import Key, all_keys, keys_of, quoted
+
+Where = Callable[[str], str]
+"""From a key's path to where it was set: `run.toml:12`, `--training.steps`, or nothing for a default."""
+
+
+def rewrite(error: ValidationError, where: Where) -> dict[str, str]:
+    """One sentence for each key that `error` complains about, by the key's path."""
+    sentences: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        section = str(item["loc"][0])
+        names = [str(part) for part in item["loc"][1:]]
+        # The location of an algorithm's key has the algorithm's kind between section and key.
+        if section == "algorithm" and names and names[0] in all_keys()["algorithm.kind"].choices:
+            names = names[1:]
+        path = f"{section}.{names[0]}" if names else section
+        if item["type"] == "missing" and not names:
+            for key in keys_of(section):
+                if key.required:
+                    sentences[key.path] = missing(key)
+            continue
+        key = all_keys().get(path)
+        if item["type"].startswith("union_tag"):
+            key = all_keys()["algorithm.kind"]
+        # Of a type with alternatives the first complaint says most: the last one is about "auto".
+        if key is not None and key.path not in sentences:
+            sentences[key.path] = _sentence(key, item, where)
+    return sentences
+
+
+def missing(key: Key) -> str:
+    """The sentence for a key that has to be set and is not."""
+    return f"{key.path} is missing: set it to {key.requirement}, in [{key.section}] or with --{key.path} VALUE"
+
+
+def show(value: Any) -> str:
+    """A value as the run file would have it, cut when long."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shortened(quoted(value[:80]) if isinstance(value, str) else str(value))
+
+
+def shortened(text: str) -> str:
+    """`text`, cut when long."""
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def located(sentence: str, place: str) -> str:
+    """The sentence with its place, if it has one."""
+    return f"{sentence} ({place})" if place else sentence
+
+
+def _sentence(key: Key, item: Mapping[str, Any], where: Where) -> str:
+    kind: str = item["type"]
+    if kind in ("missing", "union_tag_not_found"):
+        return missing(key)
+    value = item["input"]
+    if kind == "union_tag_invalid":
+        value = item["input"]["kind"]
+    inside = [part for part in item["loc"][2:] if isinstance(part, int)]
+    path = f"{key.path}[{inside[0]}]" if inside else key.path
+    remedy = key.requirement
+    if isinstance(value, str) and key.choices:
+        near = difflib.get_close_matches(value, key.choices)
+        # Two letters in the wrong order are the commonest slip.
+        near.sort(key=lambda choice: sorted(choice) != sorted(value))
+        remedy = f'did you mean "{near[0]}"? It takes {remedy}' if near else f"use {remedy}"
+    else:
+        remedy = f"use {remedy}"
+    return located(f"{path} = {show(value)} {_reason(kind, item.get('ctx', {}), value)}: {remedy}", where(key.path))
+
+
+def _reason(kind: str, context: Mapping[str, Any], value: Any) -> str:
+    bounds = {
+        "greater_than": ("must be greater than", "gt"),
+        "greater_than_equal": ("must be at least", "ge"),
+        "less_than": ("must be less than", "lt"),
+        "less_than_equal": ("must be at most", "le"),
+    }
+    if kind in bounds:
+        words, name = bounds[kind]
+        bound = context[name]
+        return f"{words} {int(bound) if float(bound).is_integer() else bound}"
+    if kind == "finite_number":
+        return "is not a finite number"
+    if isinstance(value, str) and (kind == "literal_error" or kind == "union_tag_invalid"):
+        return "is not a choice"
+    return f"is {_type_in_words(value)}"
+
+
+def _type_in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "a flag"
+    words: tuple[tuple[type | tuple[type, ...], str], ...] = (
+        (str, "a text"),
+        (int, "a whole number"),
+        (float, "a number with a decimal point"),
+        (list, "a list"),
+        (dict, "a table"),
+    )
+    return next((text for types, text in words if isinstance(value, types)), "a date or time")

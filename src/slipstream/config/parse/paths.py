@@ -1,0 +1,43 @@
+"""Which texts cannot be paths on any Linux machine, or not in this process's locale. Asks no file system."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from slipstream.config.parse.messages import show
+from slipstream.config.recipes import BUILT_IN
+from slipstream.config.schema import RLConfig, RunConfig
+
+MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
+
+
+def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for each setting that names a file and cannot."""
+    named: dict[str, object] = {"model.path": config.model.path, "run.folder": config.run.folder}
+    for section in ("data", "lora", "teacher"):
+        named[f"{section}.path"] = getattr(getattr(config, section), "path", None)
+    if (environment := config.environment) is not None:
+        named["environment.name"] = environment.name
+        if environment.name == "rows":
+            named |= {f"environment.settings.{key}": environment.settings.get(key) for key in ("path", "eval_path")}
+    if isinstance(config.algorithm, RLConfig):
+        named |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in BUILT_IN}
+    for key, value in named.items():
+        if value is not None and (reason := unusable_path(str(value))):
+            yield key, f"{key} = {show(str(value))} {reason}"
+
+
+def unusable_path(text: str) -> str:
+    """Why `text` cannot be a path, and what to do; or nothing."""
+    if "\0" in text:
+        return "has a NUL character, which no path can have: remove it"
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError as error:
+        return f"cannot be a path in this locale ({error.encoding}): set LC_ALL=C.UTF-8"
+    if len(encoded) > MAX_PATH_BYTES:
+        return f"has {len(encoded)} bytes, and a path has at most {MAX_PATH_BYTES}: use a shorter one"
+    if (longest := max(len(part) for part in encoded.split(b"/"))) > MAX_NAME_BYTES:
+        return f"has a part of {longest} bytes, and a file's name has at most {MAX_NAME_BYTES}: use a shorter one"
+    return ""

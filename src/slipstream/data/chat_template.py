@@ -1,0 +1,278 @@
+"""Chat templates: the only place where one is applied.
+
+Guarantees: the prompt that RL samples from and the prompt part of what SFT trains on are the same tokens; a
+conversation whose template renders them differently is refused, never patched. Nothing is trained on but what the
+assistant says and the token that ends its turn; what the template puts after that token (a new line) is not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from slipstream.data.message_fields import Watched
+from slipstream.data.unknown_characters import Vocabulary
+from slipstream.errors import ConfigError, DataError
+from slipstream.records import Message
+from slipstream.records import Sequence as TokenSequence
+
+_REMEDY = "use a chat model, or put a chat_template into the model folder's tokenizer_config.json"
+
+_OWN_VARIABLES = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now", "tokenize"}
+    | {"return_dict", "return_tensors", "chat_template", "conversation", "padding", "truncation", "max_length"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
+)
+"""What Slipstream or transformers puts into a template, or takes itself."""
+
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""What chat templates call the switch: the first in Qwen3, GLM and others, the second in DeepSeek and Granite."""
+
+
+class ChatTokenizer:
+    """A model's tokenizer and chat template.
+
+    `path` is a folder in Hugging Face format or a hub id. `system_prompt` is put before every conversation that has no
+    system message of its own; `template_kwargs` are variables of the template, set in every rendering; `thinking` sets
+    the template's own variable for that. Raises `ConfigError` when there is no tokenizer or template, when the template
+    does not use one of these variables or has no switch for the thinking, or does not end an assistant's turn with a
+    special token (a policy could never learn to stop).
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        system_prompt: str = "",
+        trust_remote_code: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        thinking: bool | None = None,
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        self.path = str(path)
+        if os.path.isabs(self.path) and not os.path.isdir(self.path):
+            raise ConfigError(f"model.path = {self.path}: there is no such folder: correct it, or make a model first")
+        self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(f"model.path = {self.path}: no tokenizer can be loaded ({reason}): correct it") from error
+        if not self._tokenizer.chat_template:
+            raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
+        given = dict(template_kwargs or {})
+        _check_template_kwargs(given, self._tokenizer)
+        self.template_kwargs = given | _thinking_kwargs(thinking, given, self._tokenizer.chat_template)
+        """The template's variables in every rendering."""
+        self._turn_suffix = self._find_turn_suffix()
+        self.has_thinking_switch = bool(template_variables(self._tokenizer.chat_template) & {*THINKING_VARIABLES})
+        """Whether the template can be told to have the model think, or not to."""
+        self.end_token_id = self._turn_suffix[0]
+        """The token that ends an assistant's turn; SFT trains on it."""
+        self.stop_token_ids = self._find_stop_tokens(trust_remote_code)
+        """All tokens that end generation: that one, and those that the tokenizer and the model's folder name."""
+        self._stops = frozenset(self.stop_token_ids)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation, up to where the assistant is to speak."""
+        return self._apply(messages, generation_prompt=True)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special tokens and without tidying up spaces."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def plain_tokens(self, text: str) -> list[int]:
+        """The tokens of a text by itself, outside any conversation."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Which characters have no token."""
+        return Vocabulary(self.plain_tokens, self._tokenizer.unk_token_id)
+
+    def differs_from(self, path: str | Path, trust_remote_code: bool = False) -> str:
+        """How the vocabulary of the tokenizer in `path` differs from this one's; empty when every token is the same.
+        Raises OSError or ValueError when there is none."""
+        from transformers import AutoTokenizer
+
+        other: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        ours, theirs = self._tokenizer.get_vocab(), other.get_vocab()
+        different = [token for token, number in ours.items() if theirs.get(token) != number]
+        if different:
+            return f"{len(different)} of {len(ours)} tokens differ, such as {min(different)!r}"
+        return f"it has {len(theirs)} tokens, not {len(ours)}" if len(theirs) != len(ours) else ""
+
+    def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"] = "all") -> TokenSequence:
+        """The tokens of a conversation, up to the end of its last assistant turn.
+
+        The mask is set on the content and end token of the last assistant turn, or of all of them, but for messages
+        that carry no loss. The tokens are made turn by turn: `render(messages before the turn)` must begin the turn's
+        tokens, and each turn's tokens the next one's. Raises `DataError` otherwise, and for content that holds an end
+        token.
+        """
+        turns = [place for place, message in enumerate(messages) if _is_trained(message)]
+        if not turns:
+            raise DataError("a conversation has no assistant message, so nothing to train on: add one or remove it")
+        token_ids: list[int] = []
+        mask: list[bool] = []
+        for place in turns if train_on == "all" else turns[-1:]:
+            prompt = self.render(messages[:place])
+            if prompt[: len(token_ids)] != token_ids:
+                raise DataError(
+                    f"the chat template of {self.path} renders earlier turns differently once message {place} follows "
+                    "(it drops thinking, say), so they cannot be trained in one pass: set algorithm.train_on = 'last'"
+                )
+            target = self._target(messages[: place + 1], prompt)
+            mask += [False] * (len(prompt) - len(mask)) + [True] * len(target)
+            token_ids = prompt + target
+        return TokenSequence(token_ids, mask)
+
+    def _target(self, messages: Sequence[Message], prompt: list[int]) -> list[int]:
+        """The tokens of the last message after `prompt`, its end token included."""
+        full = self._apply(messages, generation_prompt=False)
+        start, end = len(prompt), len(full) - len(self._turn_suffix) + 1
+        if full[:start] != prompt or end <= start or full[end - 1 :] != self._turn_suffix:
+            raise DataError(
+                f"the chat template of {self.path} does not render an assistant's turn as the prompt for it, its text "
+                f"and an end token (turn: {messages[-1].content!r:.60}): use another template"
+            )
+        target = full[start:end]
+        if stops := self._stops.intersection(target[:-1]):
+            token = self._tokenizer.convert_ids_to_tokens(min(stops))
+            raise DataError(
+                f"an assistant's turn holds the end token {token} in its text ({messages[-1].content!r:.60}): remove it"
+            )
+        return target
+
+    def fields_read(self, messages: Sequence[Message]) -> set[tuple[str, str]]:
+        """Role and name of the fields that the template looks at while it renders these messages."""
+        read: set[tuple[str, str]] = set()
+        self._apply(messages, generation_prompt=messages[-1].role != "assistant", read=read)
+        return read
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the template has a place for a conversation's tools."""
+        return "tools" in template_variables(self._tokenizer.chat_template)
+
+    def _apply(
+        self, messages: Sequence[Message], *, generation_prompt: bool, read: set[tuple[str, str]] | None = None
+    ) -> list[int]:
+        chat: list[dict[str, Any]] = [message.as_chat() for message in messages]
+        if read is not None:
+            chat = [Watched(message, read) for message in chat]
+        tools = list(messages[0].tools) if messages else []
+        if self._system and (not chat or chat[0]["role"] != "system"):
+            chat = self._system + chat
+        try:
+            return self._tokenizer.apply_chat_template(
+                chat,
+                tools=tools or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **self.template_kwargs,
+            )
+        except Exception as error:  # templates raise their own errors: alternating roles, no system message, ...
+            raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
+
+    def _find_turn_suffix(self) -> list[int]:
+        """What the template puts after an assistant's text, from the end token on."""
+        question = Message("user", "a")
+        try:
+            first, second = (
+                self._apply([question, Message("assistant", text)], generation_prompt=False) for text in ("b", "c")
+            )
+        except DataError as error:
+            said = " ".join(str(error.__cause__).split())
+            raise ConfigError(
+                f"model.path = {self.path}: the chat template cannot render a question and an answer ({said}): "
+                f"{_REMEDY}"
+            ) from error
+        length = 0
+        while length < min(len(first), len(second)) and first[-1 - length] == second[-1 - length]:
+            length += 1
+        suffix = first[len(first) - length :]
+        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        if not suffix or suffix[0] not in special:
+            raise ConfigError(
+                f"model.path = {self.path}: the chat template does not end an assistant's turn with a special token, "
+                f"so a policy cannot learn to stop: {_REMEDY}"
+            )
+        return suffix
+
+    def _find_stop_tokens(self, trust_remote_code: bool) -> tuple[int, ...]:
+        from transformers import GenerationConfig
+
+        found = {self.end_token_id}
+        if self._tokenizer.eos_token_id is not None:
+            found.add(self._tokenizer.eos_token_id)
+        try:
+            named = cast(
+                "int | list[int] | None",
+                GenerationConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code).eos_token_id,
+            )
+        except OSError:  # the model has no generation_config.json
+            named = None
+        found.update(named if isinstance(named, list) else [] if named is None else [named])
+        return tuple(sorted(found))
+
+
+def _is_trained(message: Message) -> bool:
+    return message.role == "assistant" and message.carries_loss
+
+
+def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:
+    """A variable that the template does not use would have no effect, and nobody would notice."""
+    if not given:
+        return
+    used = template_variables(tokenizer.chat_template) - _OWN_VARIABLES - set(tokenizer.special_tokens_map)
+    for name in given:
+        setting = f"model.chat_template_kwargs.{name}"
+        if name in _OWN_VARIABLES or name in tokenizer.special_tokens_map:
+            raise ConfigError(f"{setting} is set by Slipstream or the tokenizer in every rendering: remove it")
+        if name not in used:
+            known = f"it uses {', '.join(sorted(used))}" if used else "it uses none, so remove the setting"
+            raise ConfigError(f"{setting}: the model's chat template does not use this variable: {known}")
+
+
+def _thinking_kwargs(
+    thinking: bool | None, given: Mapping[str, Any], template: str | Mapping[str, str]
+) -> dict[str, bool]:
+    """The one place where `model.thinking` becomes variables of a template."""
+    if thinking is None:
+        return {}
+    setting = f"model.thinking = {str(thinking).lower()}"
+    used = template_variables(template)
+    switches = [name for name in THINKING_VARIABLES if name in used]
+    if not switches:
+        raise ConfigError(
+            f"{setting}: the model's chat template uses neither {' nor '.join(THINKING_VARIABLES)}, so its thinking "
+            "cannot be switched: remove the setting, or set what the template does use in model.chat_template_kwargs"
+        )
+    if both := [name for name in switches if name in given]:
+        raise ConfigError(f"{setting} and model.chat_template_kwargs.{both[0]} set the same switch: remove one of them")
+    return dict.fromkeys(switches, thinking)
+
+
+def template_variables(template: str | Mapping[str, str]) -> set[str]:
+    """The names that a chat template, or several, expects from outside."""
+    import jinja2
+    from jinja2 import meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    found: set[str] = set()
+    for text in [template] if isinstance(template, str) else template.values():
+        # Transformers' own tag, which marks what the assistant says.
+        plain = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", text)
+        try:
+            found |= meta.find_undeclared_variables(environment.parse(plain))
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the model's chat template is not valid (line {error.lineno}: {error.message}): use another model"
+            ) from error
+    return found

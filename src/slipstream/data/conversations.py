@@ -1,0 +1,329 @@
+"""Conversations and problems from rows. A row that cannot be used is an error with its file, number and column,
+never left out; a message keeps all of its fields, for the chat template.
+
+Columns are found by their usual names, or named by the caller; a dot leads into a column (`reward_model.ground_truth`).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import msgspec
+
+from slipstream.data.plain_values import not_plain, plain_or_text
+from slipstream.data.readers import Row, columns_of, read_rows
+from slipstream.errors import DataError
+from slipstream.records import Message, Role
+
+Conversation = tuple[Message, ...]
+Form = Literal["auto", "verl", "messages", "prompt-answer"]
+MESSAGES = ("messages", "conversations", "conversation")
+PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
+COMPLETIONS = ("completion", "response", "output", "solution", "answer")
+ANSWERS = ("answer", "ground_truth", "target", "label", "completion", "response", "output", "solution")
+SYSTEMS = ("system", "system_prompt")
+_FORMS = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool", "observation": "tool"}
+"""What the ShareGPT format calls them."""
+_FIELDS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "weight")
+"""Fields of a message that are not passed on as they are."""
+_REFUSED = {
+    **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), "only text is trained on: remove it"),
+    "chat_template_kwargs": "variables of the template are the run's: set model.chat_template_kwargs",
+    "history": "earlier turns are read from messages alone: give the row as messages",
+}
+"""Columns that change what a row says, and are not read."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns to read; empty: found by their usual names."""
+
+    messages: str = ""
+    prompt: str = ""
+    answer: str = ""
+    """Of SFT: the completion."""
+    gold: str = ""
+    """Of a problem: a completion that would be right, where it is not the answer itself."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row as a problem for RL."""
+
+    where: str
+    prompt: Conversation
+    answer: Any
+    """The ground truth, of JSON types."""
+    gold: str | None
+    source: str = ""
+    extra: dict[str, Any] | None = None
+
+
+def read_conversations(
+    path: str | Path, columns: Columns | None = None, split: str = "", unread: dict[str, int] | None = None
+) -> list[Conversation]:
+    """The conversations of a file or folder, in its order; each has at least one assistant turn to train on.
+
+    A row has messages, or a prompt and a completion, where either is a text or a list of messages; and perhaps `tools`
+    and a system prompt. Rows that have another column are counted in `unread`, by the column; blank lines are skipped.
+    Raises `DataError`.
+    """
+    rows = read_rows(path, split)
+    columns = columns or Columns()
+    unread = {} if unread is None else unread
+    _check_named(rows, (columns.messages, columns.prompt, columns.answer))
+    found: list[Conversation] = []
+    for row in rows:
+        conversation, read = _conversation(row, columns)
+        found.append(conversation)
+        for name, value in row.values.items():
+            if value not in (None, "", [], {}) and name not in read:
+                unread[f"column {name}, not read"] = unread.get(f"column {name}, not read", 0) + 1
+    return found
+
+
+def conversation_of(row: Row, columns: Columns) -> Conversation:
+    """The conversation in one row. Raises `DataError`."""
+    return _conversation(row, columns)[0]
+
+
+def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
+    """The conversation in one row, and the columns that it was made of."""
+    where = row.where
+    messages = columns.messages or ("" if columns.prompt or columns.answer else _first_of(row.values, MESSAGES))
+    if messages:
+        turns, read = _messages(value_at(row, messages), messages, None, where), [messages]
+    else:
+        prompt = columns.prompt or _first_of(row.values, PROMPTS)
+        completion = columns.answer or _first_of(row.values, COMPLETIONS)
+        if not prompt or not completion:
+            keys = ", ".join(sorted(row.values)) or "none"
+            raise DataError(f"{where} has the keys {keys}: give {_FORMS}, or name the columns in [data]")
+        turns = [
+            *_prompt(row, prompt, is_found=not columns.prompt),
+            *_messages(value_at(row, completion), completion, "assistant", where),
+        ]
+        read = [prompt, completion, *(["input"] if prompt == "instruction" and not columns.prompt else [])]
+    if not any(turn.role == "assistant" and turn.carries_loss for turn in turns):
+        raise DataError(f"{where} has no assistant message, so nothing to train on: add one or remove the row")
+    read = {name if name in row.values else name.partition(".")[0] for name in read}
+    return tuple(_completed(turns, row)), read | {"tools", *SYSTEMS}
+
+
+def read_problems(
+    path: str | Path,
+    columns: Columns,
+    form: Form = "auto",
+    split: str = "",
+    setting: str = "environment.settings.path",
+) -> list[Problem]:
+    """The problems of a file or folder, in its order. The first row tells the form of all where it is `auto`."""
+    rows = read_rows(path, split, setting)
+    _check_named(rows, (columns.messages, columns.prompt, columns.answer, columns.gold))
+    if form == "auto":
+        form = _form_of(rows[0], columns)
+    make = {"verl": _verl_problem, "messages": _messages_problem, "prompt-answer": _plain_problem}[form]
+    problems = [make(row, columns) for row in rows]
+    for problem in problems:
+        if complaint := not_plain(problem.answer, "the answer") or not_plain(problem.extra, "extra_info"):
+            raise DataError(f"{problem.where}: {complaint}: keep to text, numbers, booleans, lists and dictionaries")
+    return problems
+
+
+def value_at(row: Row, column: str) -> Any:
+    """The value of a column, or of what `outer.inner` leads to. Raises `DataError` listing the columns there are."""
+    if column in row.values:
+        return row.values[column]
+    outer, _, inner = column.partition(".")
+    if not inner or outer not in row.values:
+        raise DataError(f"{row.where} has no column {column!r}: it has {', '.join(sorted(row.values)) or 'none'}")
+    value = as_mapping(row.values[outer], outer, row.where)
+    return value_at(Row(f"column {outer} of {row.where}", value), inner)
+
+
+def as_mapping(value: Any, column: str, where: str) -> dict[str, Any]:
+    """A nested column. Some data sets hold it as text, in JSON or as Python writes a dictionary."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            try:
+                found = ast.literal_eval(value)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                found = None
+    if not isinstance(found, dict):
+        raise DataError(f"{where}: {column} = {value!r:.60} is not a dictionary, nor JSON text of one: correct it")
+    return cast("dict[str, Any]", found)
+
+
+def _form_of(row: Row, columns: Columns) -> Literal["verl", "messages", "prompt-answer"]:
+    named = columns.prompt or columns.answer
+    if "reward_model" in row.values and not columns.answer:
+        return "verl"
+    if columns.messages or (not named and _first_of(row.values, MESSAGES)):
+        return "messages"
+    return "prompt-answer"
+
+
+def _verl_problem(row: Row, columns: Columns) -> Problem:
+    where = row.where
+    prompt = columns.prompt or "prompt"
+    answer = columns.answer or "reward_model.ground_truth"
+    extra = row.values.get("extra_info")
+    return Problem(
+        where,
+        tuple(_completed(_prompt(row, prompt, is_found=False), row)),
+        _given(row, answer),
+        _gold(row, columns, _given(row, answer)),
+        _text_at(row, "data_source"),
+        {} if extra is None else as_mapping(extra, "extra_info", where),
+    )
+
+
+def _plain_problem(row: Row, columns: Columns) -> Problem:
+    prompt = columns.prompt or _first_of(row.values, PROMPTS)
+    answer = columns.answer or _first_of(row.values, ANSWERS)
+    if not prompt or not answer:
+        what = "a prompt" if not prompt else "an answer"
+        keys = ", ".join(sorted(row.values)) or "none"
+        raise DataError(
+            f"{row.where} has no column that is known as {what}, only {keys}: name it with "
+            f"environment.settings.{'prompt' if not prompt else 'answer'}_column"
+        )
+    extra = row.values.get("extra_info")
+    return Problem(
+        row.where,
+        tuple(_completed(_prompt(row, prompt, is_found=not columns.prompt), row)),
+        _given(row, answer),
+        _gold(row, columns, _given(row, answer)),
+        str(row.values.get("data_source") or ""),
+        {} if extra is None else as_mapping(extra, "extra_info", row.where),
+    )
+
+
+def _messages_problem(row: Row, columns: Columns) -> Problem:
+    """The last turn, which the assistant has, is the answer."""
+    column = columns.messages or _first_of(row.values, MESSAGES) or MESSAGES[0]
+    turns = _messages(value_at(row, column), column, None, row.where)
+    if turns[-1].role != "assistant" or len(turns) < 2:
+        raise DataError(f"{row.where}: {column} does not end with an assistant's answer to something: add one")
+    answer = _given(row, columns.answer) if columns.answer else turns[-1].content
+    return Problem(row.where, tuple(_completed(turns[:-1], row)), answer, _gold(row, columns, turns[-1].content))
+
+
+def _given(row: Row, column: str) -> Any:
+    value = value_at(row, column)
+    if value is None or value in ("", [], {}):
+        raise DataError(
+            f"{row.where}: {column} is empty, and a reward needs the right answer: give it or remove the row"
+        )
+    return value
+
+
+def _gold(row: Row, columns: Columns, answer: Any) -> str | None:
+    if columns.gold:
+        return _text_at(row, columns.gold)
+    return str(answer) if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
+
+
+def _text_at(row: Row, column: str) -> str:
+    value = value_at(row, column)
+    if not isinstance(value, str):
+        raise DataError(f"{row.where}: {column} = {value!r:.60} is not text: give it as text")
+    return value
+
+
+def _prompt(row: Row, column: str, *, is_found: bool) -> list[Message]:
+    """A text or messages; an instruction found by its name has its `input` below it (the Alpaca format)."""
+    value = value_at(row, column)
+    if is_found and column == "instruction" and isinstance(value, str) and row.values.get("input"):
+        value = f"{value}\n\n{_text_at(row, 'input')}"
+    return _messages(value, column, "user", row.where)
+
+
+def _completed(turns: list[Message], row: Row) -> list[Message]:
+    """The turns with what else the row says of their conversation: its system prompt and its tools."""
+    for name, reason in _REFUSED.items():
+        if row.values.get(name):
+            raise DataError(f"{row.where}: {name} is not empty, and {reason}")
+    column = next((name for name in SYSTEMS if row.values.get(name)), "")
+    if column and (turns[0].role, turns[0].content) != ("system", text := _text_at(row, column)):
+        if turns[0].role == "system":
+            raise DataError(f"{row.where} has a system message and the column {column}, which differ: keep one of them")
+        turns = [Message("system", text), *turns]
+    tools = _tools(row)
+    return [msgspec.structs.replace(turns[0], tools=tools), *turns[1:]] if tools else turns
+
+
+def _tools(row: Row) -> tuple[dict[str, Any], ...]:
+    """JSON schemas of functions; some data sets hold them as JSON text."""
+    tools: Any = row.values.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
+        raise DataError(
+            f"{row.where}: tools = {row.values['tools']!r:.60} is not a list of functions' JSON schemas: correct it"
+        )
+    return tuple(cast("list[dict[str, Any]]", tools))
+
+
+def _check_named(rows: Sequence[Row], names: Sequence[str]) -> None:
+    """A column that no row has is one mistake in the settings, not one in every row."""
+    known = columns_of(rows)
+    for name in names:
+        if name and name not in known and name.partition(".")[0] not in known:
+            raise DataError(f"no row has the column {name!r}: there are {', '.join(known)} (first: {rows[0].where})")
+
+
+def _first_of(row: dict[str, Any], names: Sequence[str]) -> str:
+    return next((name for name in names if row.get(name) is not None), "")
+
+
+def _messages(value: Any, key: str, text_role: Role | None, where: str) -> list[Message]:
+    if isinstance(value, str) and text_role is not None:
+        if not value.strip():
+            raise DataError(f"{where}: {key} is an empty text: fill it in or remove the row")
+        return [Message(text_role, value)]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: {key} = {value!r:.60} is not a list of messages: give {_FORMS}")
+    return [_message(turn, f"{key}[{place}]", where) for place, turn in enumerate(cast("Sequence[Any]", value))]
+
+
+def _message(turn: Any, path: str, where: str) -> Message:
+    if not isinstance(turn, dict):
+        raise DataError(f"{where}: {path} is a {type(turn).__name__}: give {{'role': ..., 'content': ...}}")
+    # In a parquet file every message has every field.
+    entry = {name: value for name, value in cast("dict[str, Any]", turn).items() if value is not None}
+    if "from" in entry and "role" not in entry:
+        said = entry["from"]
+        entry["role"] = _ROLES.get(said, said) if isinstance(said, str) else said
+        entry["content"] = entry.get("value")
+    role = entry.get("role")
+    if role not in get_args(Role):
+        raise DataError(f"{where}: {path}.role = {role!r} is unknown: use {', '.join(get_args(Role))}")
+    calls = tuple(entry.get("tool_calls") or ())
+    content = entry.get("content")
+    if content is None and calls:
+        content = ""
+    if isinstance(content, list):  # the parts of OpenAI's format; text is all that a text model takes
+        parts = cast("list[Any]", content)
+        if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            content = "".join(str(part.get("text", "")) for part in parts)
+    if not isinstance(content, str):
+        raise DataError(f"{where}: {path}.content = {content!r:.60} is not text: give it as text")
+    weight = entry.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"{where}: {path}.weight = {weight!r:.60} is neither 0 (no loss) nor 1: give one of these")
+    extra = {name: plain_or_text(value) for name, value in entry.items() if name not in _FIELDS}
+    id_ = str(entry.get("tool_call_id") or "")
+    return Message(cast("Role", role), content, (), calls, id_, extra, carries_loss=bool(weight))

@@ -1,0 +1,152 @@
+"""Stands between a run and one reward worker, `python -I -S guard.py COMMAND...`, and leaves nothing of it.
+
+It starts the worker and kills it with all that it started, sessions of their own and daemons included, as soon as the
+worker has ended, the run asks for it (SIGTERM), or the run is gone: a second after its standard input closes, which
+the worker takes for its end. Then it ends as the worker did. Processes that lose their parent come back to it
+(PR_SET_CHILD_SUBREAPER), so that none of them is out of sight. SIGUSR1 is passed on to the worker.
+
+It imports only what it needs of the standard library, and is started by its path, so that it costs little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+GRACE_S = 1.0
+"""How long the worker may go on after its input has closed."""
+END_S = 5.0
+"""How long to go on killing; what is left then cannot be killed."""
+_POLL_S = 0.5
+_PAUSE_S = 0.002
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+
+
+def main(command: list[str]) -> None:
+    """Start the worker, wait for its end or the run's, and end everything."""
+    run = os.getppid()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # uvloop leaves its children second descriptors of their pipes
+    adopt()
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    worker = _start(command)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)  # the answers' pipe is the worker's alone
+    status = _wait(worker, run, woken)
+    end_descendants(END_S)
+    _end_like(status)
+
+
+def adopt() -> None:
+    """From now on processes below this one that lose their parent become its own children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(within_s: float) -> bool:
+    """Kill every process below this one, which must have called `adopt`; false if some were left after `within_s`."""
+    deadline = time.monotonic() + within_s
+    stopped: set[int] = set()
+    while _reap() and time.monotonic() < deadline:
+        below = _descendants()
+        for pid in below - stopped:
+            _send(pid, signal.SIGSTOP)
+        if below <= stopped:  # none of them can have started another since
+            for pid in below:
+                _send(pid, signal.SIGKILL)
+            time.sleep(_PAUSE_S)
+        stopped |= below
+    return not _reap()
+
+
+def _start(command: list[str]) -> int:
+    guard = os.getpid()
+    worker = os.fork()
+    if worker:
+        return worker
+    try:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == guard:
+            os.setsid()  # what it does to its group, it does not to the guard
+            os.execv(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
+    os._exit(127)
+
+
+def _wait(worker: int, run: int, woken: int) -> int | None:
+    """How the worker ended, or nothing if its end is wanted."""
+    poller = select.poll()
+    poller.register(0, select.POLLRDHUP)  # what is to be read there is the worker's
+    poller.register(woken, select.POLLIN)
+    deadline: float | None = None
+    while deadline is None or time.monotonic() < deadline:
+        ready = dict(poller.poll((_POLL_S if deadline is None else GRACE_S / 20) * 1000))
+        received = os.read(woken, 4096) if woken in ready else b""
+        if signal.SIGUSR1 in received:
+            _send(worker, signal.SIGUSR1)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == worker:
+                    return ended[1]
+        if signal.SIGTERM in received:
+            return None
+        if deadline is None and (0 in ready or os.getppid() != run):
+            poller.unregister(0)
+            deadline = time.monotonic() + GRACE_S
+    return None
+
+
+def _reap() -> bool:
+    """Whether there are children; the kernel's word, so that none can slip through."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _descendants() -> set[int]:
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+    found, last = set[int](), {os.getpid()}
+    while last := {pid for pid, parent in parents.items() if parent in last} - found:
+        found |= last
+    return found
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _end_like(status: int | None) -> None:
+    """End as a process with this status did."""
+    if status is not None and os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        _prctl(_PR_SET_DUMPABLE, 0)  # one core is enough
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(0 if status is None else os.WEXITSTATUS(status))
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

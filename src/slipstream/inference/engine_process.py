@@ -1,0 +1,169 @@
+"""The supervised engine process: started with a deadline, watched, and stopped with everything it started.
+
+Guarantees: `start` returns only when the engine answered that it is ready (and verified, when a version was
+given), or raises with the child's last lines; `stop` leaves no process of the engine's group behind; the
+child dies by itself when this process dies, however that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference import child_process
+from slipstream.inference.client import SILENCE_S, EngineClient
+from slipstream.inference.plugin import start_marks
+from slipstream.inference.plugin.patches import patch_table
+from slipstream.inference.preimport import MODULE, EngineAhead, engine_environment
+from slipstream.inference.settings import EngineSettings
+from slipstream.patience import Patience
+from slipstream.runlog.temporary import remove_temporary
+from slipstream.weights.model_files import links_to_one_model
+
+_POLL_S = 0.1
+
+
+class EngineProcess:
+    """One vLLM server of ours. `log_path` keeps its output; `settings.socket` is filled in here. One that says nothing
+    for `silence_s` while somebody waits for it is killed."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        log_path: Path,
+        *,
+        start_timeout_s: float,
+        silence_s: float = SILENCE_S,
+        ahead: EngineAhead | None = None,
+    ) -> None:
+        self.settings = settings
+        self.log_path = log_path
+        self.start_timeout_s = start_timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        # A folder of its own, mode 0700: a run folder's path may be too long for a Unix socket (108 bytes).
+        self._folder = child_process.private_folder("engine")
+        self.client = EngineClient(
+            str(self._folder / "engine.sock"),
+            is_alive=self.is_alive,
+            describe=self.describe,
+            give_up=self._give_up,
+            silence_s=silence_s,
+        )
+        self._was_silent = False
+        self._ahead = ahead
+        """What may become the process when it is launched first."""
+        self._marks = self._folder / "marks"
+
+    @property
+    def phases(self) -> tuple[tuple[str, float], ...]:
+        """What it has begun to do since it was launched last, and when on the clock of `time.monotonic`; the last is
+        `marks.READY` once it can be asked."""
+        names = start_marks.phase_names(eager=self.settings.enforce_eager)
+        return tuple((names.get(mark, mark), at) for mark, at in start_marks.read_marks(self._marks))
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def describe(self) -> str:
+        """One sentence on the process's state or end, which names its log."""
+        if self.process is None:
+            return "engine process never started"
+        code = self.process.poll()
+        if not self._was_silent:
+            return f"engine process {child_process.ending(code, self.log_path)}"
+        state = "said nothing, and cannot be killed" if code is None else "was killed, as it said nothing"
+        return f"engine process {state}; its log is {self.log_path}"
+
+    def launch(self) -> None:
+        """Start the process without waiting for it, so that other work can overlap its start-up."""
+        model = links_to_one_model(Path(self.settings.model), self._folder / "model")
+        socket = str(self._folder / "engine.sock")
+        settings = msgspec.structs.replace(self.settings, model=str(model), socket=socket)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(settings.socket)
+        path = self._folder / "settings.json"
+        path.write_bytes(msgspec.json.encode(settings))
+        process, ahead, self._ahead = None, self._ahead, None
+        if ahead is not None:
+            self._imports_since(ahead.began)
+            process = ahead.take(path, self._environment(ahead.own), self.log_path)
+        if process is None:
+            self._imports_since(time.monotonic())
+            process = child_process.launch(
+                [sys.executable, "-m", MODULE, str(path)], self._environment(os.environ), self.log_path
+            )
+        self.process = process
+        self._was_silent = False
+
+    def _imports_since(self, began: float) -> None:
+        self._marks.write_text(f"{began:.3f} import\n")
+
+    def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        environment = engine_environment(own, self.settings.threads)
+        environment |= {
+            patch_table.VARIABLE: self.settings.patches,
+            start_marks.VARIABLE: str(self._marks),
+            **child_process.short_temporary_folder(environment, self._folder),
+        }
+        if self.settings.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.settings.gpus)
+        if self.settings.threads is not None and self.settings.tensor_parallel_size > 1:
+            # Left to itself vLLM wants a NUMA node for each worker.
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return environment
+
+    async def wait_ready(self) -> None:
+        """Wait until the engine is in service; raises `EngineError` with what the child raised otherwise."""
+        with contextlib.suppress(TimeoutError):
+            async with Patience(self.start_timeout_s):
+                while not await self._is_ready():
+                    await asyncio.sleep(_POLL_S)
+                return
+        if await self._is_ready():  # asked once more: whoever waits may have come late
+            return
+        await self.stop()
+        raise DeadlineError(
+            f"the engine was not ready after {self.start_timeout_s:g} s (inference.start_timeout_s): {self.describe()}"
+        )
+
+    async def _is_ready(self) -> bool:
+        if not self.is_alive():
+            raise EngineError(f"the engine did not start: {self.describe()}")
+        health = await self.client.health()
+        return health is not None and health.status == "ready"
+
+    async def _give_up(self) -> None:
+        """Kill an engine that says nothing, stopped or frozen as it may be; it is then one that died."""
+        process = self.process
+        if process is not None and process.poll() is None:
+            self._was_silent = True
+            await asyncio.to_thread(child_process.end, process, 0.0)
+
+    async def start(self) -> None:
+        """Launch and wait."""
+        self.launch()
+        await self.wait_ready()
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End the process and everything it started: asked first, killed at the deadline."""
+        await self.client.close()
+        await asyncio.to_thread(self.kill, timeout_s)
+
+    def kill(self, timeout_s: float = 0.0) -> None:
+        """The same from any thread, without an event loop."""
+        if self.process is not None:
+            child_process.end(self.process, timeout_s)
+
+    def remove_files(self) -> None:
+        """Remove the socket's folder; the process can not be started again afterwards."""
+        remove_temporary(self._folder)

@@ -1,0 +1,49 @@
+"""From vLLM's outputs to our completions; everything here has to agree with itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slipstream.inference.plugin.patches import delivery, scoring
+from slipstream.inference.plugin.version_labels import Spans
+from slipstream.records import Completion, GenerateRequest, VersionSpan
+
+_log = logging.getLogger("slipstream.engine")
+
+
+class Refused(Exception):
+    """vLLM, or we in its place, will not compute a request; the text says why."""
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it will not compute."""
+    from vllm import exceptions
+
+    theirs: Any = getattr(exceptions, "VLLMClientError", ValueError)  # in vLLM 0.26 they are ValueErrors
+    return (ValueError, NotImplementedError, theirs)
+
+
+def completion(request: GenerateRequest, output: Any, spans: Spans) -> Completion:
+    """What vLLM's finished output says; raises whatever comes of an output in which tokens and what belongs to them do
+    not agree."""
+    out = output.outputs[0]
+    token_ids = list(out.token_ids)
+    logprobs = delivery.sampled_logprobs(out.logprobs, token_ids)
+    reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
+    text = out.text if request.sampling.stop else ""
+    scores = scoring.prompt_logprobs(output, request) if request.scores_prompt else None
+    versions = [VersionSpan(start, version) for start, version in spans]
+    return Completion(request.id, token_ids, logprobs, reason, versions, text, prompt_logprobs=scores)
+
+
+def aborted(request: GenerateRequest, why: str) -> Completion:
+    """Of a request that was not finished."""
+    return Completion(request.id, [], None, "abort", error=why)
+
+
+def contradiction(request: GenerateRequest, error: Exception) -> Completion:
+    """Of a request whose output `completion` could not read; the log has the traceback."""
+    _log.error("the answer to request %s contradicts itself", request.id, exc_info=error)
+    what = f"{type(error).__name__}: {error}"
+    return Completion(request.id, [], None, "abort", error=f"contradicted itself: {what}", contradiction=what)

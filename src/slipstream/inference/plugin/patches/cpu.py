@@ -1,0 +1,234 @@
+"""What vLLM's CPU workers need so that weights can be updated where they lie, and two of their slow or broken ways.
+
+Each public function without arguments is a patch of `patches.TABLE`; it raises `Absent` where this vLLM has nothing
+for it to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slipstream.inference.plugin.patches import patch_table
+from slipstream.inference.plugin.patches.patch_table import Absent
+
+_packed_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_packed_experts: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Layers of experts, and vLLM's kernel of each."""
+_EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+_pack: Callable[..., None] | None = None
+
+
+def one_adapter() -> None:
+    """On a CPU, compute LoRA adapters with two plain matrix products for each adapter of the step, mostly one.
+
+    For vLLM 0.32: its CPU kernels first copy both matrices once for every token of the step.
+    """
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    wrapper: Any = getattr(punica_cpu, "PunicaWrapperCPU", None)
+    original: Callable[..., None] | None = getattr(wrapper, "add_lora_linear", None)
+    if original is None:
+        raise Absent("PunicaWrapperCPU.add_lora_linear")
+
+    def add_lora_linear(
+        self: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        slots = self.token_lora_indices
+        if not len(slots) == len(x) == len(y) or kwargs or scale != 1.0:
+            original(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs)
+            return
+        parts = y.split(output_slices, dim=-1)
+        used = slots.unique().tolist()
+        for slot in used:
+            if slot < 0:  # tokens without an adapter
+                continue
+            rows = None if len(used) == 1 else (slots == slot).nonzero()[:, 0]
+            mine = x if rows is None else x[rows]
+            for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
+                if rows is None:
+                    part.addmm_(mine @ a[slot, 0].t(), b[slot, 0].t())
+                else:
+                    part.index_add_(0, rows, mine @ a[slot, 0].t() @ b[slot, 0].t())
+
+    wrapper.add_lora_linear = add_lora_linear
+
+
+def seeded_prefill() -> None:
+    """On a CPU, let a seeded request's prompt be split over several steps.
+
+    For vLLM 0.32: the token drawn after a part of a prompt is thrown away and the request's generator wound back
+    with `get_offset`, which CPU generators do not have; the engine dies. We put the generator's state back instead.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner: Any = GPUModelRunner
+    sample, bookkeeping = getattr(runner, "_sample", None), getattr(runner, "_bookkeeping_sync", None)
+    if sample is None or bookkeeping is None:
+        raise Absent("GPUModelRunner._sample and _bookkeeping_sync")
+
+    def discarded(self: Any) -> dict[int, torch.Generator]:
+        mask, generators = self.discard_request_mask.np, self.input_batch.generators
+        return {i: g for i, g in generators.items() if i < self.input_batch.num_reqs and mask[i]}
+
+    def sample_and_wind_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = {g: g.get_state() for g in discarded(self).values()}
+        output = sample(self, *args, **kwargs)
+        for generator, state in states.items():
+            generator.set_state(state)
+        return output
+
+    def bookkeeping_without_winding_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = discarded(self)
+        for i in hidden:
+            del self.input_batch.generators[i]
+        try:
+            return bookkeeping(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators.update(hidden)
+
+    runner._sample = sample_and_wind_back
+    runner._bookkeeping_sync = bookkeeping_without_winding_back
+
+
+def live_weights() -> None:
+    """On a CPU, keep each linear layer's own weight beside the packed copy that its kernel reads.
+
+    For vLLM 0.26 to 0.32: `dispatch_cpu_unquantized_gemm` packs a layer's weight for oneDNN or SGL and then
+    throws the weight away, so later updates reach nothing. We keep it; `repack` makes the packed copy anew.
+    """
+    global _pack
+    from vllm.model_executor.layers import utils, vocab_parallel_embedding
+
+    attribute = "dispatch_cpu_unquantized_gemm"
+    original: Callable[..., None] | None = getattr(utils, attribute, None)
+    if original is None:
+        raise Absent(attribute)
+    _pack = original
+
+    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+        original(layer, remove_weight=False)
+        _packed_layers.add(layer)
+
+    setattr(utils, attribute, keep_weight)
+    if hasattr(vocab_parallel_embedding, attribute):
+        setattr(vocab_parallel_embedding, attribute, keep_weight)
+
+
+def live_experts() -> None:
+    """On a CPU, keep the weights of a layer of experts beside the packed copies that its kernel reads.
+
+    For vLLM 0.32: `CPUUnquantizedExperts` puts the packed copies in the place of the layer's weights, which have the
+    same shape, so that an update would be written over them and read as if it were packed.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        raise Absent("CPUUnquantizedExperts") from None
+    experts: Any = CPUUnquantizedExperts
+    process, compute = experts.process_weights_after_loading, experts.apply
+
+    def pack_beside(self: Any, layer: Any) -> None:
+        own = [getattr(layer, weight) for weight in _EXPERT_WEIGHTS]
+        process(self, layer)
+        if self._use_zentorch:  # packs nothing
+            return
+        packed = [getattr(layer, weight).data for weight in _EXPERT_WEIGHTS]
+        for weight, parameter in zip(_EXPERT_WEIGHTS, own, strict=True):
+            setattr(layer, weight, parameter)
+        self._slipstream_packed = packed
+        _packed_experts[layer] = self
+
+    def compute_packed(self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, *args: Any, **kwargs: Any) -> None:
+        w1, w2 = getattr(self, "_slipstream_packed", (w1, w2))
+        compute(self, output, hidden_states, w1, w2, *args, **kwargs)
+
+    experts.process_weights_after_loading = pack_beside
+    experts.apply = compute_packed
+
+
+def experts_under_lora() -> None:
+    """On a CPU, compute experts with the CPU's kernel also in an engine that has room for LoRA adapters.
+
+    For vLLM 0.32: it then chooses Triton's kernel, which adapters of experts need, and which does not end on a CPU.
+    Adapters of other layers need nothing of it.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    select: Callable[..., Any] | None = getattr(method, "select_unquantized_moe_backend", None)
+    if select is None:
+        raise Absent("select_unquantized_moe_backend")
+
+    def select_as_without(moe_config: Any) -> Any:
+        return select(moe_config=dataclasses.replace(moe_config, is_lora_enabled=False))
+
+    setattr(method, "select_unquantized_moe_backend", select_as_without)  # noqa: B010
+
+
+def _packed(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    if not _packed_layers:  # on a GPU: an update need not walk through the model for it
+        return []
+    return [(name, layer) for name, layer in model.named_modules() if layer in _packed_layers]
+
+
+def _experts(model: torch.nn.Module) -> list[tuple[str, Any, Any]]:
+    if not _packed_experts:
+        return []
+    layers = [(name, layer, _packed_experts.get(layer)) for name, layer in model.named_modules()]
+    return [(name, layer, experts) for name, layer, experts in layers if experts is not None]
+
+
+def check_live(model: torch.nn.Module) -> None:
+    """Raises RuntimeError for a model on a CPU whose weights cannot be updated where they lie."""
+    parameters = dict(model.named_parameters())
+    if not parameters or next(iter(parameters.values())).device.type != "cpu":
+        return
+    patch_table.require("live_cpu_weights")
+    if any(name.endswith(_EXPERT_WEIGHTS) for name in parameters):
+        patch_table.require("live_cpu_experts")
+
+
+def repack(model: torch.nn.Module) -> int:
+    """Make every packed copy anew from its layer's weight; returns how many there are."""
+    layers, experts = _packed(model), _experts(model)
+    for _, layer in layers:
+        assert _pack is not None
+        _pack(layer, remove_weight=False)
+    for _, layer, kernel in experts:
+        kernel.process_weights_after_loading(layer)
+    return len(layers) + len(experts)
+
+
+def stale_packed_layers(model: torch.nn.Module, max_products: int = 1 << 32) -> list[str]:
+    """Names of layers whose kernel does not compute with the weight that the layer shows.
+
+    A linear layer's kernel is asked for its product with the identity matrix, which is the weight itself, exactly: one
+    times a value plus zeros has nothing to round. Layers that need more than `max_products` multiplications are
+    left to the probe. What a layer of experts has packed is compared with its weights packed once more.
+    """
+    stale: list[str] = []
+    for name, layer in _packed(model):
+        weight: torch.Tensor = layer.weight
+        if weight.ndim != 2 or weight.shape[1] * weight.numel() > max_products:
+            continue
+        identity = torch.eye(weight.shape[1], dtype=weight.dtype)
+        if not torch.equal(layer.cpu_linear(identity, weight, None), weight.t()):
+            stale.append(name)
+    for name, layer, kernel in _experts(model):
+        packed = kernel._slipstream_packed
+        kernel.process_weights_after_loading(layer)
+        if not all(map(torch.equal, packed, kernel._slipstream_packed)):
+            kernel._slipstream_packed = packed
+            stale.append(name)
+    return stale

@@ -1,0 +1,116 @@
+"""Log-probabilities of given tokens, at the temperature that the request names.
+
+vLLM scores the tokens of a prompt at temperature 1, whatever the request says; a student that samples at another one
+has to be compared with its teacher at that one. The patch divides the logits, in float32 as the sampler does, before
+they are normalised. It acts on the model runner that this engine really has: the one of vLLM 0.26 and of 0.32 on a CPU
+(`_get_prompt_logprobs_dict`), or the newer one of GPUs (`PromptLogprobsWorker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.inference.plugin.patches.patch_table import Absent
+from slipstream.records import GenerateRequest
+
+PATCH = "scores_at_temperature"
+
+
+def check(request: GenerateRequest, applied: tuple[str, ...]) -> None:
+    """Raises ValueError for a request whose scores would not be what it asks for."""
+    if request.images:
+        raise ValueError("a prompt with images cannot be scored: leave out the images, or scores_prompt")
+    temperature = request.sampling.temperature
+    if temperature <= 0.0:
+        raise ValueError(f"temperature {temperature:g} has no log-probabilities: score at one above 0")
+    if temperature != 1.0 and PATCH not in applied:
+        raise ValueError(
+            f"this vLLM scores given tokens at temperature 1 only, and {temperature:g} is asked for: use "
+            "sampling.temperature = 1"
+        )
+
+
+def prompt_logprobs(output: Any, request: GenerateRequest) -> list[float]:
+    """Of each token of the request's prompt, out of vLLM's output for it."""
+    entries = output.prompt_logprobs
+    if entries is None or len(entries) != len(request.prompt_ids):
+        found = "none" if entries is None else f"{len(entries)}"
+        raise RuntimeError(f"vLLM scored {found} of {len(request.prompt_ids)} tokens")
+    pairs = zip(entries, request.prompt_ids, strict=True)
+    return [0.0 if entry is None else entry[token].logprob for entry, token in pairs]
+
+
+def at_request_temperature(runner: Any) -> None:
+    """Have `runner`, vLLM's model runner, score at each request's temperature."""
+    if hasattr(runner, "_get_prompt_logprobs_dict") and hasattr(runner, "num_prompt_logprobs"):
+        _patch_runner(runner)
+    elif hasattr(getattr(runner, "prompt_logprobs_worker", None), "compute_prompt_logprobs"):
+        _patch_prompt_worker(runner.prompt_logprobs_worker)
+    else:
+        raise Absent("known way of scoring a prompt")
+
+
+def _patch_runner(runner: Any) -> None:
+    original: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
+    normalise: Callable[[Tensor], Tensor] = runner.sampler.compute_logprobs
+
+    def scored(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        wanted: dict[str, int] = runner.num_prompt_logprobs
+        by_temperature: dict[float, dict[str, int]] = {}
+        for name, number in wanted.items():
+            params = runner.requests[name].sampling_params
+            by_temperature.setdefault(params.temperature or 1.0, {})[name] = number
+        found: dict[str, Any] = {}
+        try:
+            for temperature, group in by_temperature.items():
+                runner.num_prompt_logprobs = group  # it takes out whose last token was scored
+                runner.sampler.compute_logprobs = lambda logits, by=temperature: normalise(logits.float() / by)
+                found |= original(hidden_states, num_scheduled_tokens)
+        finally:
+            runner.sampler.compute_logprobs = normalise
+            runner.num_prompt_logprobs = wanted
+        left = {name for group in by_temperature.values() for name in group}
+        for name in [name for name in wanted if name not in left]:
+            del wanted[name]
+        return found
+
+    runner._get_prompt_logprobs_dict = scored
+
+
+def _patch_prompt_worker(worker: Any) -> None:
+    add, remove, compute = worker.add_request, worker.remove_request, worker.compute_prompt_logprobs
+    temperatures: dict[str, float] = {}
+
+    def add_request(name: str, index: int, params: Any) -> None:
+        add(name, index, params)
+        if params.prompt_logprobs is not None:
+            temperatures[name] = params.temperature or 1.0
+
+    def remove_request(name: str) -> None:
+        temperatures.pop(name, None)
+        remove(name)
+
+    def compute_prompt_logprobs(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, batch: Any, *rest: Any) -> Any:
+        wanted = [temperatures.get(name, 1.0) for name in batch.req_ids]
+        if set(wanted) <= {1.0}:
+            return compute(logits_of, hidden, batch, *rest)
+        # vLLM asks for the logits of all tokens of the step in their order, some at a time.
+        by_token = torch.tensor(wanted).repeat_interleave(torch.as_tensor(batch.num_scheduled_tokens))
+        left = by_token.to(hidden.device, non_blocking=True)[:, None]
+
+        def divided(some: Tensor) -> Tensor:
+            nonlocal left
+            mine, left = left[: len(some)], left[len(some) :]
+            return logits_of(some).float() / mine
+
+        found = compute(divided, hidden, batch, *rest)
+        if 0 < len(left) < len(by_token):
+            raise RuntimeError(f"vLLM scored {len(by_token) - len(left)} of the {len(by_token)} tokens of a step")
+        return found
+
+    worker.add_request, worker.remove_request = add_request, remove_request
+    worker.compute_prompt_logprobs = compute_prompt_logprobs

@@ -1,0 +1,68 @@
+"""Which items of the training set make which batch, as a planned config says, and how long making one may be silent.
+
+Guarantees: what the batch of a step is offered, refills included, is a pure function of seed and step, so that a
+resumed run needs no saved position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream.config import RunConfig
+from slipstream.config.traits import apply_timeout_s
+from slipstream.data.sampler import DataOrder
+from slipstream.launch.prepare import Prepared
+from slipstream.orchestrator.dynamic_sampling import Refills
+from slipstream.orchestrator.thread import Waits
+from slipstream.records import Task
+
+START_GRACE_S = 60.0
+
+
+class Draws:
+    """The order of one run's training set."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._config, self._tasks = prepared.config, prepared.train_tasks
+        self._order = DataOrder(prepared.num_items, prepared.config.run.seed)
+        self._size = prepared.config.training.prompts_per_batch
+
+    def items(self, step: int) -> list[int]:
+        """Which items the batch of `step` begins with."""
+        return self._order.at(step * self._size, self._size)
+
+    def tasks(self, step: int) -> list[Task]:
+        """The same, as tasks."""
+        return [self._tasks[item] for item in self.items(step)]
+
+    def refills(self, on_begin: Callable[[int], None]) -> Refills | None:
+        """What may be drawn beside them, under dynamic sampling."""
+        algorithm, max_refills = self._config.algorithm, max_refills_of(self._config)
+        if algorithm.kind == "sft" or not max_refills:
+            return None
+        return Refills(self._further, max_refills, algorithm.reward_threshold, on_begin)
+
+    def _further(self, step: int, number: int) -> list[Task]:
+        return [self._tasks[item] for item in self._order.refill(step, self._size, number)]
+
+
+def max_refills_of(config: RunConfig) -> int:
+    """`algorithm.max_refills` of a planned config; 0 where nothing is generated to train on."""
+    return 0 if config.algorithm.kind == "sft" else int(config.algorithm.max_refills)
+
+
+def quiet_s(config: RunConfig) -> float:
+    """How long a batch or an evaluation may be made without a sign of life: whatever a rollout may wait for has a
+    deadline of its own, and these are all of them."""
+    section, inference = config.environment, config.inference
+    own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
+    engine_s = float(inference.request_timeout_s) + float(inference.start_timeout_s)
+    return own_s + engine_s + apply_timeout_s(config)
+
+
+def waits_of(config: RunConfig, signs: Callable[[], int]) -> Waits:
+    """The trainer's waits for the generating side, whose signs of life `signs` counts."""
+    start_s = float(config.inference.start_timeout_s)
+    # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
+    apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * quiet_s(config)
+    return Waits(start_s + START_GRACE_S, apply_s, quiet_s(config), signs)

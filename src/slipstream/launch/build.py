@@ -1,0 +1,331 @@
+"""The trainer's model and learner as a planned config asks for them; with `single_copy`, in the engine's memory."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.config import RunConfig
+from slipstream.config.traits import uses_critic
+from slipstream.errors import ConfigError, DeadlineError, EngineError
+from slipstream.launch.engines import RunEngine
+from slipstream.launch.plan.measure import adapter_config
+from slipstream.records import SamplingParams
+from slipstream.runlog.temporary import temporary
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from slipstream.launch.ranks.processes import RankCrew
+    from slipstream.trainer.critic import Critic
+    from slipstream.trainer.distributed.fsdp import RankGroup
+    from slipstream.trainer.distributed.worker import Part
+    from slipstream.trainer.learner import Learner, Scorer
+    from slipstream.trainer.model.policy import PolicyModel, SharedTensors
+    from slipstream.trainer.objectives import Objective
+    from slipstream.trainer.optim.base import Optimizer
+    from slipstream.weights.bridges.single_copy import SharedWeights
+
+Stage = Callable[[str], AbstractContextManager[object]]
+"""What is done within it has this name (`stages.Stages.stage`)."""
+_log = logging.getLogger(__name__)
+POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
+"""What the ranks call the models of a run."""
+
+
+class CompilerFailed(ConfigError):
+    """The model's layers were to be compiled and cannot be; `problem` says why."""
+
+    def __init__(self, problem: str, message: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run trains, and what it measures from."""
+
+    learner: Learner
+    reference: Scorer | None
+    """What the KL term measures from: under LoRA the base, in the same memory."""
+    critic: Critic | None
+
+
+def load_model(config: RunConfig, shared: SharedTensors | None = None, group: RankGroup | None = None) -> PolicyModel:
+    """The model on the trainer's device; its parameters are `shared`, or its own. With a `group` rank 0 has it on the
+    CPU and the others have it without values: it is to be spread."""
+    import torch
+
+    from slipstream.trainer.model.policy import PolicyModel
+
+    model, training = config.model, config.training
+    assert model.dtype != "auto"
+    loaded = PolicyModel.load(
+        model.path,
+        model.dtype,
+        "cuda" if torch.cuda.is_available() and group is None else "cpu",
+        model.trust_remote_code,
+        packing=training.packing,
+        checkpointing=False if training.gradient_checkpointing == "auto" else training.gradient_checkpointing,
+        offload=training.offload_activations,
+        shared=shared,
+        unread=group is not None and group.rank > 0,
+        checked=group is None,
+        fp32_head=model.fp32_head,
+        max_model_len=None if config.inference.max_model_len == "auto" else config.inference.max_model_len,
+    )
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what reading and comparing took, some gigabytes that an engine may have on this card
+    return loaded
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a KL term measures from the start model."""
+    return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
+
+
+def import_ahead(config: RunConfig) -> None:
+    """Import what `build` will, and make the network without its values: what need not wait for an engine that has the
+    weights."""
+    import torch
+    from transformers import AutoConfig
+
+    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.trainer.model.vision_towers import auto_class
+
+    importlib.import_module("slipstream.trainer.critic")
+    if config.training.compile is True:
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("slipstream.trainer.model.compilation")
+    trusted = config.model.trust_remote_code
+    settings = AutoConfig.from_pretrained(resolve_folder(config.model.path), trust_remote_code=trusted)
+    with torch.device("meta"):
+        auto_class(settings).from_config(settings, trust_remote_code=trusted)
+
+
+def compile_ahead(config: RunConfig) -> None:
+    """Compile the layers of a small network like the policy's, whose weights are still with an engine that starts: the
+    policy's then need no compiler. Where that cannot be done nothing is lost but the time."""
+    import torch
+
+    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.trainer.model.stand_in import save_stand_in
+
+    model = config.model
+    assert model.dtype != "auto"
+    try:
+        with temporary("stand-in") as folder, torch.random.fork_rng(devices=[]):  # its weights are drawn
+            save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
+            alike = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
+            compile_if_asked(alike, load_model(alike), row_tokens=int(config.training.micro_batch_tokens))
+    except Exception as error:  # noqa: BLE001 - the model itself is compiled all the same, or says why not
+        _log.info("layers are not compiled ahead (%s)", error)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def build(
+    config: RunConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
+) -> Trained:
+    """Everything in this process, the policy's weights in the memory of the only one of `workers`, where there is one;
+    `planned_bytes` is what the trainer was planned to take. Raises ConfigError where layers are to be compiled and
+    cannot be: without it they need more memory than was planned."""
+    from slipstream.trainer.critic import Critic, ValueModel
+    from slipstream.trainer.learner import Learner, Reference
+
+    tokens = config.training.micro_batch_tokens
+    assert isinstance(tokens, int)
+
+    def learner(model: PolicyModel) -> Learner:
+        with stage("compile the layers") if config.training.compile is True else nullcontext():
+            compile_if_asked(config, model)
+        return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
+
+    with stage("load the trainer's model"):
+        model = with_adapter(config, load_model(config, open_shared(config, workers)))
+    policy = learner(model)
+    policy.planned_bytes = planned_bytes
+    reference = None
+    if needs_reference(config):
+        with stage("load the reference"):
+            reference = load_model(config) if policy.model.adapter is None else policy.model.without_adapter()
+    critic = None
+    if uses_critic(config):
+        with stage("load the critic"):
+            value_model = ValueModel(with_adapter(config, load_model(config)))
+        critic = Critic(learner(value_model), config.critic)
+    return Trained(policy, None if reference is None else Reference(reference, tokens), critic)
+
+
+def compile_if_asked(
+    config: RunConfig, model: PolicyModel, group: RankGroup | None = None, *, row_tokens: int = 0
+) -> None:
+    """Compile the layers of `model` under `training.compile`, for rows of `row_tokens` too; with a `group` a
+    collective, which fails on all ranks alike. Raises ConfigError, see `build`."""
+    from slipstream.trainer.model.compilation import compile_layers
+
+    if config.training.compile is not True:
+        return
+    if problem := compile_layers(model, None if group is None else group.first_problem, row_tokens=row_tokens):
+        raise CompilerFailed(
+            problem,
+            f"training.compile is on and the model's layers could not be compiled ({problem}): set "
+            "training.compile = false, with which less fits on the GPU",
+        )
+
+
+def build_sharded(
+    config: RunConfig, sampling: SamplingParams, crew: RankCrew, planned_bytes: int, stage: Stage = nullcontext
+) -> Trained:
+    """The same where every rank has a share of it; this one's, and how the others are reached. `planned_bytes` is what
+    each was planned to take."""
+    from slipstream.trainer.critic import Critic
+    from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
+
+    tokens = config.training.micro_batch_tokens
+    assert isinstance(tokens, int)
+    with stage("start the ranks"):
+        group = crew.join()
+    with stage("load and compile on all ranks"), crew.loading():
+        parts = build_parts(config, sampling, group, crew.shared)
+    learner = ShardedLearner(POLICY, parts[POLICY], crew, micro_batch_tokens=tokens)
+    learner.planned_bytes = planned_bytes
+    reference = ShardedScorer(REFERENCE, parts[REFERENCE], crew, tokens) if REFERENCE in parts else None
+    critic = None
+    if CRITIC in parts:
+        critic = Critic(ShardedLearner(CRITIC, parts[CRITIC], crew, micro_batch_tokens=tokens), config.critic)
+    return Trained(learner, reference, critic)
+
+
+def build_parts(
+    config: RunConfig,
+    sampling: SamplingParams,
+    group: RankGroup,
+    shared: Sequence[SharedWeights] = (),
+    *,
+    trains: bool = True,
+) -> dict[str, Part]:
+    """One rank's share of every model of the run; the same calls in the same order on every rank. The policy's is in
+    the `shared` memory of the engine's workers, where there is such. Unless it `trains` there is only the policy."""
+    from slipstream.trainer.critic import ValueModel, ValueObjective
+    from slipstream.trainer.distributed.engine_memory import WorkerMemory
+    from slipstream.trainer.distributed.worker import Part
+
+    def spread(model: PolicyModel, *, checked: bool = True) -> PolicyModel:
+        group.spread(model, checked=checked)
+        return model
+
+    policy = with_adapter(config, load_model(config, group=group))
+    policy.check_parts()
+    memory = WorkerMemory(policy, shared, group.rank) if shared else None
+    group.spread(policy, memory=memory)
+    if not trains:
+        return {POLICY: Part(group, policy, memory=memory)}
+    compile_if_asked(config, policy, group)
+    optimizer, keeps_whole = build_optimizer(config, policy.network, rank=group.rank), config.training.reshard == "step"
+    parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling), memory, keeps_whole)}
+    if needs_reference(config):
+        frozen = spread(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
+        parts[REFERENCE] = Part(group, frozen)
+    if uses_critic(config):
+        model = spread(ValueModel(with_adapter(config, load_model(config, group=group))), checked=False)
+        compile_if_asked(config, model, group)
+        optimizer = build_optimizer(config, model.network, rank=group.rank)
+        objective = ValueObjective(config.critic.value_clip)
+        parts[CRITIC] = Part(group, model, optimizer, objective, keeps_whole=keeps_whole)
+    return parts
+
+
+def build_objective(config: RunConfig, sampling: SamplingParams) -> Objective:
+    """What `algorithm` minimises."""
+    from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+
+    if config.algorithm.kind == "sft":
+        return SFTObjective()
+    return PolicyObjective(config.algorithm, sampling, config.teacher.coef if config.teacher else None)
+
+
+def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
+    """`model`, and beside it the adapter that [lora] asks for."""
+    if (lora := config.lora) is not None:
+        model.add_adapter(adapter_config(config), Path(lora.path) if lora.path else None)
+    return model
+
+
+def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Optimizer:
+    """What `training.optimizer` names, for all that is trainable in `network`, or for this rank's share of it."""
+    from slipstream.trainer.model.lora import rate_in_adapter
+    from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
+    from slipstream.trainer.optim.base import MasterAdamW
+    from slipstream.trainer.optim.muon import MasterMuon
+
+    training, named = config.training, network.named_parameters()
+    options: dict[str, Any] = {
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "weight_decay": training.weight_decay,
+        "max_grad_norm": training.max_grad_norm,
+        "rate_of": partial(rate_in_adapter, 1.0 if config.lora is None else config.lora.plus_ratio),
+    }
+    if training.optimizer == "adamw_bf16":
+        return RoundedAdamW(named, seed=config.run.seed + (rank << 32), **options)
+    if training.optimizer == "adamw_8bit":
+        from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
+
+        return MasterAdamW8bit(named, **options)
+    if training.optimizer == "adamw_paged":
+        from slipstream.trainer.optim.paged import MasterPagedAdamW
+
+        return MasterPagedAdamW(named, **options)
+    if training.optimizer == "muon":
+        return MasterMuon(named, network, momentum=training.muon_momentum, **options)
+    return MasterAdamW(named, **options)
+
+
+async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
+    """Where each worker of an engine that is ready has its live weights. Raises CannotShare when it lives and cannot
+    say so."""
+    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.weights.bridges.single_copy import CannotShare
+    from slipstream.weights.model_files import stored_parameters
+
+    folder = resolve_folder(config.model.path)
+    try:
+        return await engine.share(stored_parameters(folder, config.model.dtype), float(config.weights.apply_timeout_s))
+    except DeadlineError:
+        raise
+    except EngineError as error:
+        if not engine.is_up:
+            raise
+        raise CannotShare(f"the engine cannot share its weights ({error})") from error
+
+
+def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
+    """The weights of the only worker, checked against the model's files, which takes as long as reading them; without
+    workers nothing."""
+    import torch
+
+    from slipstream.trainer.model.policy import SharedTensors, resolve_folder
+    from slipstream.weights.bridges.single_copy import check_loaded, open_weights
+    from slipstream.weights.model_files import stored_parameters
+
+    if not workers:
+        return None
+    (shared,) = workers
+    folder = resolve_folder(config.model.path)
+    tensors, refused = open_weights(shared), dict(shared.refused)
+    for stored in stored_parameters(folder, config.model.dtype):
+        if stored.name in tensors and tuple(tensors[stored.name].shape) != stored.shape:
+            refused[stored.name] = "vLLM keeps only a part of it"
+            del tensors[stored.name]
+    check_loaded(tensors, folder)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # before something small that stays lies in what was compared
+    return SharedTensors(tensors, refused)

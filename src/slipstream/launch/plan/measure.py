@@ -1,0 +1,334 @@
+"""Measures what a plan rests on: this machine, the model's shape, and the lengths of the tasks.
+
+Guarantees: reads, never changes anything; whatever cannot be read is a ConfigError. Importing it is cheap:
+torch, transformers and safetensors are imported when a fact needs them. The model's weights are not loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from slipstream.config import RunConfig
+from slipstream.errors import ConfigError
+from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts
+from slipstream.launch.plan.machine import measure_disk, measure_gpus, name_card, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.memory.peaks import find_peaks
+from slipstream.launch.plan.vllm_version import read_engine
+from slipstream.launch.preflight.model_folder import hub_id
+from slipstream.launch.recovery.shortages import find_shortages
+from slipstream.records import Message, Task
+from slipstream.records import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from slipstream.weights.adapter_folder import AdapterConfig
+
+MAX_MEASURED = 1000
+NAMES_IN_CONFIG = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "context_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "vocab_size": ("vocab_size",),
+}
+
+
+class Tokenizer(Protocol):
+    """The part of `data.chat.ChatTokenizer` that is needed to count."""
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt tokens, with the generation prompt."""
+        ...
+
+    def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"]) -> TokenSequence:
+        """The tokens of a whole conversation; `mask` is set on what the assistant says."""
+        ...
+
+
+def gather_facts(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    *,
+    eval_tasks: Sequence[Task] = (),
+    conversations: Sequence[Sequence[Message]] = (),
+    gold: Callable[[Task], str | None] = lambda task: task.answer,
+    max_turns: int = 1,
+    num_requested_tasks: int | None = None,
+    thinks: bool = False,
+) -> Facts:
+    """Measure the machine, the model at `config.model.path` and the tasks.
+
+    `conversations` are SFT's own data; without them SFT trains on the tasks' gold answers. `thinks`: see `ModelFacts`.
+    Raises ConfigError when the model cannot be read.
+    """
+    num_gpus, gpu_memory_bytes = measure_gpus()
+    trusted = config.model.trust_remote_code
+    card, torch_version = name_card() if num_gpus else ("", "")
+    peaks, told = find_peaks(config.run.folder) if num_gpus else ((), ())
+    shortages, damage = find_shortages(config.run.folder)
+    return Facts(
+        num_cpus=usable_cpus(),
+        memory_bytes=usable_memory_bytes(),
+        model=dataclasses.replace(
+            with_scores(config, read_trained_model(config.model.path, trust_remote_code=trusted)), thinks=thinks
+        ),
+        data=dataclasses.replace(
+            measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
+            max_turns=max_turns,
+            num_requested_tasks=num_requested_tasks,
+            num_eval_tasks=len(eval_tasks) or None,
+        ),
+        num_gpus=num_gpus,
+        gpu_memory_bytes=gpu_memory_bytes,
+        card=card,
+        torch=torch_version,
+        adapter=measure_adapter(config),
+        engine=read_engine(on_cpu=num_gpus == 0),
+        teacher=read_teacher(config),
+        disk=measure_disk(config.run.folder),
+        peaks=peaks,
+        peaks_told=(*told, *damage),
+        shortages=shortages,
+    )
+
+
+def read_teacher(config: RunConfig) -> ModelFacts | None:
+    """The shape of the model at `teacher.path`."""
+    if config.teacher is None or config.teacher.path is None:
+        return None
+    try:
+        return read_model(config.teacher.path, trust_remote_code=config.model.trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
+
+
+def measure_adapter(config: RunConfig) -> AdapterFacts | None:
+    """Size and layers of the adapter that [lora] makes. Raises ConfigError when its targets are not in the model, or
+    when the adapter to start from does not fit."""
+    if config.lora is None:
+        return None
+    from slipstream.trainer.model.lora import blank_adapter
+    from slipstream.weights.adapter_folder import check_adapter_fits
+
+    model, lora = config.model, config.lora
+    adapter = blank_adapter(model.path, adapter_config(config), trust_remote_code=model.trust_remote_code)
+    if lora.path is not None:
+        check_adapter_fits(Path(lora.path), adapter.config, adapter.shapes())
+    targets = tuple(sorted({name.rpartition(".")[2] for name in adapter.layers}))
+    num_outputs = sum(layer.lora_A.shape[0] + layer.lora_B.shape[0] for layer in adapter.layers.values())
+    unreached = adapter.unreached
+    return AdapterFacts(adapter.num_parameters, targets, num_outputs, sum(unreached.values()), tuple(sorted(unreached)))
+
+
+def adapter_config(config: RunConfig) -> AdapterConfig:
+    """[lora] as it is written into an adapter's folder."""
+    from slipstream.weights.adapter_folder import AdapterConfig
+
+    lora = config.lora
+    assert lora is not None
+    targets = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
+    return AdapterConfig(lora.rank, lora.alpha, targets, hub_id(config.model.path), dora=lora.dora)
+
+
+def measure_data(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    eval_tasks: Sequence[Task] = (),
+    conversations: Sequence[Sequence[Message]] = (),
+    gold: Callable[[Task], str | None] = lambda task: task.answer,
+) -> DataFacts:
+    """Count tokens: of every prompt, and of the longest answers and conversations.
+
+    Answers and conversations are measured among the 1,000 longest by their bytes: the plan leaves room
+    above them, while a prompt that does not fit would be refused.
+    """
+    is_sft = config.algorithm.kind == "sft"
+    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
+    generating: list[Task] = [] if is_sft else list(tasks)
+    if config.evaluation is not None:
+        generating += eval_tasks
+    trained: Sequence[Sequence[Message]] = (conversations or _answered((*tasks, *eval_tasks), gold)) if is_sft else ()
+    longest = sorted(trained, key=_num_bytes, reverse=True)[:MAX_MEASURED]
+    return DataFacts(
+        num_train_tasks=len(conversations) or len(tasks),
+        max_prompt_tokens=max((len(tokenizer.render(task.prompt)) for task in generating), default=0),
+        max_answer_tokens=longest_answer((*tasks, *eval_tasks), tokenizer, gold),
+        max_sequence_tokens=max((len(tokenizer.training_tokens(turns, train_on)) for turns in longest), default=None),
+    )
+
+
+def longest_answer(tasks: Iterable[Task], tokenizer: Tokenizer, gold: Callable[[Task], str | None]) -> int | None:
+    """Tokens of the longest gold answer, with its end token, among the 1,000 of most bytes; None without any."""
+    answers = sorted(_answered(tasks, gold), key=lambda turns: _num_bytes(turns[-1:]), reverse=True)[:MAX_MEASURED]
+    return max((tokenizer.training_tokens(turns, "last").num_trainable for turns in answers), default=None)
+
+
+def _answered(tasks: Iterable[Task], gold: Callable[[Task], str | None]) -> list[tuple[Message, ...]]:
+    return [
+        (*task.prompt, Message(role="assistant", content=answer))
+        for task in tasks
+        if (answer := gold(task)) is not None
+    ]
+
+
+def _num_bytes(turns: Sequence[Message]) -> int:
+    return sum(len(str([turn.as_chat(), turn.tools]).encode(errors="surrogatepass")) for turn in turns)
+
+
+def read_trained_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
+    """The same as `read_model`, and how much of it is an image tower, which is not trained."""
+    facts = read_model(path, trust_remote_code=trust_remote_code)
+    if _config_values(path, trust_remote_code).get("vision_config") is None:
+        return facts
+    from slipstream.trainer.model.vision_towers import blank_network, frozen_parameters
+
+    network = blank_network(path, trust_remote_code=trust_remote_code)
+    num_frozen = sum(parameter.numel() for parameter in frozen_parameters(network))
+    return dataclasses.replace(facts, num_frozen=num_frozen)
+
+
+def with_scores(config: RunConfig, model: ModelFacts) -> ModelFacts:
+    """`model` as attention without packing computes it."""
+    if config.training.packing:
+        return model
+    from slipstream.trainer.model.policy import unpacked_attention
+
+    implementation, is_capped = unpacked_attention(config.model.path, config.model.trust_remote_code)
+    if implementation != "eager":
+        return model
+    return dataclasses.replace(model, scores="capped" if is_capped else "plain")
+
+
+def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
+    """The shape of the model in a local folder, or of the hub id `path`.
+
+    Parameters are counted in the folder's safetensors files; where these are still to come, in the network that
+    transformers makes of the configuration, without memory.
+    """
+    folder = Path(path)
+    values = _config_values(path, trust_remote_code)
+    shape = values.get("text_config") or values
+    if folder.is_dir() and any(_first(shape, names) is None for names in NAMES_IN_CONFIG.values()):
+        # A config file may leave out what its class has as a default.
+        values = _library_config(path, trust_remote_code)
+        shape = values.get("text_config") or values
+    return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None, trust_remote_code)
+
+
+def _config_values(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    folder = Path(path)
+    if folder.is_dir():
+        return _read_config_file(folder)
+    if folder.exists() or path.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f'model.path = "{path}" is not a folder: give a folder in Hugging Face format or a hub id')
+    return _library_config(path, trust_remote_code)
+
+
+def _model_facts(
+    path: str,
+    values: Mapping[str, Any],
+    shape: Mapping[str, Any],
+    num_parameters: int | None,
+    trust_remote_code: bool,
+) -> ModelFacts:
+    found: dict[str, Any] = {}
+    for name, alternatives in NAMES_IN_CONFIG.items():
+        value = _first(shape, alternatives)
+        if not isinstance(value, int):
+            raise ConfigError(
+                f'the config of model.path = "{path}" has no {alternatives[0]}: use a decoder-only language model'
+            )
+        found[name] = value
+    hidden, num_heads = found["hidden_size"], found["num_heads"]
+    dtype = values.get("dtype") or values.get("torch_dtype") or shape.get("dtype") or "float32"
+    is_tied = bool(shape.get("tie_word_embeddings", values.get("tie_word_embeddings", True)))
+    facts = ModelFacts(
+        **found,
+        tied_embeddings=is_tied,
+        num_parameters=num_parameters or 0,
+        intermediate_size=_first(shape, ("intermediate_size", "n_inner", "ffn_dim")) or 4 * hidden,
+        num_kv_heads=_first(shape, ("num_key_value_heads",)) or num_heads,
+        head_dim=_first(shape, ("head_dim",)) or hidden // num_heads,
+        dtype=str(dtype).removeprefix("torch."),
+        num_experts=_first(shape, ("num_experts", "num_local_experts", "n_routed_experts")) or 0,
+        original_context=_original_context(shape),
+    )
+    if num_parameters is not None:
+        return facts
+    from slipstream.trainer.model.vision_towers import blank_network
+
+    network = blank_network(path, trust_remote_code=trust_remote_code)
+    return dataclasses.replace(facts, num_parameters=sum(each.numel() for each in network.parameters()))
+
+
+def _original_context(shape: Mapping[str, Any]) -> int:
+    """See `ModelFacts`; `rope_scaling` is what older config files call it, and `su` the kind."""
+    given = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    for part in (given, *given.values()):
+        if isinstance(part, Mapping) and part.get("rope_type", part.get("type")) in ("longrope", "su"):
+            return int(_first({**shape, **part}, ("original_max_position_embeddings", "max_position_embeddings")) or 0)
+    return 0
+
+
+def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _read_config_file(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if (folder / "adapter_config.json").is_file():
+            raise ConfigError(
+                f'model.path = "{folder}" is a LoRA adapter: give its base as model.path and this folder as lora.path, '
+                "or make a whole model of it with slipstream export --merged"
+            ) from None
+        raise ConfigError(f'model.path = "{folder}" has no config.json: give a folder in Hugging Face format') from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): save the model again") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is not a JSON object: save the model again")
+    return values
+
+
+def _library_config(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f'model.path = "{path}" is neither a local folder nor a hub id that can be read ({reason}): '
+            "check the spelling, or give the path of a folder"
+        ) from None
+
+
+def _count_parameters(folder: Path) -> int | None:
+    """Elements of all tensors in the model's files; None when there are none."""
+    from safetensors import SafetensorError, safe_open
+
+    from slipstream.weights.model_files import weight_files
+
+    try:
+        files = weight_files(folder)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"the index of {folder} cannot be read ({error}): save the model again") from None
+    total = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
+                    size = 1
+                    for length in tensors.get_slice(name).get_shape():
+                        size *= length
+                    total += size
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}): save the model again") from None
+    return total if files else None

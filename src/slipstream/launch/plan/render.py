@@ -1,0 +1,50 @@
+"""Shows a plan: as tables for a terminal, as JSON for a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from slipstream.launch.plan.derive import Plan
+from slipstream.launch.plan.summary import Note
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+def render_plan(plan: Plan) -> Group:
+    """Two tables, derived settings and what follows from them, and the warnings; a rich renderable."""
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.table import Table
+
+    settings = Table("setting", "value", "why", title="derived settings", title_justify="left", box=None)
+    for item in plan.derived:
+        settings.add_row(item.name, _plain(item.value), escape(item.reason))
+    totals = Table("", "", "", title="what follows", title_justify="left", box=None, show_header=False)
+    for note in plan.notes:
+        totals.add_row(note.name, _amount(note), escape(note.how))
+    warnings = [f"[yellow]warning:[/] {escape(warning)}" for warning in plan.warnings]
+    told = [escape(sentence) for sentence in plan.told]
+    return Group(settings, "", totals, *(["", *told] if told else []), *(["", *warnings] if warnings else []))
+
+
+def plan_as_json(plan: Plan) -> str:
+    """An object with `config`, `derived`, `notes`, `earlier_runs` and `warnings`, in JSON."""
+    content: dict[str, Any] = {
+        "config": plan.config.model_dump(mode="json"),
+        "derived": [dataclasses.asdict(item) for item in plan.derived],
+        "notes": [dataclasses.asdict(note) for note in plan.notes],
+        "earlier_runs": list(plan.told),
+        "warnings": list(plan.warnings),
+    }
+    return json.dumps(content, indent=2)
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool) else f"{value}"
+
+
+def _amount(note: Note) -> str:
+    return f"{note.value:,} {note.unit}".rstrip()

@@ -1,0 +1,294 @@
+"""The other trainer processes of a run (ranks 1 and up): started, told what to do, watched, and ended.
+
+Each is a child with its own log, `logs/rank-1.log`. Commands and answers go over a pair of sockets that only the two
+have; tensors of the model over the ranks' process group. Guarantees: a rank that fails, dies, or does not answer within
+`training.rank_timeout_s` ends the run with a sentence that names it; none outlives the run, however that ends, since
+each kills itself when its channel closes (`launch/ranks/child.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from slipstream import errors
+from slipstream.config import RunConfig
+from slipstream.errors import RankError, SlipstreamError, ZeroGradientError
+from slipstream.inference import child_process
+from slipstream.launch.ranks.channel import Channel, ChannelClosed
+from slipstream.records import SamplingParams
+from slipstream.runlog.temporary import make_temporary, remove_temporary
+from slipstream.weights.bridges.single_copy import SharedWeights
+
+if TYPE_CHECKING:
+    from slipstream.trainer.distributed.fsdp import RankGroup
+    from slipstream.trainer.distributed.worker import Answer, AnyCommand
+
+PROGRAM = "slipstream.launch.ranks.child"
+"""The module that a rank runs."""
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
+_START_S = 300.0
+"""How long a rank may take to start and import what it needs, at least."""
+_GRACE_S = 5.0
+"""How long to look for who has died, once somebody must have."""
+_POLL_S = 0.1
+
+
+class RankSettings(msgspec.Struct, frozen=True):
+    """What a rank must know before its first command."""
+
+    config: str
+    """The planned `RunConfig` as JSON."""
+    sampling: SamplingParams
+    rank: int
+    size: int
+    store: str
+    """File of the rendezvous, in a folder of mode 0700 that is this run's alone."""
+    shared: tuple[SharedWeights, ...] = ()
+    """The memory of the engine's workers, one for each rank, where the policy is in it."""
+    trains: bool = True
+    """Otherwise the ranks only hold the policy, for a measurement."""
+
+
+def rank_threads(config: RunConfig) -> int:
+    """Threads of each trainer process."""
+    assert isinstance(config.run.threads, int)
+    return max(1, config.run.threads // config.training.ranks)
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    log: Path
+
+
+class RankCrew:
+    """See the module; `together` and `meanwhile` are what `trainer.sharded.Crew` asks for."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sampling: SamplingParams,
+        logs: Path,
+        shared: tuple[SharedWeights, ...] = (),
+        *,
+        trains: bool = True,
+    ) -> None:
+        self.shared = shared
+        self._size, self._timeout_s = config.training.ranks, config.training.rank_timeout_s
+        self._folder = make_temporary("ranks")
+        self._store = str(self._folder / "store")
+        self._ranks: list[_Rank] = []
+        self._group: RankGroup | None = None
+        self._ended = threading.Event()
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            for number in range(1, self._size):
+                settings = RankSettings(
+                    config.model_dump_json(), sampling, number, self._size, self._store, shared, trains
+                )
+                self._ranks.append(self._launch(settings, logs / f"rank-{number}.log", rank_threads(config)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, settings: RankSettings, log: Path, threads: int) -> _Rank:
+        path = self._folder / f"rank-{settings.rank}.json"
+        path.write_bytes(msgspec.json.encode(settings))
+        channel, theirs = Channel.pair()
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+        with theirs:
+            process = child_process.launch(
+                [sys.executable, "-m", PROGRAM, str(path), str(theirs.fileno())],
+                environment,
+                log,
+                stdin=subprocess.DEVNULL,
+                inherits=[theirs.fileno()],
+            )
+        return _Rank(settings.rank, process, channel, log)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that were started, each with a session of its own."""
+        return tuple(rank.process.pid for rank in self._ranks)
+
+    def join(self) -> RankGroup:
+        """Meet the others; every rank then does the same: loads its share, and says when it has (`ready`)."""
+        from slipstream.trainer.distributed.fsdp import RankGroup
+
+        self._answers("start", max(_START_S, self._timeout_s))
+        with self._blaming("meet"):
+            self._group = RankGroup(self._store, 0, self._size, timeout_s=self._timeout_s)
+        if self._group.device.type == "cuda":
+            threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
+        return self._group
+
+    @contextlib.contextmanager
+    def loading(self) -> Generator[None]:
+        """While this rank loads its share; waits for the others at the end."""
+        with self._blaming("load the model"):
+            yield
+        self._answers("load the model")
+
+    def together(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
+        """Have every rank carry out its command, this one with `do`; their answers in order."""
+        doing = commands[0].doing
+        with self._blaming(doing):
+            self._tell(commands[1:])
+            try:
+                own = do(commands[0])
+            except ZeroGradientError:
+                # Of all ranks alike: they wait for the next command.
+                self._answers(doing)
+                raise
+        return [own, *self._answers(doing)]
+
+    @contextlib.contextmanager
+    def meanwhile(self, command: AnyCommand) -> Generator[None]:
+        """The other ranks carry out `command` while this one does its part inside."""
+        doing = command.doing
+        with self._blaming(doing):
+            self._tell([command] * len(self._ranks))
+            try:
+                yield
+            except GeneratorExit:
+                # Whoever wanted the tensors had enough: all ranks have come to the end of it nevertheless.
+                self._answers(doing)
+                raise
+        self._answers(doing)
+
+    def _tell(self, commands: Sequence[AnyCommand]) -> None:
+        for rank, command in zip(self._ranks, commands, strict=True):
+            with contextlib.suppress(ChannelClosed):
+                rank.channel.send(msgspec.msgpack.encode(command), self._timeout_s)
+
+    def _answers(self, doing: str, timeout_s: float | None = None) -> list[Answer]:
+        longest_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + longest_s
+        found: list[Answer] = []
+        for rank in self._ranks:
+            try:
+                answer = _decode(rank.channel.receive(max(0.0, deadline - time.monotonic())))
+            except ChannelClosed as error:
+                raise self._failure() or RankError(f"{self._name(rank)} ended while it was to {doing}") from error
+            except TimeoutError as error:
+                raise RankError(
+                    f"{self._name(rank)} did not {doing} within {longest_s:g} s (training.rank_timeout_s): raise it, "
+                    f"or look at {rank.log}"
+                ) from error
+            if answer.error:
+                raise self._failure({rank.number: answer}) or self._said(rank, answer)
+            found.append(answer)
+        return found
+
+    @contextlib.contextmanager
+    def _blaming(self, doing: str) -> Generator[None]:
+        """An error that another rank's end has caused here becomes one sentence about that rank."""
+        from torch import OutOfMemoryError
+
+        try:
+            yield
+        except OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError, ValueError) as error:
+            if (failure := self._failure()) is not None:
+                raise failure from error
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise RankError(
+                    f"the trainer's {self._size} processes did not come together to {doing} within {self._timeout_s:g}"
+                    " s (training.rank_timeout_s): look at logs/rank-*.log"
+                ) from error
+            raise
+
+    def _failure(self, known: dict[int, Answer] | None = None) -> SlipstreamError | None:
+        """Who failed first, as far as that can be seen: one that was killed, one that says why, one that ended."""
+        said = dict(known or {})
+        deadline = time.monotonic() + _GRACE_S
+        while True:
+            for rank in self._ranks:
+                code = rank.process.poll()
+                if code is not None and code < 0:
+                    name = signal.Signals(-code).name
+                    return RankError(f"{self._name(rank)} was killed ({name}): continue with --resume")
+                if rank.number not in said and (answer := _pending(rank)) is not None:
+                    said[rank.number] = answer
+            for rank in self._ranks:
+                answer = said.get(rank.number)
+                if answer is not None and answer.kind not in ("RuntimeError", "DistBackendError", "DistNetworkError"):
+                    return self._said(rank, answer)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        for rank in self._ranks:
+            if (answer := said.get(rank.number)) is not None:
+                return self._said(rank, answer)
+            if (code := rank.process.poll()) is not None:
+                return RankError(f"{self._name(rank)} {child_process.ending(code, rank.log)}")
+        return None
+
+    def _said(self, rank: _Rank, answer: Answer) -> SlipstreamError:
+        kind = getattr(errors, answer.kind, None)
+        if isinstance(kind, type) and issubclass(kind, SlipstreamError):
+            return kind(answer.error)
+        return RankError(f"{self._name(rank)} failed ({answer.kind}: {answer.error}): look at {rank.log}")
+
+    def _name(self, rank: _Rank) -> str:
+        return f"trainer process {rank.number} (of 0 to {self._size - 1})"
+
+    def _watch(self) -> None:
+        """End NCCL's waits for a rank that has died; gloo notices by itself."""
+        while not self._ended.wait(_POLL_S):
+            if any(rank.process.poll() is not None for rank in self._ranks) and self._group is not None:
+                self._group.abort()
+                return
+
+    def kill(self) -> None:
+        """End all at once, from any thread."""
+        self._ended.set()
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End all: they go by themselves when their channel closes, and are killed if they do not."""
+        self._ended.set()
+        for rank in self._ranks:
+            rank.channel.close()
+        for rank in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(_GRACE_S)
+        self.kill()
+        for rank in self._ranks:
+            rank.process.wait(_GRACE_S)
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+        remove_temporary(self._folder)
+
+
+def _decode(message: bytes) -> Answer:
+    from slipstream.trainer.distributed.worker import Answer
+
+    return msgspec.msgpack.decode(message, type=Answer)
+
+
+def _pending(rank: _Rank) -> Answer | None:
+    """What a rank that failed has said of it, if it has come."""
+    try:
+        answer = _decode(rank.channel.receive(0.0))
+    except (ChannelClosed, TimeoutError):
+        return None
+    return answer if answer.error else None

@@ -1,0 +1,119 @@
+"""A run whose engine died with the only copy of the weights goes on from its last checkpoint, by itself.
+
+Guarantees: at most `run.max_restarts` times for one command, each time after a longer wait, and never when an attempt
+died at a step at which one before it had died: the error of the last attempt is then what ended the run. Errors of the
+run file, the data, the environment or the training end a run as ever. What has happened is read from the run folder
+alone, and the next attempt is a process that has nothing of this one, no memory of a GPU and no threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from slipstream.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EngineError,
+    EnvironmentFault,
+    IntegrityError,
+    Interrupted,
+    StartsAgain,
+    TrainingError,
+)
+from slipstream.launch.engines import RunEngine
+from slipstream.launch.progress import Progress, warn
+from slipstream.launch.weight_sync import ends_soon
+from slipstream.runlog import RunLog, read_events
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0
+"""Before the first restart, and at most; each wait is twice the one before it."""
+_POLL_S = 0.1
+_FINAL = (ConfigError, DataError, EnvironmentFault, IntegrityError, TrainingError, Interrupted)
+"""What has its reason elsewhere, whatever became of the engine."""
+
+
+class WeightsLost(Exception):
+    """`error` ended an attempt whose engine died with the only copy of the weights."""
+
+    def __init__(self, error: Exception, trained_s: float) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.trained_s = trained_s
+        """Seconds of training of this command so far, as `training.max_seconds` counts them."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The next attempt."""
+
+    number: int
+    wait_s: float
+
+
+def has_lost_weights(error: Exception, engine: RunEngine | None) -> bool:
+    """Whether `error` came of the death of `engine`, and no file holds the weights that it had."""
+    if engine is None or isinstance(error, _FINAL) or not engine.is_in_memory_only:
+        return False
+    if isinstance(error, EngineError) and not isinstance(error, DeadlineError):
+        return ends_soon(engine)
+    return not engine.is_up
+
+
+def earlier_attempts(events: Sequence[dict[str, Any]], lineage: int) -> list[dict[str, Any]]:
+    """How the attempts of the same command ended that came before `lineage`, the newest first: those lineages in a row
+    whose last word was that they start again."""
+    last = {event.get("lineage"): event for event in events}
+    found: list[dict[str, Any]] = []
+    while last.get(lineage - 1, {}).get("kind") == "restart":
+        lineage -= 1
+        found.append(last[lineage])
+    return found
+
+
+def next_restart(step: int, attempts: Sequence[dict[str, Any]], max_restarts: int) -> Restart | str:
+    """What follows the death of an engine at `step` after these attempts: another, or why there is none."""
+    if len(attempts) >= max_restarts:
+        return f"run.max_restarts = {max_restarts} allows no {'further ' if max_restarts else ''}restart"
+    if any(attempt["step"] == step for attempt in attempts):
+        return f"an engine died at step {step} before, and would again"
+    return Restart(len(attempts) + 1, min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** len(attempts)))
+
+
+def start_again(
+    lost: WeightsLost, log: RunLog, progress: Progress, max_restarts: int, should_stop: Callable[[], bool]
+) -> NoReturn:
+    """Raise `StartsAgain`, after it was told and waited for, or the error, where there is no further attempt."""
+    from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+
+    found = next_restart(log.step, earlier_attempts(read_events(log.folder), log.lineage), max_restarts)
+    if isinstance(found, str):
+        if max_restarts:
+            warn(log, progress, f"the run is not started again: {found}")
+        raise lost.error
+    latest = CheckpointStore(log.folder / "checkpoints").latest()
+    after = f"from checkpoint {latest.name}" if latest else "from the beginning, as there is no checkpoint yet"
+    log.event(
+        "restart",
+        number=found.number,
+        step=log.step,
+        checkpoint=latest.name if latest else None,
+        wait_s=found.wait_s,
+        trained_s=lost.trained_s,
+        reason=str(lost.error),
+    )
+    progress.message(
+        f"{lost.error}; the run starts again {after} (restart {found.number} of run.max_restarts = {max_restarts}) in "
+        f"{found.wait_s:g} s",
+        "warning",
+    )
+    until = time.monotonic() + found.wait_s
+    while time.monotonic() < until:
+        if should_stop():
+            raise Interrupted("stopped before the run was started again: continue with --resume")
+        time.sleep(_POLL_S)
+    log.leave_open()
+    raise StartsAgain(log.folder)

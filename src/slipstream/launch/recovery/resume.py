@@ -1,0 +1,98 @@
+"""What is looked at before a run is resumed: whether anything is left to do, which settings changed, and whether tasks
+and frozen weights are those that it was begun with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.config import Loaded, RunConfig, with_values
+from slipstream.errors import ConfigError
+from slipstream.records import Message, Task
+from slipstream.runlog import read_settings
+
+
+def refuse_to_resume(folder: Path, config: RunConfig) -> int:
+    """The step that a run goes on after. Raises `ConfigError` for one that cannot go on or has nothing left to do,
+    before anything of it is touched."""
+    from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+    from slipstream.trainer.early_stop import EarlyStop
+
+    store = CheckpointStore(folder / "checkpoints")
+    latest = store.latest()
+    if latest is None:
+        if problem := store.why_none():
+            raise ConfigError(
+                f"none of the checkpoints of run {folder} can be resumed from ({problem}): start a new run from the "
+                "weights of a whole one, or remove them to begin this one again"
+            )
+        return 0
+    CheckpointStore.check_format(latest)
+    extra = CheckpointStore.read_extra(latest)
+    step, watch = int(extra["step"]), EarlyStop(config.evaluation)
+    watch.load(extra.get("early_stop", {}))
+    # A run that was stopped in its last evaluation still has that to do.
+    is_evaluated = config.evaluation is None or int(extra["evaluated_step"]) >= step
+    if step >= config.training.steps and is_evaluated:
+        raise ConfigError(f"run {folder} has already made its {step} steps: raise training.steps to go on")
+    if watch.reason:
+        raise ConfigError(f"run {folder} has ended at step {step}, as {watch.reason}: change that setting to go on")
+    return step
+
+
+def same_commit(loaded: Loaded) -> Loaded:
+    """`loaded` with the commit of the hub that the run in `run.folder` began with, where the run file names none."""
+    config = loaded.config
+    settings = read_settings(config.run.folder) if config.run.folder is not None and config.run.folder.is_dir() else {}
+    recorded = settings.get("model.revision")
+    if config.model.revision is not None or recorded is None or settings.get("model.path") != config.model.path:
+        return loaded
+    return replace(loaded, config=with_values(config, {"model.revision": recorded}))
+
+
+def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Which settings two resolved configs differ in."""
+    names = [name for name in {**before, **after} if name != "run.folder" and before.get(name) != after.get(name)]
+    return [f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}" for name in names]
+
+
+def identity_of(
+    config: RunConfig, tasks: Sequence[Task], conversations: Sequence[Sequence[Message]], folder: Path
+) -> dict[str, str]:
+    """Digests of what a run is trained on, and of the weights in `folder` where these stay in it: beside an adapter, or
+    as what a KL term measures from."""
+    from slipstream.launch.build import needs_reference
+
+    texts: list[Any] = (
+        [[task.id, task.prompt, task.answer] for task in tasks] if not conversations else [*conversations]
+    )
+    found = {"training items": hashlib.sha256(msgspec.json.encode(texts)).hexdigest()}
+    if config.lora is not None or needs_reference(config):
+        found["weights at model.path"] = weights_digest(folder)
+    return found
+
+
+def weights_digest(folder: Path) -> str:
+    """Of every stored tensor's name, shape and type, and of the elements of two of its rows: other weights differ
+    nearly everywhere, and reading all of them takes as long as loading them."""
+    import torch
+    from safetensors import safe_open
+
+    from slipstream.weights.model_files import weight_files
+
+    lines: list[str] = []
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                stored = tensors.get_slice(name)
+                shape = stored.get_shape()
+                places = (0, shape[0] // 2) if shape else ()
+                rows = [stored[place : place + 1] for place in places] or [tensors.get_tensor(name)]
+                content = b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
+                lines.append(f"{name} {shape} {stored.get_dtype()} {hashlib.sha256(content).hexdigest()}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

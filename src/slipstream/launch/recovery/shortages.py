@@ -1,0 +1,78 @@
+"""When a run ran out of memory, as its folder tells: written by its processes, read by the plan of its resume.
+
+A process that the kernel killed wrote nothing of it: that is seen by the kernel's count of what it has killed, which
+the event `start` tells, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.config import RunConfig
+from slipstream.config.traits import uses_engine
+from slipstream.launch.plan.facts import Shortage
+from slipstream.launch.plan.machine import count_oom_kills
+from slipstream.runlog import is_running, read_events
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def run_name(folder: Path, lineage: int) -> str:
+    """What people are told of one process of a run."""
+    return f"{folder.resolve().name} (lineage {lineage})"
+
+
+def shortage_of(config: RunConfig, run: str, side: Literal["trainer", "engine"]) -> Shortage:
+    """What a planned run had planned when that `side` of it ran out of memory."""
+    checkpointing: Any = config.training.gradient_checkpointing
+    max_num_seqs = int(config.inference.max_num_seqs) if uses_engine(config) else 0
+    return Shortage(run, side, int(config.training.micro_batch_tokens), checkpointing, max_num_seqs)
+
+
+def begun_with(config: RunConfig) -> dict[str, Any]:
+    """For the event `start`: what tells a later process that the kernel killed this one for want of memory."""
+    planned = dataclasses.asdict(shortage_of(config, "", "trainer"))
+    return {**planned, "oom_kills": count_oom_kills(), "boot": _boot()}
+
+
+def find_shortages(folder: Path | None) -> tuple[tuple[Shortage, ...], tuple[str, ...]]:
+    """When the run in `folder` ran out of memory, the oldest first, and sentences on what of it cannot be read."""
+    if folder is None or not folder.is_dir():
+        return (), ()
+    damage: list[str] = []
+    found: list[Shortage] = []
+    try:
+        events = read_events(folder, damage, ("start", "exit", "restart", "out_of_memory"))
+    except OSError as error:
+        return (), (f"{folder}: whether it ran out of memory cannot be read ({error.strerror})",)
+    ended = {event.get("lineage") for event in events if event["kind"] in ("exit", "restart")}
+    for event in events:
+        values = event
+        if event["kind"] == "start":
+            lineage, values = event.get("lineage"), event.get("memory")
+            if lineage in ended or not isinstance(values, dict) or not _was_killed(values) or is_running(folder):
+                continue
+            values = {**values, "run": run_name(folder, int(event["lineage"]))}
+        elif event["kind"] != "out_of_memory":
+            continue
+        try:
+            found.append(msgspec.convert(values, Shortage))
+        except msgspec.ValidationError as error:
+            damage.append(f"{folder}: an event on its memory cannot be used ({error}) and makes no plan smaller")
+    return tuple(found), tuple(damage)
+
+
+def _was_killed(begun: dict[str, Any]) -> bool:
+    kills = begun.get("oom_kills")
+    return isinstance(kills, int) and begun.get("boot") == _boot() and count_oom_kills() > kills
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return _BOOT.read_text().strip()
+    return ""

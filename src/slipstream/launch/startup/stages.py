@@ -1,0 +1,160 @@
+"""What passes before a run's first step is made, as named stages with their seconds.
+
+Stages overlap: the engine starts while the trainer loads. Each is an event `stage` when it ends, one that the run does
+not come to the end of is none, and the event `startup` closes the list when the first step is made. `began_s` counts
+from the beginning of the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.inference.plugin.start_marks import READY
+from slipstream.launch.progress import Progress
+from slipstream.runlog import REWARD, RunLog
+
+if TYPE_CHECKING:
+    from slipstream.launch.engines import RunEngine
+
+ENGINE = "start vLLM"
+WAIT = "wait for vLLM"
+_LOOK_S = 0.2
+_TOLD_S = 0.1
+"""Shorter stages are not told in a terminal."""
+_FIRST_ROW = {"update": "first update", "probe": "first probe", "evaluate": "first evaluation"}
+_STEP_ROW = {"batch": "first batch", "train": "first training step"}
+"""Phases of a row's times, in order, and the stages that they are."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing that was done before the first step."""
+
+    name: str
+    began_s: float
+    seconds: float
+
+
+class Stages:
+    """The stages of one run. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._guard = threading.Lock()
+        self._done: list[Stage] = []
+        self._waiting: list[Stage] = []
+        """Those that ended before there was a run folder."""
+        self._log: RunLog | None = None
+        self._progress: Progress | None = None
+        self._first_step: int | None = None
+        self._row_at = self._began
+        self._total_s: float | None = None
+        self._ended = threading.Event()
+
+    def attach(self, log: RunLog, progress: Progress) -> None:
+        """From now on they are told there."""
+        self._log, self._progress = log, progress
+        for stage in self._waiting:
+            log.event("stage", **dataclasses.asdict(stage))
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """The block is a stage, and what the calling thread is doing; a failure leaves none."""
+        if self._progress is not None:
+            self._progress.phase(name)
+        began = time.monotonic()
+        yield
+        self._add(name, began, time.monotonic())
+        if self._progress is not None:
+            self._progress.end_phase()
+
+    def _add(self, name: str, began: float, ended: float) -> None:
+        stage = Stage(name, round(began - self._began, 3), round(ended - began, 3))
+        with self._guard:
+            self._done.append(stage)
+            if self._log is None:
+                self._waiting.append(stage)
+        if self._log is not None:
+            self._log.event("stage", **dataclasses.asdict(stage))
+
+    def watch(self, engine: RunEngine) -> None:
+        """Tell how far the start of an engine has come, until it can be asked or `end`."""
+        threading.Thread(target=self._watch, args=(engine,), name="engine-start", daemon=True).start()
+
+    def _watch(self, engine: RunEngine) -> None:
+        told: dict[int, int] = {}
+        shown = ""
+        while not self._ended.wait(_LOOK_S):
+            each = engine.phases
+            for number, phases in enumerate(each):
+                told[number] = self._tell(phases, told.get(number, 0), f" {number}" if len(each) > 1 else "")
+            current = [phases[-1][0] for phases in each if phases and phases[-1][0] != READY]
+            if current and self._progress is not None and current[0] != shown:
+                shown = current[0]
+                self._progress.phase(f"{ENGINE}: {shown}")
+            if each and all(phases and phases[-1][0] == READY for phases in each):
+                break
+        if shown and self._progress is not None:
+            self._progress.end_phase()
+
+    def _tell(self, phases: tuple[tuple[str, float], ...], told: int, which: str) -> int:
+        """Those phases of one engine that have ended since; how many there are now."""
+        ended = [*itertools.pairwise(phases)]
+        for (name, began), (_, end) in ended[told:]:
+            self._add(f"{ENGINE}{which}: {name}", began, end)
+        if len(ended) > told and phases[-1][0] == READY:
+            self._add(f"{ENGINE}{which}", phases[0][1], phases[-1][1])
+        return len(ended)
+
+    def begin_steps(self, step: int) -> None:
+        """All is loaded, and the loop begins after `step`."""
+        self._first_step, self._row_at = step, time.monotonic()
+
+    def on_row(self, step: int, row: Mapping[str, float | None]) -> None:
+        """A listener to rows of metrics: the first ones say how long the first update and the first step took."""
+        if self._first_step is None or self._total_s is not None:
+            return
+        at, now, is_step = self._row_at, time.monotonic(), step > self._first_step
+        for phase, name in (_STEP_ROW if is_step else _FIRST_ROW).items():
+            if (seconds := row.get(f"time/{phase}_s")) is None:
+                continue
+            if phase == "batch" and REWARD in row:
+                name = "first rollouts"
+            if phase == "update":  # the wait for the engine is a stage of its own
+                waited = sum(stage.seconds for stage in self._done if stage.name == WAIT)
+                at, seconds = at + waited, max(0.0, seconds - waited)
+            self._add(name, at, at + seconds)
+            at += seconds
+        self._row_at = now
+        if is_step:
+            self._total_s = round(now - self._began, 3)
+            self._ended.set()
+            if self._log is not None and self._progress is not None:
+                self._log.event("startup", seconds=self._total_s)
+                self._progress.message(self.told())
+
+    def end(self) -> None:
+        """Look after no engine any more."""
+        self._ended.set()
+
+    def told(self) -> str:
+        """One line for people."""
+        longest = [stage for stage in self._sorted() if stage.seconds >= _TOLD_S]
+        listed = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in longest)
+        return f"first step after {self._total_s or 0.0:.1f} s: {listed}"
+
+    def _sorted(self) -> list[Stage]:
+        with self._guard:
+            return sorted(self._done, key=lambda stage: (stage.began_s, -stage.seconds))
+
+    def summary(self) -> dict[str, Any]:
+        """For `--json`: seconds to the end of the first step, null where there was none, and the stages by when they
+        began."""
+        return {"seconds": self._total_s, "stages": [dataclasses.asdict(stage) for stage in self._sorted()]}

@@ -1,0 +1,201 @@
+"""From what a person names (a model, a run, a checkpoint, an adapter) to what an engine can be started on.
+
+Guarantees: nothing is started and no weight is loaded; whatever is not whole, or not there, is a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import (
+    InferenceConfig,
+    Loaded,
+    LoraConfig,
+    ModelConfig,
+    RLConfig,
+    RunConfig,
+    RunSection,
+    TrainingConfig,
+    with_values,
+)
+from slipstream.errors import ConfigError
+from slipstream.launch.plan.deadlines import LEAST_S
+from slipstream.launch.plan.derive import SMALL_MODEL_PARAMETERS
+from slipstream.launch.plan.machine import measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.measure import read_model
+from slipstream.launch.plan.memory.sizes import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
+from slipstream.launch.plan.memory.split import MAX_KV_PART, MIN_KV_CACHE_GIB
+from slipstream.launch.preflight.model_folder import check_hub_id, check_model
+from slipstream.runlog import read_settings
+
+MAX_CONTEXT, MAX_CPU_CONTEXT = 32_768, 8_192
+"""Longest conversation unless the user asks for more: the KV cache must hold it."""
+
+
+@dataclass(frozen=True)
+class Deployable:
+    """A model that can answer: a folder or hub id, perhaps an adapter for it."""
+
+    name: str
+    """What to call it."""
+    model: str
+    adapter: Path | None = None
+    run_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings (`section.key`) of the run that it comes from; empty when it comes from none."""
+
+
+def weights_folder(path: Path) -> Path:
+    """The folder of a model or adapter in `path`: a run (its best checkpoint, else its latest), a checkpoint, or that
+    folder itself. Raises ConfigError when it is none of them or not whole."""
+    from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
+    from slipstream.weights.adapter_folder import is_adapter_folder
+
+    if (path / "events.jsonl").is_file():
+        store = CheckpointStore(path / "checkpoints")
+        checkpoint = store.best() or store.latest(resumable=False)
+        if checkpoint is None:
+            raise ConfigError(f"the run in {path} has no whole checkpoint yet: wait for its first, or name a model")
+        return checkpoint / "weights"
+    if (path / "manifest.json").is_file():
+        if reason := damage(path):
+            raise ConfigError(f"checkpoint {path} is damaged ({reason}): use another one of its run")
+        return path / "weights"
+    if is_adapter_folder(path) or (path / "config.json").is_file():
+        return path
+    if path.is_dir():
+        raise ConfigError(f"{path} holds neither a model nor an adapter, checkpoint or run: name one of these folders")
+    said = "is a file" if path.exists() else "does not exist"
+    raise ConfigError(f"{path} {said}: name the folder of a model, adapter, checkpoint or run")
+
+
+def with_weights_folder(loaded: Loaded) -> Loaded:
+    """The settings with a run or checkpoint in `model.path` replaced by the folder of its weights, see
+    `weights_folder`. Raises ConfigError where these are an adapter, which `lora.path` takes."""
+    from slipstream.weights.adapter_folder import is_adapter_folder
+
+    path = Path(loaded.config.model.path).expanduser()
+    if not any((path / name).is_file() for name in ("events.jsonl", "manifest.json")):
+        return loaded
+    folder = weights_folder(path)
+    if is_adapter_folder(folder):
+        raise ConfigError(
+            f'model.path = "{path}" holds a LoRA adapter: give its base as model.path and {folder} as lora.path, or '
+            "make a whole model of it with slipstream export --merged"
+        )
+    return replace(loaded, config=with_values(loaded.config, {"model.path": str(folder)}))
+
+
+def find_deployable(named: str, base: str | None = None, *, trust_remote_code: bool = False) -> Deployable:
+    """What `named` means: a folder, see `weights_folder`, or a hub id. `base` is the model below an adapter, where the
+    adapter's own folder does not say it or says another."""
+    from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.weights.adapter_folder import is_adapter_folder, read_adapter_config
+
+    path = Path(named).expanduser()
+    if not path.exists() and named.count("/") == 1 and not named.startswith((".", "~", "/")):
+        if path.parent.is_dir():
+            raise ConfigError(f"{path} does not exist, and {path.parent}/ does: correct the name")
+        try:
+            check_hub_id(named)
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix("model.path = ")) from error
+        path = resolve_folder(named)
+    folder = weights_folder(path)
+    name = named.rstrip("/") if not Path(named).expanduser().exists() else _name_of(path)
+    settings = _run_settings(folder)
+    adapter = folder if is_adapter_folder(folder) else None
+    if adapter is None and base is not None:
+        raise ConfigError(f"{named} is a whole model, so it has no base: leave out --base {base}")
+    if adapter is not None:
+        base = base or read_adapter_config(adapter).base
+        if not base:
+            raise ConfigError(f"the adapter in {adapter} does not say which model it belongs to: name it with --base")
+        try:
+            folder = resolve_folder(base)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the adapter in {adapter} belongs to the model {base}, which is not there: name it with --base"
+            ) from error
+    check_model(ModelConfig(path=str(folder), trust_remote_code=trust_remote_code), packing=False)
+    return Deployable(name, str(folder), adapter, settings)
+
+
+def _name_of(path: Path) -> str:
+    """The last name that says something: not that of a checkpoint's insides."""
+    parts = [part for part in path.resolve().parts if part not in ("weights", "checkpoints", "best", "/")]
+    names = [part for part in parts if not part.startswith("step-")]
+    return (names or parts or ["model"])[-1]
+
+
+def _run_settings(weights: Path) -> dict[str, Any]:
+    """Settings of the run that these weights are a checkpoint of."""
+    run = weights.resolve().parent.parent.parent
+    is_checkpoint = weights.name == "weights" and (run / "events.jsonl").is_file()
+    return read_settings(run) if is_checkpoint else {}
+
+
+def engine_config(
+    deployable: Deployable,
+    *,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 1,
+    gpu_memory_utilization: float = 0.8,
+    enforce_eager: bool | None = None,
+    trust_remote_code: bool = False,
+    start_timeout_s: float = 600.0,
+) -> RunConfig:
+    """The settings of an engine on it, none of them `auto`: its dtype, how long a conversation may get, its memory.
+
+    On a CPU it is compiled only where `enforce_eager` is False. Raises ConfigError for what does not fit.
+    """
+    from slipstream.weights.adapter_folder import adapted_modules, read_adapter_config, read_adapter_shapes
+
+    facts = read_model(deployable.model, trust_remote_code=trust_remote_code)
+    on_cpu = measure_gpus()[0] == 0
+    dtype = "float32" if on_cpu and facts.num_parameters < SMALL_MODEL_PARAMETERS else "bfloat16"
+    # As vLLM does by itself: beyond its original context such a model has other factors for short sequences, too.
+    context = facts.original_context or facts.context_length
+    length = max_model_len or min(context, MAX_CPU_CONTEXT if on_cpu else MAX_CONTEXT)
+    if length > facts.context_length:
+        raise ConfigError(
+            f"--max-model-len {length} is above the model's context of {facts.context_length} tokens: use at most that"
+        )
+    # vLLM keeps one block to itself.
+    each = kv_bytes_per_sequence(facts, dtype, length)
+    need = max_num_seqs * each + kv_bytes_per_sequence(facts, dtype, CPU_BLOCK_TOKENS)
+    if on_cpu and need > (room := usable_memory_bytes() * MAX_KV_PART):
+        raise ConfigError(
+            f"{max_num_seqs} conversations of {length} tokens take {gib(need)} of KV cache, more than a quarter of the "
+            f"memory ({gib(room)}): use less with --max-model-len"
+        )
+    lora = None
+    if deployable.adapter is not None:
+        adapter = read_adapter_config(deployable.adapter)
+        if adapter.dora:
+            raise ConfigError(
+                f"the adapter in {deployable.adapter} is DoRA, which vLLM does not load: make a whole model of it with "
+                "slipstream export --merged"
+            )
+        modules = adapted_modules(read_adapter_shapes(deployable.adapter))
+        targets = tuple(sorted({name.rpartition(".")[2] for name in modules}))
+        lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets, path=str(deployable.adapter))
+    return RunConfig(
+        model=ModelConfig(path=deployable.model, dtype=dtype, trust_remote_code=trust_remote_code),
+        algorithm=RLConfig(),
+        training=TrainingConfig(steps=1),
+        lora=lora,
+        inference=InferenceConfig(
+            replicas=1,
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
+            kv_cache_gib=max(MIN_KV_CACHE_GIB, round_up(need, GIB // 16) / GIB),
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
+            start_timeout_s=start_timeout_s,
+            request_timeout_s=LEAST_S,
+        ),
+        run=RunSection(threads=usable_cpus()),
+    )

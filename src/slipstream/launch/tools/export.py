@@ -1,0 +1,54 @@
+"""Takes what can be deployed out of a checkpoint: a model, an adapter, or an adapter merged into its base."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from slipstream.errors import ConfigError
+from slipstream.launch.tools.deployable import weights_folder
+from slipstream.weights.adapter_folder import (
+    adapted_modules,
+    is_adapter_folder,
+    read_adapter_config,
+    read_adapter_tensors,
+)
+from slipstream.weights.model_files import whole_folder, write_model_folder
+
+
+def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_code: bool = False) -> Path:
+    """Write the weights of `checkpoint` (its folder, the `weights` in it, or a run's folder) to the new folder `out`.
+
+    `merged`: an adapter becomes a whole model, of its own dtype; with `trust_remote_code` its base's folder may run its
+    own Python. Raises ConfigError, and writes nothing, when there is nothing to export or `out` exists.
+    """
+    source = weights_folder(checkpoint)
+    is_adapter = is_adapter_folder(source)
+    if out.exists():
+        raise ConfigError(f"{out} exists already: give a new folder")
+    if merged and not is_adapter:
+        raise ConfigError(f"{checkpoint} holds a whole model, so there is nothing to merge: leave out --merged")
+    if merged:
+        _write_merged(source, out, trust_remote_code)
+        return out
+    with whole_folder(out, durable=True) as temporary:
+        shutil.copytree(source, temporary, dirs_exist_ok=True)
+    return out
+
+
+def _write_merged(source: Path, out: Path, trust_remote_code: bool) -> None:
+    from slipstream.trainer.model.policy import PolicyModel
+
+    config = read_adapter_config(source)
+    if not config.base:
+        raise ConfigError(
+            f"the adapter in {source} does not say which model it belongs to: set base_model_name_or_path"
+        )
+    tensors = read_adapter_tensors(source)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    dtype = "float32" if dtypes == {"float32"} else "bfloat16"
+    model = PolicyModel.load(config.base, dtype, trust_remote_code=trust_remote_code, packing=False)
+    # By the tensors' own names: a folder made elsewhere may have a pattern in the place of names.
+    model.add_adapter(replace(config, target_modules=adapted_modules(tensors)), source)
+    write_model_folder(out, model.named_weights(), model.folder, durable=True)

@@ -1,0 +1,214 @@
+"""The teacher of distillation: what a frozen model says of the very tokens that the policy sampled.
+
+Guarantees: a rollout that leaves `Teacher.score` as trainable has a finite log-probability for each of its sampled
+tokens; a teacher that dies comes back, as often as it may, or its error ends the run; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any, Protocol
+
+import aiohttp
+
+from slipstream.errors import ConfigError, DeadlineError, EngineError
+from slipstream.orchestrator.concurrency import outliving
+from slipstream.orchestrator.rollouts import Engine
+from slipstream.patience import Patience
+from slipstream.records import GenerateRequest, Rollout, SamplingParams
+from slipstream.runlog.redaction import hide_userinfo
+
+_PATIENCE_S = 120.0
+"""How long a server that is busy, or being started again, is asked again: while the run waits for it, and before."""
+_FIRST_PATIENCE_S = 10.0
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 20.0
+_PASSING = frozenset({408, 425, 429})
+"""Answers below 500 after which the same question may be asked again."""
+_AT_ONCE = 64
+"""Requests that a server of somebody else's gets at the same time."""
+
+
+class Refused(Exception):
+    """The teacher cannot score these tokens; the text says why."""
+
+
+class Source(Protocol):
+    """Where a teacher's log-probabilities come from."""
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        """Of each token but the first, for which 0.0 stands. Raises `Refused` for what cannot be scored, and
+        `EngineError` when the teacher is gone."""
+        ...
+
+
+class Scores(Protocol):
+    """A teacher, as batches need one."""
+
+    async def score(self, rollout: Rollout) -> None:
+        """Write what it says of every sampled token into the rollout."""
+        ...
+
+
+class Teacher:
+    """Scores rollouts."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    async def score(self, rollout: Rollout) -> None:
+        """Write `teacher_logprobs` into every sequence. A rollout that the teacher refuses is not to be trained on."""
+        try:
+            for sequence in rollout.sequences:
+                end = max((place + 1 for place, trained in enumerate(sequence.mask) if trained), default=0)
+                values = await self._source.logprobs(sequence.token_ids[:end]) if end else []
+                values += [0.0] * (len(sequence) - end)
+                kept = [value if trained else 0.0 for value, trained in zip(values, sequence.mask, strict=True)]
+                if not all(map(math.isfinite, kept)):
+                    raise Refused("gave a log-probability that is not finite")
+                sequence.teacher_logprobs = kept
+        except Refused as refusal:
+            rollout.outcome, rollout.error = "engine_error", f"the teacher {refusal}"
+
+
+class EngineSource:
+    """An engine of ours."""
+
+    def __init__(self, engine: Engine, *, temperature: float, timeout_s: float) -> None:
+        self._engine = engine
+        # The one token that vLLM draws after the last is thrown away.
+        self._sampling = SamplingParams(max_tokens=1, temperature=temperature)
+        self._timeout_s = timeout_s
+        self._serial = itertools.count()
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        """See `Source`."""
+
+        async def attempt() -> list[float]:
+            request = GenerateRequest(
+                f"score.{next(self._serial)}", token_ids, self._sampling, timeout_s=self._timeout_s, scores_prompt=True
+            )
+            completion = await self._engine.generate(request)
+            if completion.prompt_logprobs is None:
+                raise Refused(completion.error or "returned no log-probabilities")
+            return completion.prompt_logprobs
+
+        try:
+            return await outliving(self._engine, attempt)
+        except DeadlineError as error:
+            raise DeadlineError(f"the teacher's engine: {error}") from error
+        except EngineError as error:
+            raise EngineError(f"the teacher's engine: {error}") from error
+
+
+class ServerSource:
+    """An OpenAI-compatible vLLM server that somebody else runs; it scores at temperature 1. Belongs to one event
+    loop."""
+
+    def __init__(self, url: str, name: str, key: str, *, timeout_s: float) -> None:
+        self._url = url.rstrip("/")
+        self._shown = hide_userinfo(self._url)
+        self._name = name
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout_s = timeout_s
+        self._patience_s = _FIRST_PATIENCE_S
+        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def connect(self, text: str, token_ids: list[int]) -> None:
+        """Find the model, and ask whether its tokenizer makes `token_ids` of `text`, as ours does. Raises ConfigError
+        with what is wrong."""
+        try:
+            await self._connect(text, token_ids)
+            self._patience_s = _PATIENCE_S
+        except Refused as refusal:
+            raise ConfigError(
+                f"the teacher at {self._shown} {refusal}: look at teacher.url and teacher.name"
+            ) from refusal
+
+    async def _connect(self, text: str, token_ids: list[int]) -> None:
+        listed = await self._ask("GET", f"{self._url}/models")
+        names = [str(each.get("id")) for each in listed.get("data", [])]
+        if not self._name and len(names) == 1:
+            self._name = names[0]
+        if self._name not in names:
+            known = ", ".join(names) or "none"
+            raise ConfigError(
+                f'teacher.name = "{self._name}" is not served at {self._shown}, which has {known}: name one'
+            )
+        body = {"model": self._name, "prompt": text, "add_special_tokens": False}
+        answer = await self._ask("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)
+        if answer.get("tokens") != token_ids:
+            raise ConfigError(
+                f"the teacher at {self._shown} has another tokenizer than model.path (a text of {len(token_ids)} "
+                f"tokens has {len(answer.get('tokens') or [])} there): use a teacher of the same family"
+            )
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        """See `Source`."""
+        body = {"model": self._name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
+        async with self._places:
+            answer = await self._ask("POST", f"{self._url}/completions", body)
+        try:
+            entries: list[dict[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
+            pairs = zip(entries, token_ids, strict=True)
+            return [0.0 if entry is None else float(entry[str(token)]["logprob"]) for entry, token in pairs]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"the teacher at {self._shown} returned no prompt_logprobs ({error!r}): serve it with vLLM"
+            ) from error
+
+    async def close(self) -> None:
+        """Give up the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer; a connection that breaks, and a server that is busy or in trouble, is tried again for a while."""
+        began, pause = time.monotonic(), _PAUSE_S
+        while True:
+            wanted = pause
+            try:
+                async with Patience(self._timeout_s), self._connection().request(method, url, json=body) as said:
+                    if said.status == 200:
+                        return await said.json()
+                    why = f"status {said.status}: {hide_userinfo((await said.text())[:300])}"
+                    wanted = max(pause, _seconds(said.headers.get("Retry-After", "")))
+            except TimeoutError:
+                raise DeadlineError(
+                    f"the teacher at {hide_userinfo(url)} did not answer within {self._timeout_s:g} s"
+                ) from None
+            except (aiohttp.ClientError, ValueError) as error:
+                why = hide_userinfo(str(error)) or type(error).__name__
+            else:
+                if said.status == 400:
+                    raise Refused(f"refused: {why}")
+                if said.status < 500 and said.status not in _PASSING:
+                    break
+            if time.monotonic() - began + wanted > self._patience_s:
+                why += f", for {time.monotonic() - began:.0f} s"
+                break
+            await asyncio.sleep(wanted)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        raise EngineError(
+            f"the teacher at {hide_userinfo(url)} cannot be asked ({why}): look at that server, and at teacher.url"
+        )
+
+    def _connection(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
+        return self._session
+
+
+def _seconds(retry_after: str) -> float:
+    """What the header asks for, a number of seconds or a date; 0 where it says neither."""
+    with contextlib.suppress(ValueError):
+        return float(retry_after)
+    with contextlib.suppress(ValueError, TypeError):
+        return parsedate_to_datetime(retry_after).timestamp() - time.time()
+    return 0.0

@@ -1,0 +1,1 @@
+"""Attention over packed rows: sequences of one row do not attend to one another."""

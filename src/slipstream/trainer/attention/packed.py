@@ -1,0 +1,225 @@
+"""Packed attention: all sequences of a micro-batch lie in one row `[1, T]`, each attends only to itself.
+
+A continuation attends to its whole prefix, which the row holds once for all of them, and causally to itself.
+Guarantees: no `[T, T]` mask, no padding in any linear layer, and on a CPU the same bits for the same input and
+thread count. Padding exists only inside this function (see `layout`), on the right, where a causal kernel
+ignores it without a mask; only continuations, and segments longer than a sliding window, have a mask.
+
+The layout reaches the function as a keyword argument that transformers models pass through to their
+attention interface. A model that loses it on the way, or asks for something this function does not do
+(soft-capping, sinks, biases), gets a ConfigError; nothing is silently left out.
+
+On a GPU, in half precision, it is one operation (`slipstream::ragged_attention`), into which the compiler does not
+look: a compiled layer is one graph then, for rows of any layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from slipstream.errors import ConfigError
+from slipstream.trainer.attention import flash4
+from slipstream.trainer.attention.row_layout import SegmentLayout, gathered, layout_of, put_back, scattered, take
+
+ATTENTION_NAME = "slipstream_packed"
+_operations: Any = torch.ops.slipstream
+_flash_forward: Any = torch.ops.aten._flash_attention_forward
+_flash_backward: Any = torch.ops.aten._flash_attention_backward
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: SegmentLayout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers: query `[1, H, T, D]`, key and value `[1, K, T, D]`, gives `[1,
+    T, H, D]`."""
+    name = type(module).__name__
+    if segments is None:
+        raise ConfigError(f"{name} does not pass keyword arguments on to its attention: set training.packing = false")
+    refused = [key for key in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(key) is not None]
+    if refused or attention_mask is not None or dropout or not getattr(module, "is_causal", True):
+        what = ", ".join(refused) or "a mask, dropout or bidirectional attention"
+        raise ConfigError(f"{name} needs {what}, which packed attention does not do: set training.packing = false")
+    if not torch.compiler.is_compiling():
+        segments.windows_seen.add(sliding_window or 0)
+    if not _has_kernel(query):
+        output = _padded(query, key, value, segments, scaling, sliding_window)  # pyright: ignore[reportCallIssue]
+        return output, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query_THD, key_TKD, value_TKD = (_in_a_row(states) for states in (query, key, value))
+    output_THD, _ = _operations.ragged_attention(
+        query_THD, key_TKD, value_TKD, segments.ticket, scale, sliding_window or 0
+    )
+    return output_THD.unsqueeze(0), None
+
+
+def _in_a_row(states: Tensor) -> Tensor:
+    """`[1, H, T, D]` as `[T, H, D]`. Squeezed, not indexed: an index's gradient is zeros and a copy into them."""
+    return states.squeeze(0).transpose(0, 1)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+# Not for the compiler: layouts differ from row to row, and the kernels are compiled already.
+@torch.compiler.disable
+def _padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: SegmentLayout,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Buckets of right-padded segments; any device and dtype."""
+    query, key, value = (_in_a_row(states) for states in (query, key, value))
+    layout = segments.padded
+    query_sizes = [bucket.queries_BQ.numel() for bucket in layout.buckets]
+    key_sizes = [bucket.keys_BJ.numel() for bucket in layout.buckets]
+    queries = take(query, layout.queries).split(query_sizes)
+    keys, values = (take(state, layout.keys).split(key_sizes) for state in (key, value))
+    masks = segments.masks(window or 0, query.dtype)
+    outputs: list[Tensor] = []
+    for bucket, mask, *parts in zip(layout.buckets, masks, queries, keys, values, strict=True):
+        num_blocks = bucket.queries_BQ.shape[0]
+        query_BHQD, key_BKJD, value_BKJD = (part.unflatten(0, (num_blocks, -1)).transpose(1, 2) for part in parts)
+        output_BHQD = scaled_dot_product_attention(
+            query_BHQD,
+            key_BKJD,
+            value_BKJD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output_BHQD.transpose(1, 2).flatten(0, 1))
+    return put_back(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout.queries).unsqueeze(0)
+
+
+@torch.library.custom_op(
+    "slipstream::ragged_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor ticket, float scale, int window) -> (Tensor, Tensor)",
+)
+def ragged_attention(
+    query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Variable-length FlashAttention, torch's or a newer one (`attention_gpu`): no padding at all; CUDA and half
+    precision only. The output `[T, H, D]` and the log-sum-exp of the scores `[H, T]`. `ticket` names the layout;
+    `window` 0: all.
+
+    Where a segment has more keys than queries, FlashAttention (2.1 and later) aligns the causal mask with the
+    last of both: what a continuation needs. What it takes for keys and values is laid out again for the backward pass,
+    not kept.
+    """
+    layout = layout_of(ticket).ragged
+    keys, values = (gathered(each, layout.keys) for each in (key, value))
+    if newer := flash4.find(query, key, window):
+        return flash4.forward(newer, query, keys, values, layout, scale)
+    output, lse, *_ = _flash_forward(
+        query,
+        keys,
+        values,
+        *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
+        0.0,
+        window == 0,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0,
+    )
+    return output.contiguous(), lse
+
+
+@torch.library.custom_op(
+    "slipstream::ragged_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor ticket, "
+    "float scale, int window) -> (Tensor, Tensor, Tensor)",
+)
+def ragged_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    layout = layout_of(ticket).ragged
+    keys, values = (gathered(each, layout.keys) for each in (key, value))
+    if newer := flash4.find(query, key, window):
+        found = flash4.backward(newer, grad, query, keys, values, output, lse, layout, scale)
+        of_query, of_keys, of_values = found
+    else:
+        # The state of a dropout that there is not.
+        state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
+        of_query, of_keys, of_values = _flash_backward(
+            grad,
+            query,
+            keys,
+            values,
+            output,
+            lse,
+            *(layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key),
+            0.0,
+            window == 0,
+            state,
+            unused,
+            scale=scale,
+            window_size_left=window - 1 if window else -1,
+            window_size_right=0,
+        )
+    of_key, of_value = (scattered(of_slots, layout.keys).contiguous() for of_slots in (of_keys, of_values))
+    return of_query.contiguous(), of_key, of_value
+
+
+@ragged_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+@ragged_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ticket, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, *output, ticket)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_operations.ragged_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None)
+
+
+ragged_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+def register() -> str:
+    """Make the function known to transformers and return its name there; harmless when repeated.
+
+    No mask function is registered with it: transformers then builds no mask at all.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, packed_attention)
+    return ATTENTION_NAME

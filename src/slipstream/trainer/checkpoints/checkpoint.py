@@ -1,0 +1,300 @@
+"""Checkpoints that are whole or absent.
+
+`step-000012/weights/` is a Hugging Face folder (under LoRA an adapter in PEFT's format), `step-000012/state/` what
+resuming needs (safetensors and JSON; no pickle), `step-000012/fingerprints.json` what the live weights were, and
+`step-000012/manifest.json` says what must be there. An older checkpoint loses its state before it loses its weights.
+Guarantees: a kill at any moment leaves every finished checkpoint as it was; `latest` passes over unfinished and damaged
+ones; an older checkpoint, or its state, is removed only when a newer one is whole. What is in `extra` (data position,
+lineage) is the loop's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from slipstream.errors import ConfigError, DataError, TrainingError
+from slipstream.records import ParameterSpec
+from slipstream.runlog.files import write_whole
+from slipstream.weights.fingerprint import digest
+from slipstream.weights.model_files import sync, told_of_the_disk
+
+if TYPE_CHECKING:
+    from slipstream.trainer.critic import Critic
+    from slipstream.trainer.learner import Learner
+
+_MANIFEST = "manifest.json"
+_STATE = "state"
+_EXTRA = "state.json"
+_FINGERPRINTS = "fingerprints.json"
+_CRITIC = "critic"
+_FORMAT = 1
+"""Of `state/`, and what is in `extra`: one more whenever an older one cannot be resumed from."""
+_STEP = re.compile(r"step-\d+(\.old)?")
+_HASHED_BYTES = 1 << 20
+"""Files up to this size are proved by SHA-256; larger ones by their size, so that looking stays cheap."""
+
+
+class Fingerprints(msgspec.Struct, frozen=True):
+    """What the live weights were when a checkpoint was written; under LoRA the adapter's."""
+
+    digest: str
+    parameters: tuple[ParameterSpec, ...]
+
+
+class SavesState(Protocol):
+    """What resumes from a folder of its own: a learner, a critic, or a snapshot of one."""
+
+    def save(self, folder: Path) -> None:
+        """Write the resume state into `folder`."""
+        ...
+
+
+class SavesAll(SavesState, Protocol):
+    """What also has weights to deploy: a learner, or a snapshot of one."""
+
+    def write_weights(self, folder: Path, source: Path) -> tuple[ParameterSpec, ...]:
+        """See `Learner.write_weights`."""
+        ...
+
+
+class CheckpointStore:
+    """The checkpoints of one run in `folder`. The newest `keep` can be resumed from; of the newest `keep_weights`, if
+    these are more, the weights stay. One writer at a time."""
+
+    def __init__(self, folder: Path, keep: int = 2, keep_weights: int = 1) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep is {keep}: a run without its last checkpoint cannot resume, keep 1 or more")
+        self.folder = folder
+        self.keep = keep
+        self.keep_weights = max(keep, keep_weights)
+        self.best_step: int | None = None
+        """The step whose weights are kept beside the newest ones, and which `best` leads to."""
+
+    def save(
+        self,
+        step: int,
+        learner: SavesAll,
+        source: Path,
+        extra: dict[str, Any],
+        critic: SavesState | None = None,
+        *,
+        best: bool = False,
+    ) -> Path:
+        """Write checkpoint `step` and return its folder. `extra` must be JSON. A whole one of the same step is
+        replaced. `best`: it becomes the one that `best` leads to."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self._unfinished():
+            leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
+        temporary = self.folder / f".unfinished-{step:06d}-{os.getpid()}"
+        final = self._path(step)
+        with told_of_the_disk(final, temporary):
+            parameters = learner.write_weights(temporary / "weights", source)
+            proof = Fingerprints(digest(parameters), parameters)
+            (temporary / _FINGERPRINTS).write_bytes(msgspec.json.encode(proof))
+            learner.save(temporary / _STATE)
+            if critic is not None:
+                critic.save(temporary / _STATE / _CRITIC)
+            (temporary / _STATE / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
+            _write_manifest(temporary, step)
+            self._step_aside(final)
+            temporary.rename(final)
+            sync(self.folder)
+            if best:
+                self.link_best(step)
+            self._remove_old(final)
+        return final
+
+    def unfinished_bytes(self) -> int:
+        """How much of what is being written is there; what vanishes meanwhile does not count."""
+        num_bytes = 0
+        for folder in self._unfinished():
+            for file in folder.rglob("*"):
+                with contextlib.suppress(OSError):
+                    num_bytes += file.lstat().st_size
+        return num_bytes
+
+    def _unfinished(self) -> list[Path]:
+        return list(self.folder.glob(".unfinished-*"))
+
+    def link_best(self, step: int) -> None:
+        """Have `best` lead to the checkpoint of `step`, at every moment to a whole one."""
+        self.best_step = step
+        temporary = self.folder / f".unfinished-best-{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self._path(step).name)
+        temporary.replace(self.folder / "best")
+        sync(self.folder)
+
+    def best(self) -> Path | None:
+        """The checkpoint that `best` leads to, if there is one and it is whole."""
+        path = self.folder / "best"
+        return path.resolve() if path.is_symlink() and damage(path) is None else None
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def latest(self, *, resumable: bool = True) -> Path | None:
+        """The newest whole checkpoint that can be resumed from, or if not `resumable` that has weights; None where
+        there is none."""
+        for path in reversed(self._named()):
+            if damage(path) is None and (has_state(path) or not resumable):
+                return path
+        return None
+
+    def why_none(self) -> str:
+        """What is the matter with the newest one where none can be resumed from; empty where there is none at all."""
+        named = self._named()
+        return f"{named[-1].name}: {damage(named[-1]) or 'only its weights are kept'}" if named else ""
+
+    def load(self, path: Path, learner: Learner, critic: Critic | None = None) -> dict[str, Any]:
+        """Put the checkpoint's state into `learner` and return its `extra`. Raises `TrainingError` if it is
+        damaged or only weights are left of it, and as `check_format` does."""
+        reason = damage(path)
+        if reason is not None:
+            raise TrainingError(f"checkpoint {path} is damaged: {reason}")
+        if not has_state(path):
+            raise TrainingError(f"checkpoint {path} has only its weights: resume from the newest, or start a new run")
+        self.check_format(path)
+        if critic is not None:
+            critic.load(path / _STATE / _CRITIC)
+        learner.load(path / _STATE)
+        return self.read_extra(path)
+
+    @staticmethod
+    def read_extra(path: Path) -> dict[str, Any]:
+        """What was saved as `extra` with the whole checkpoint in `path`."""
+        return json.loads((path / _STATE / _EXTRA).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def check_format(path: Path) -> None:
+        """Raises `ConfigError` for a whole checkpoint whose state another version of Slipstream wrote."""
+        found = json.loads((path / _MANIFEST).read_text(encoding="utf-8")).get("format", "none")
+        if found != _FORMAT:
+            raise ConfigError(
+                f"checkpoint {path} has state of format {found} and this Slipstream reads {_FORMAT}: resume with the "
+                f"version that wrote it, or start a new run from {path / 'weights'}"
+            )
+
+    @staticmethod
+    def read_fingerprints(path: Path) -> Fingerprints | None:
+        """What the weights of the checkpoint in `path` must be; None for one of a version that did not write it. Raises
+        `DataError` when that is damaged."""
+        file = path / _FINGERPRINTS
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Fingerprints)
+        except FileNotFoundError:
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{file} is damaged ({error}): use another checkpoint") from error
+
+    def _step_aside(self, final: Path) -> None:
+        """Free the name of a checkpoint that is made again. A folder cannot be replaced in one move, so a whole
+        one stays valid as `.old` until the new one is in place."""
+        if not final.exists():
+            return
+        if damage(final) is not None:
+            final.rename(final.with_name(f".unfinished-{final.name}"))
+            return
+        replaced = final.with_name(f"{final.name}.old")
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        final.rename(replaced)
+
+    def _named(self) -> list[Path]:
+        """Folders that look like checkpoints, oldest step first, a replaced one before its replacement."""
+        found = {path: _STEP.fullmatch(path.name) for path in self.folder.glob("step-*")}
+        return sorted(
+            (path for path, match in found.items() if match),
+            key=lambda path: (int(path.name.removeprefix("step-").removesuffix(".old")), -len(path.name)),
+        )
+
+    def _remove_old(self, newest: Path) -> None:
+        """Called when `newest` is whole. Damaged ones do not count among those kept."""
+        others = [path for path in self._named() if path != newest and damage(path) is None]
+        resumable = [path for path in others if has_state(path)]
+        with_state = {newest, *resumable[max(0, len(resumable) - self.keep + 1) :]}
+        kept = with_state | {*others[max(0, len(others) - self.keep_weights + 1) :]}
+        if self.best_step is not None:
+            kept.add(self._path(self.best_step))
+        for path in self._named():
+            if path not in kept or path.suffix == ".old":
+                # Renamed first: a removal cut short must not leave something that looks like a checkpoint.
+                doomed = path.with_name(f".unfinished-{path.name}")
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+            elif path not in with_state:
+                _remove_state(path)
+
+
+def damage(path: Path) -> str | None:
+    """Why the checkpoint in `path` cannot be used, or None: every file of its manifest is there and right."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        files: dict[str, dict[str, Any]] = manifest["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"its manifest cannot be read ({error})"
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["size_bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, not {facts['size_bytes']}"
+        if "sha256" in facts and _sha256(file) != facts["sha256"]:
+            return f"{name} has other contents than when it was written"
+    return None
+
+
+def has_state(path: Path) -> bool:
+    """Whether the whole checkpoint in `path` can be resumed from."""
+    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    return any(map(_is_state, manifest["files"]))
+
+
+def _is_state(name: str) -> bool:
+    """Whether the file is needed only to resume: step and lineage are worth knowing of weights, too."""
+    return name.startswith(f"{_STATE}/") and name != f"{_STATE}/{_EXTRA}"
+
+
+def _remove_state(path: Path) -> None:
+    """Leave the checkpoint in `path` its weights. It is whole at every moment."""
+    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not _is_state(name)}
+    _replace_manifest(path, manifest)
+    # Also what a removal cut short has left.
+    for file in (path / _STATE).iterdir():
+        if file.is_dir():
+            shutil.rmtree(file)
+        elif file.name != _EXTRA:
+            file.unlink()
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    """The last file of a checkpoint; after it everything inside is on the disk."""
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sync(path)
+        size = path.stat().st_size
+        facts: dict[str, Any] = {"size_bytes": size}
+        if size <= _HASHED_BYTES:
+            facts["sha256"] = _sha256(path)
+        files[path.relative_to(folder).as_posix()] = facts
+    _replace_manifest(folder, {"format": _FORMAT, "step": step, "files": files})
+    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync(path)
+
+
+def _replace_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    write_whole(folder / _MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

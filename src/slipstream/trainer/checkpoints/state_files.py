@@ -1,0 +1,86 @@
+"""The files of a learner's resume state: whole tensors, or every process's share of them; no pickle.
+
+One process writes `learner.safetensors` and `learner.json`. Of several, the first writes what all have alike there,
+and each its shares into a file of its own, by torch's distributed checkpointing (DCP) in its safetensors format.
+Guarantees: either kind is read by any number of processes, and each reads its own share only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slipstream.trainer.optim.base import local_part
+from slipstream.weights.model_files import stream_tensors
+
+STATE_PREFIX = "optimizer."
+TENSORS_FILE = "learner.safetensors"
+FACTS_FILE = "learner.json"
+_SHARDS = "shard-*.safetensors"
+
+Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
+"""By a tensor's name, shape and type: this process's share to be filled, as a DTensor; None to read it whole."""
+
+
+def write_state(folder: Path, tensors: Mapping[str, Tensor], step: int) -> None:
+    """Write whole tensors into `folder`, which is there."""
+    stream_tensors(folder / TENSORS_FILE, tensors, durable=True)
+    (folder / FACTS_FILE).write_text(json.dumps({"step": step, "torch": torch.__version__}))
+
+
+def write_shards(folder: Path, shards: Mapping[str, Tensor], rank: int) -> None:
+    """Write this process's part of `shards`, DTensors, into a file of its own. Nobody is waited for."""
+    from torch.distributed import checkpoint as dcp
+
+    class Writer(dcp.HuggingFaceStorageWriter):
+        def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+            return [dataclasses.replace(plan, storage_data={"shard_index": rank + 1}) for plan in plans]
+
+    if shards:
+        saver: Any = dcp.save
+        with _by_itself():
+            saver(dict(shards), storage_writer=Writer(str(folder), save_distributed=True), no_dist=True)
+
+
+def read_state(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
+    """What was written, by whatever number of processes: what `place` has room for as this process's share (its local
+    tensor), the rest whole."""
+    if place is None and not any(folder.glob(_SHARDS)):
+        return load_file(folder / TENSORS_FILE)
+    from torch.distributed import checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
+    with safe_open(folder / TENSORS_FILE, framework="pt") as file:
+        alone = set(file.keys())
+        shares: dict[str, Tensor] = {}
+        for name, facts in stored.items():
+            known: Any = facts
+            room = place(name, known.size, known.properties.dtype) if place is not None else None
+            if room is not None:
+                shares[name] = room
+            elif name not in alone:
+                shares[name] = torch.empty(known.size, dtype=known.properties.dtype)
+        whole = {name: file.get_tensor(name) for name in alone - shares.keys()}
+    loader: Any = dcp.load
+    with _by_itself():
+        loader(shares, storage_reader=reader, no_dist=True)
+    return whole | {name: local_part(share) for name, share in shares.items()}
+
+
+@contextlib.contextmanager
+def _by_itself() -> Generator[None]:
+    """Without DCP's warning that each process works by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,228 @@
+"""When a checkpoint is due, and its writing beside training: a snapshot in the thread that trains, then a thread of its
+own.
+
+Guarantees: what is written is what was when `save` was called, whatever is trained meanwhile; one checkpoint is being
+written at most; what a write fails with is raised, as it was, by the next call in the thread that trains; whoever waits
+for a write waits as long as it goes on, and no longer than `QUIET_S` for a disk that takes nothing. Without a snapshot
+(`beside` is false) everything is done by the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.errors import SlipstreamError
+from slipstream.runlog.files import cannot_write
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoints.snapshot import Snapshots
+from slipstream.trainer.critic import Critic
+from slipstream.trainer.learner import Learner
+
+EVERY_S = 600.0
+"""Under `run.checkpoint_every = "10min"`."""
+MOST_COST = 0.03
+"""Part of the time that checkpoints by the clock may take from training."""
+QUIET_S = 300.0
+_POLL_S = 0.5
+
+
+@dataclass
+class Schedule:
+    """When a checkpoint is due at a step's end: every so many steps, or by the clock, rarer where they cost too much;
+    that of the last of `num_steps` beside them."""
+
+    every: int | str
+    num_steps: int
+    clock: Callable[[], float] = time.monotonic
+    interval_s: float = field(default=EVERY_S, init=False)
+    _since: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+
+    @property
+    def is_by_clock(self) -> bool:
+        """Whether time decides, not steps."""
+        return isinstance(self.every, str)
+
+    def is_near(self, step: int) -> bool:
+        """Whether one will be due soon."""
+        if isinstance(self.every, int):
+            return step - step % self.every + self.every < self.num_steps
+        return self.clock() - self._since >= self.interval_s / 2
+
+    def is_due(self, step: int) -> bool:
+        """After this step."""
+        if isinstance(self.every, int):
+            return step % self.every == 0
+        return self.clock() - self._since >= self.interval_s
+
+    def saved(self, cost_s: float) -> str:
+        """One took `cost_s` from training, or training begins. What is to be said of it, if anything."""
+        before, self._since = self.interval_s, self.clock()
+        self.interval_s = max(EVERY_S, cost_s / MOST_COST)
+        if not self.is_by_clock or self.interval_s <= 1.5 * before:
+            return ""
+        return (
+            f"a checkpoint took {cost_s:.0f} s from training: they are made every {self.interval_s / 60:.0f} minutes in"
+            f" place of {before / 60:.0f}, to take no more than {100 * MOST_COST:g} % of the time; set "
+            "run.checkpoint_every to a number of steps to have them whatever they take"
+        )
+
+
+class Log(Protocol):
+    """What is told of checkpoints; from any thread."""
+
+    folder: Path
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One event."""
+        ...
+
+    def warning(self, message: str, **fields: Any) -> None:
+        """One warning."""
+        ...
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Numbers for the next row of metrics."""
+        ...
+
+
+class CheckpointWriter:
+    """The checkpoints of `learner`, and `critic`, in `store`; called by the thread that trains."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        learner: Learner,
+        critic: Critic | None,
+        log: Log,
+        schedule: Schedule,
+        *,
+        beside: bool,
+    ) -> None:
+        self._store, self._learner, self._critic, self._log = store, learner, critic, log
+        self._schedule = schedule
+        self._snapshots = Snapshots(learner) if beside else None
+        self._critics = Snapshots(critic.learner, deployed=False) if beside and critic is not None else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._writes: Path | None = None
+        self._prepared = False
+        self._num_skipped = 0
+
+    def begin(self) -> None:
+        """Training begins: the clock does."""
+        self._schedule.saved(0.0)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to `save` after this step. One that is due by the clock is put off while the one before is written,
+        and that is counted."""
+        self._raise_failure()
+        due = self._schedule.is_due(step)
+        if self._thread is not None and self._thread.is_alive():
+            if due and self._schedule.is_by_clock:
+                self._num_skipped += 1
+                self._log.note({"checkpoint/skipped": float(self._num_skipped)})
+                return False
+        elif not due and self._schedule.is_near(step):
+            self._prepare()
+        return due
+
+    def save(self, step: int, extra: dict[str, Any], *, best: float | None = None, last: bool = False) -> None:
+        """Begin to write checkpoint `step`; the one before is waited for. `best`: the accuracy by which it is the best
+        one. The `last` is written by the caller: nothing is trained meanwhile."""
+        began = time.monotonic()
+        self.wait()
+        learner, critic, beside = self._learner, self._critic, self._snapshots is not None and not last
+        if self._snapshots is not None and not last:
+            learner = self._snapshots.take()
+            critic = self._critics.take() if self._critics is not None else None
+        source = self._learner.model.folder
+
+        def write() -> None:
+            path = self._store.save(step, learner, source, extra, critic, best=best is not None)
+            proof = self._store.read_fingerprints(path)
+            self._log.event(
+                "checkpoint",
+                step=step,
+                path=str(path.relative_to(self._log.folder)),
+                digest=proof.digest if proof else "",
+                seconds=round(time.monotonic() - began, 3),
+                beside=beside,
+            )
+            self._tell_best(step, best)
+
+        self._writes = self._store.folder / f"step-{step:06d}"
+        if beside:
+            self._prepared = True
+            self._start(write)
+        else:
+            write()
+        text = self._schedule.saved(time.monotonic() - began)
+        if text and not last:
+            self._log.warning(text, step=step)
+
+    def link_best(self, step: int, accuracy: float) -> None:
+        """The checkpoint of `step`, which is there, is the best one."""
+        self.wait()
+        self._store.link_best(step)
+        self._tell_best(step, accuracy)
+
+    def _tell_best(self, step: int, accuracy: float | None) -> None:
+        if accuracy is not None:
+            self._log.event("best", step=step, accuracy=accuracy)
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what writing failed with, and `SlipstreamError` where it does not go
+        on."""
+        quiet_s, before = 0.0, -1
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_POLL_S)
+            now = self._store.unfinished_bytes()
+            # Counted in polls: while this process was stopped nobody could write.
+            quiet_s, before = (quiet_s + _POLL_S if now == before else 0.0), now
+            if quiet_s >= QUIET_S:
+                raise cannot_write(self._writes or self._store.folder, f"the disk took nothing for {QUIET_S:g} s")
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Wait for what is being written, when something else has ended the run: what becomes of it is only told."""
+        try:
+            self.wait()
+        except Exception as error:  # noqa: BLE001 (what ended the run is worth more)
+            with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either
+                self._log.warning(f"the checkpoint under way was not written: {error}")
+            return  # what writes may still read the snapshot
+        for snapshots in (self._snapshots, self._critics):
+            if snapshots is not None:
+                snapshots.close()
+
+    def _prepare(self) -> None:
+        """Take the memory of snapshots beside training, once."""
+        if self._snapshots is None or self._prepared:
+            return
+        self._prepared = True
+        work = [each.preparation() for each in (self._snapshots, self._critics) if each is not None]
+        self._start(lambda: [make() for make in work])
+
+    def _start(self, work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 (raised again in the thread that trains)
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def _raise_failure(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,207 @@
+"""Who gets credit: from a batch's rewards to one advantage for each rollout, or with a critic for each token, and which
+rollouts carry loss.
+
+Guarantees: the rollouts' own rewards are not changed; rollouts that may not be trained on have no part in any baseline.
+A critic's advantages go into `records.Sequence.advantages`, which the loss prefers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from slipstream import records
+from slipstream.algo.advantages import (
+    BASELINES,
+    best_of_group,
+    group_advantages,
+    length_reward,
+    overlong_punishment,
+    signal_fraction,
+)
+from slipstream.algo.custom import user_function
+from slipstream.algo.gae import explained_variance, generalized_advantages, whitened
+from slipstream.algo.losses import kl_estimate
+from slipstream.config.recipes import resolved
+from slipstream.config.schema import KLEstimator, RLConfig, Scale
+from slipstream.errors import TrainingError
+from slipstream.trainer.batching import ValueTargets
+from slipstream.trainer.critic import Critic
+
+
+@dataclass(frozen=True)
+class Credit:
+    """For each rollout of the batch, in its order."""
+
+    advantages: list[float]
+    """0 for rollouts that cannot be trained on, and where each token has its own."""
+    carries_loss: list[bool]
+    metrics: dict[str, float]
+    has_signal: bool
+    """Whether the policy has anything to learn from the rewards; a KL term alone is nothing."""
+    value_targets: list[list[ValueTargets]] | None = None
+    """Of each rollout's sequences, for the critic."""
+
+    def of(self, place: int) -> dict[str, Any]:
+        """What the rollout at `place` is trained with; without its advantage where each token has its own."""
+        whole = {"advantage": self.advantages[place]} if self.value_targets is None else {}
+        return {**whole, "carries_loss": self.carries_loss[place]}
+
+
+def kl_penalties_of(
+    batch: records.Batch, ours: Sequence[Tensor], theirs: Sequence[Tensor], kind: KLEstimator, coef: float
+) -> tuple[list[list[Tensor]], float]:
+    """What the divergence from the reference takes from the reward at each trainable token: of each rollout, its
+    sequences'; and the mean divergence of a token. `ours` and `theirs`: log-probabilities of the trainable tokens of
+    each sequence of the batch, by the policy and by the reference."""
+    divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
+    mean = sum(each.sum().item() for each in divergences) / max(1, sum(map(len, divergences)))
+    each = (coef * divergence for divergence in divergences)
+    return [list(islice(each, len(rollout.sequences))) for rollout in batch.rollouts], mean
+
+
+def assign_credit(
+    batch: records.Batch,
+    config: RLConfig,
+    max_tokens: int,
+    kl_penalties: list[list[Tensor]] | None = None,
+    critic: Critic | None = None,
+) -> Credit:
+    """Shape the rewards as `config` says and turn them into advantages. `kl_penalties`: of each trainable token of each
+    rollout's sequences, to be taken from the rewards. `critic`: whose predictions are the baseline of `gae`."""
+    config = resolved(config)
+    usable = [i for i, rollout in enumerate(batch.rollouts) if rollout.outcome in records.TRAINABLE_OUTCOMES]
+    if not usable:
+        raise TrainingError(f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on")
+    rollouts = [batch.rollouts[i] for i in usable]
+    numbers = {group: n for n, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
+    group_ids_S = torch.tensor([numbers[rollout.group_id] for rollout in rollouts])
+    rewards_S, metrics = _shaped(rollouts, group_ids_S, config, max_tokens)
+    metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
+    if critic is not None:
+        best_S = _best(rewards_S, group_ids_S, config)
+        rewards = dict(zip(usable, rewards_S.tolist(), strict=True))
+        chosen = {i for i, is_best in zip(usable, best_S.tolist(), strict=True) if is_best}
+        return _by_critic(batch, config, critic, rewards, kl_penalties, chosen, metrics)
+    baseline = BASELINES.get(config.advantage) or user_function("advantage", config.advantage)
+    scale = cast("Scale", config.scale_rewards)
+    advantages_S = group_advantages(rewards_S, group_ids_S, scale, baseline)
+    has_signal = bool(advantages_S.any())
+    if kl_penalties is not None:
+        sums = [sum(penalty.sum().item() for penalty in kl_penalties[i]) for i in usable]
+        rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
+        advantages_S = group_advantages(rewards_S, group_ids_S, scale, baseline)
+    _check_finite(advantages_S, batch, config)
+    best_S = _best(rewards_S, group_ids_S, config)
+    advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
+    for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
+        advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
+    taught = any(sequence.teacher_logprobs for rollout in rollouts for sequence in rollout.sequences)
+    return Credit(advantages, carries_loss, metrics, has_signal=taught or (has_signal and any(advantages)))
+
+
+def _best(rewards_S: Tensor, group_ids_S: Tensor, config: RLConfig) -> Tensor:
+    if config.best_of is None:
+        return torch.ones(len(rewards_S), dtype=torch.bool)
+    return best_of_group(rewards_S, group_ids_S, config.best_of)
+
+
+def _check_finite(advantages: Tensor, batch: records.Batch, config: RLConfig) -> None:
+    if not torch.isfinite(advantages).all():
+        raise TrainingError(
+            f"the advantages of step {batch.step} are not finite ({advantages.tolist()[:4]} ...): look at the rewards"
+            f" and at algorithm.advantage = {config.advantage!r}"
+        )
+
+
+def _by_critic(
+    batch: records.Batch,
+    config: RLConfig,
+    critic: Critic,
+    rewards: dict[int, float],
+    kl_penalties: list[list[Tensor]] | None,
+    chosen: set[int],
+    metrics: dict[str, float],
+) -> Credit:
+    """Write an advantage for each trainable token into the batch. A rollout's sampled tokens are one trajectory, over
+    all its sequences; its reward is at the last of them. `rewards` and `chosen`: by index into the batch."""
+    all_values, gae = critic.values(batch), critic.config
+    values_of: dict[int, Tensor] = {}
+    advantages_of: dict[int, Tensor] = {}
+    for i, reward in rewards.items():
+        values_T = torch.cat([torch.zeros(0), *all_values[i]]).double()
+        rewards_T = torch.zeros_like(values_T)
+        if kl_penalties is not None and len(rewards_T):
+            rewards_T -= torch.cat(kl_penalties[i])
+        rewards_T[-1:] += reward
+        values_of[i] = values_T
+        advantages_of[i] = generalized_advantages(rewards_T, values_T, gae.gamma, gae.gae_lambda)
+    trained = [
+        i for i in rewards if i in chosen and (config.train_on_truncated or batch.rollouts[i].outcome != "truncated")
+    ]
+    empty = torch.zeros(0, dtype=torch.float64)
+    values_N = torch.cat([empty, *(values_of[i] for i in trained)])
+    advantages_N = torch.cat([empty, *(advantages_of[i] for i in trained)])
+    returns_N = advantages_N + values_N
+    scaled_N = whitened(advantages_N) if config.scale_rewards == "whiten" else advantages_N
+    _check_finite(scaled_N, batch, config)
+    targets: list[list[ValueTargets]] = [[] for _ in batch.rollouts]
+    start = 0
+    for i in trained:
+        for sequence, old_values in zip(batch.rollouts[i].sequences, all_values[i], strict=True):
+            end = start + sequence.num_trainable
+            own = iter(scaled_N[start:end].tolist())
+            sequence.advantages = [next(own) if is_trained else 0.0 for is_trained in sequence.mask]
+            targets[i].append(ValueTargets(old_values, returns_N[start:end].float()))
+            start = end
+    metrics |= _value_metrics(values_N, returns_N)
+    has_signal = bool(scaled_N.any())
+    nothing = [0.0] * len(batch.rollouts)
+    return Credit(nothing, [i in set(trained) for i in range(len(nothing))], metrics, has_signal, targets)
+
+
+def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
+    """What the critic said and should have said, before it is trained on this batch."""
+    if not len(values_N):
+        return {}
+    metrics = {"value/mean": values_N.mean().item(), "value/return": returns_N.mean().item()}
+    explained = explained_variance(values_N, returns_N)
+    return metrics if explained is None else metrics | {"value/explained_variance": explained}
+
+
+def _shaped(
+    rollouts: list[records.Rollout], group_ids_S: Tensor, config: RLConfig, max_tokens: int
+) -> tuple[Tensor, dict[str, float]]:
+    """Rewards as they are trained on, and what their shaping took or gave on average."""
+    rewards_S = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+    metrics: dict[str, float] = {}
+    right_S = None
+    if config.reward_threshold is not None:
+        right_S = rewards_S >= config.reward_threshold
+        rewards_S = right_S.double()
+    if float(config.overlong_buffer) > 0:
+        longest_S = torch.tensor([max(map(_longest_turn, rollout.sequences), default=0) for rollout in rollouts])
+        punishment_S = overlong_punishment(longest_S, max_tokens, float(config.overlong_buffer) * max_tokens)
+        rewards_S = rewards_S + config.overlong_penalty * punishment_S
+        metrics["reward/overlong"] = config.overlong_penalty * punishment_S.mean().item()
+    if config.thinking_budget is not None and config.thinking_budget < max_tokens:
+        thinking_S = torch.tensor([rollout.num_thinking for rollout in rollouts])
+        punishment_S = overlong_punishment(thinking_S, max_tokens, float(max_tokens - config.thinking_budget))
+        rewards_S = rewards_S + config.thinking_penalty * punishment_S
+        metrics["reward/thinking"] = config.thinking_penalty * punishment_S.mean().item()
+    if config.length_penalty > 0 and right_S is not None:
+        lengths_S = torch.tensor([rollout.num_sampled for rollout in rollouts])
+        shortness_S = length_reward(lengths_S, right_S, group_ids_S)
+        rewards_S = rewards_S + config.length_penalty * shortness_S
+        metrics["reward/length"] = config.length_penalty * shortness_S.mean().item()
+    return rewards_S, metrics
+
+
+def _longest_turn(sequence: records.Sequence) -> int:
+    """Tokens of the longest completion in it: what `sampling.max_tokens` bounds."""
+    return max((sum(1 for _ in run) for trained, run in groupby(sequence.mask) if trained), default=0)

@@ -1,0 +1,1 @@
+"""The policy: a Transformers model that reads packed rows; LoRA, compilation, and what its layers keep."""

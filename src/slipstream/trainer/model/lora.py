@@ -1,0 +1,249 @@
+"""LoRA (arXiv 2106.09685): a trainable product of two small matrices beside each chosen linear layer; and DoRA, which
+trains the lengths of the sum's rows as well.
+
+Guarantees: the base is frozen and is the same memory whether the adapter is on or off; names, initialization and
+arithmetic are PEFT's, so that its adapters can be continued here and ours used there. There is no dropout: equal
+weights must give equal log-probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from slipstream.errors import ConfigError
+from slipstream.trainer.model.vision_towers import blank_network, text_parts, tower_names
+from slipstream.weights.adapter_folder import (
+    AdapterConfig,
+    adapter_parameter,
+    check_adapter_fits,
+    magnitude_parameter,
+    read_adapter_tensors,
+)
+
+ALL_LINEAR = "all-linear"
+_BASE, _A, _B, _MAGNITUDE = "base_layer", "lora_A", "lora_B", "lora_magnitude"
+
+
+class LoraLinear(nn.Module):
+    """`base(x) + scaling * B A x`; B starts at zero, so that training starts from the base."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        weight = base_layer.weight
+        # Drawn on the CPU: a seed means the same adapter on a CPU and a GPU, and over any number of ranks.
+        a = nn.init.kaiming_uniform_(torch.empty(rank, base_layer.in_features), a=math.sqrt(5))
+        b = torch.zeros(base_layer.out_features, rank, device=weight.device)
+        self.lora_A = nn.Parameter(a.to(weight.device, weight.dtype))
+        self.lora_B = nn.Parameter(b.to(weight.dtype))
+        self.scaling = scaling
+        self.enabled = True
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight, for models that look at it."""
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen bias."""
+        return self.base_layer.bias
+
+    def merged_weight(self) -> Tensor:
+        """The weight of one linear layer that does the same, rounded once from float32."""
+        delta = self.scaling * (self.lora_B.float() @ self.lora_A.float())
+        return (self.weight.float() + delta).to(self.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class; without the second term while the adapter is off."""
+        output: Tensor = self.base_layer(x)
+        if not self.enabled:
+            return output
+        return output + linear(linear(x, self.lora_A), self.lora_B) * self.scaling
+
+
+class DoraLinear(LoraLinear):
+    """`m V / |V| x` with `V = W + scaling * B A`: the rows of V give directions, and `m` how long they are (DoRA, arXiv
+    2402.09353, equation 5). It starts as the base, with `m = |W|`. No gradient goes through `|V|` (section 4.3)."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
+        super().__init__(base_layer, rank, scaling)
+        self.lora_magnitude = nn.Parameter(self._lengths())
+
+    def _direction(self) -> Tensor:
+        """V, in float32."""
+        return self.weight.float() + self.scaling * (self.lora_B.float() @ self.lora_A.float())
+
+    @torch.no_grad()
+    def _lengths(self) -> Tensor:
+        """|V|, rounded as `m` is: while nothing has been learnt their quotient is exactly 1."""
+        return torch.linalg.vector_norm(self._direction(), dim=1).to(self.weight.dtype)
+
+    def _factor(self) -> Tensor:
+        return self.lora_magnitude.float() / self._lengths().float()
+
+    def merged_weight(self) -> Tensor:
+        """See `LoraLinear`."""
+        return (self._direction() * self._factor()[:, None]).to(self.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        if not self.enabled:
+            return self.base_layer(x)
+        output = linear(x, self.weight) + linear(linear(x, self.lora_A), self.lora_B) * self.scaling
+        output = output * self._factor().to(x.dtype)
+        return output if self.bias is None else output + self.bias
+
+
+class Adapter:
+    """All LoRA layers of one network."""
+
+    def __init__(self, layers: dict[str, LoraLinear], config: AdapterConfig) -> None:
+        self.layers = layers
+        self.config = config
+        self.unreached: dict[str, int] = {}
+        """See `unreached_parameters`."""
+
+    @classmethod
+    def attach(cls, network: nn.Module, config: AdapterConfig) -> Adapter:
+        """Freeze `network` and put a fresh adapter beside the layers that `config.target_modules` name.
+
+        Raises ConfigError when one of them names no linear layer, or the output head.
+        """
+        targets = ALL_LINEAR if config.target_modules == (ALL_LINEAR,) else config.target_modules
+        layers: dict[str, LoraLinear] = {}
+        kind = DoraLinear if config.dora else LoraLinear
+        network.requires_grad_(False)
+        unreached = unreached_parameters(network)
+        for name in target_layers(network, targets):
+            parent, _, leaf = name.rpartition(".")
+            module = kind(network.get_submodule(name), config.rank, config.scaling)  # pyright: ignore[reportArgumentType]
+            setattr(network.get_submodule(parent), leaf, module)
+            layers[name] = module
+        if targets == ALL_LINEAR:
+            # Spelt out: what counts as linear is for whoever loads the adapter to decide otherwise.
+            names = tuple(sorted({name.rpartition(".")[2] for name in layers}))
+            config = replace(config, target_modules=names)
+        adapter = cls(layers, replace(config, excluded=tuple(tower_names(network))))
+        adapter.unreached = unreached
+        return adapter
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable numbers."""
+        return sum(tensor.numel() for _, tensor in self.named_weights())
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Live adapter tensors under PEFT's names."""
+        for name, layer in self.layers.items():
+            yield adapter_parameter(name, "A"), layer.lora_A
+            yield adapter_parameter(name, "B"), layer.lora_B
+            if isinstance(layer, DoraLinear):
+                yield magnitude_parameter(name), layer.lora_magnitude
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every adapter tensor."""
+        return {name: tuple(tensor.shape) for name, tensor in self.named_weights()}
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take over the adapter in `folder`. Raises ConfigError unless it has exactly this shape."""
+        check_adapter_fits(folder, self.config, self.shapes())
+        live = dict(self.named_weights())
+        for name, tensor in read_adapter_tensors(folder).items():
+            live[name].copy_(tensor)
+
+    @contextmanager
+    def switched(self, on: bool) -> Generator[None]:
+        """Inside, the network computes with its adapter, or without."""
+        for layer in self.layers.values():
+            layer.enabled = on
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.enabled = True
+
+    @torch.no_grad()
+    def model_state(self, state: dict[str, Tensor], *, merged: bool) -> dict[str, Tensor]:
+        """The network's `state` as that of a network without LoRA layers: the base, or the base with the adapter
+        in it."""
+        plain: dict[str, Tensor] = {}
+        for key, tensor in state.items():
+            module, _, last = key.rpartition(".")
+            if last in (_A, _B, _MAGNITUDE) and module in self.layers:
+                continue
+            owner = module.removesuffix(f".{_BASE}")
+            if owner == module or owner not in self.layers:
+                plain[key] = tensor
+            else:
+                layer = self.layers[owner]
+                plain[f"{owner}.{last}"] = layer.merged_weight() if merged and last == "weight" else tensor
+        return plain
+
+
+def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]:
+    """Names of the linear layers that `targets` stand for: ends of names, or `all-linear`, all but the output head.
+    Those of a tower are not meant."""
+    found: Any = network
+    head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
+    text = {id(module) for part in text_parts(network) for module in part.modules()}
+    modules = ((name, module) for name, module in network.named_modules() if id(module) in text)
+    linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
+    usable = [name for name, module in linears.items() if module is not head]
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in usable}))
+    if targets == ALL_LINEAR:
+        if not usable:
+            raise ConfigError(f"{type(network).__name__} has no linear layers for LoRA: remove [lora]")
+        return usable
+    chosen: set[str] = set()
+    for target in targets:
+        matching = [name for name in linears if name == target or name.endswith(f".{target}")]
+        if not matching:
+            raise ConfigError(
+                f'lora.target_modules has "{target}", and no linear layer of {type(network).__name__} that text goes '
+                "through has that name: "
+                f"use some of {known}"
+            )
+        if not set(matching) <= set(usable):
+            raise ConfigError(f'lora.target_modules has "{target}", the output head: use some of {known}')
+        chosen.update(matching)
+    return [name for name in usable if name in chosen]
+
+
+def unreached_parameters(network: nn.Module) -> dict[str, int]:
+    """Matrices that text goes through and no `targets` can name, as they are no linear layer's (fused experts, their
+    router): how many numbers, by name within a layer."""
+    own: Any = (nn.Linear, nn.Embedding)
+    found: dict[str, int] = {}
+    for part in text_parts(network):
+        for prefix, module in part.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if parameter.ndim > 1 and not isinstance(module, own):
+                    within = re.sub(r"^.*\.\d+\.", "", name)
+                    found[within] = found.get(within, 0) + parameter.numel()
+    return found
+
+
+def rate_in_adapter(ratio: float, name: str) -> float:
+    """LoRA+ (arXiv 2402.12354): by what the learning rate of the parameter `name` is multiplied; as in PEFT, DoRA's
+    lengths learn like B."""
+    return ratio if name.rpartition(".")[2] in (_B, _MAGNITUDE) else 1.0
+
+
+def blank_adapter(model: str, config: AdapterConfig, *, trust_remote_code: bool = False) -> Adapter:
+    """The adapter that `config` makes on a model of that configuration, without any memory: for its names, shapes and
+    sizes."""
+    network = blank_network(model, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return Adapter.attach(network, config)

@@ -1,0 +1,384 @@
+"""The optimizer in two halves: the maths, then the write to the live weights. The standard one is AdamW on fp32
+masters; others: `muon.py`, `adamw_bf16.py`, `eight_bit.py` and `paged.py` (the last two by `library_adamw.py`).
+
+Guarantees: gradients of any dtype are added up in fp32 after each micro-batch; updates far below the live
+dtype's resolution are not lost; a gradient that is zero or not finite raises instead of being applied;
+`load_state` continues bit for bit. When to step, and at what rate, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import TrainingError, ZeroGradientError
+from slipstream.trainer.model import fused_weight_gradients
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+RateOf = Callable[[str], float]
+"""By what the learning rate of a parameter is multiplied."""
+
+
+@dataclass(frozen=True)
+class OptimStats:
+    """What one optimizer step did."""
+
+    learning_rate: float
+    grad_norm: float
+    """Global norm before clipping."""
+    clipped: bool
+
+
+def learning_rate_at(
+    step: int,
+    *,
+    peak: float,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    warmup_steps: int = 0,
+    num_steps: int,
+) -> float:
+    """Learning rate of optimizer step `step`, counted from 0.
+
+    Rises linearly to `peak` over `warmup_steps`, the first step included; then stays, or decays so that it
+    would be zero at step `num_steps`, the first that is no longer made.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    if schedule == "linear":
+        return peak * (1.0 - progress)
+    if schedule == "cosine":
+        return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak
+
+
+def one_rate(name: str) -> float:
+    """Every parameter at the same learning rate."""
+    return 1.0
+
+
+class Optimizer(ABC):
+    """What all have in common: gradients in fp32, their norm and clipping, and the two halves of a step.
+
+    A tied parameter counts once, under its first name. Each parameter's gradient moves to its holder as soon as
+    backward has made it, or is made there (`fused_weight_gradients.py`).
+    """
+
+    weights_key: ClassVar[str]
+    """What the weights are called in `state()`."""
+
+    def __init__(self, named_parameters: NamedParameters, max_grad_norm: float) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.step = 0
+        """Optimizer steps made so far."""
+        self.norm_over_ranks: Callable[[float], float] | None = None
+        """Where every rank has a share of each parameter: from the norm of its own share to that of all."""
+        self.sums_over_ranks: Callable[[list[int]], list[int]] | None = None
+        """Then also: from numbers of its own to those of all."""
+        self._prepared = False
+        self._parameters: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        for name, parameter in named_parameters:
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                self._parameters[name] = parameter
+        if not self._parameters:
+            raise TrainingError("the model has no trainable parameter: check what was frozen")
+        self._holders = {name: self._make_holder(live) for name, live in self._live.items()}
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))
+            fused_weight_gradients.hold(parameter, self._holders[name])
+
+    @property
+    def _live(self) -> dict[str, Tensor]:
+        """The live weights, or this rank's share of them, where they lie now."""
+        return {name: local_part(parameter) for name, parameter in self._parameters.items()}
+
+    def prepare(self, learning_rate: float) -> OptimStats:
+        """Clip the accumulated gradient to `max_grad_norm` and make the update; live weights stay as they are.
+
+        Raises TrainingError when the gradient is not finite, and ZeroGradientError when it is zero; nothing has then
+        been changed.
+        """
+        if self._prepared:
+            raise TrainingError("optim_prepare without optim_commit: the last update is not written yet")
+        gradients = [holder.grad for holder in self._holders.values() if holder.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
+        if self.norm_over_ranks is not None:
+            norm = self.norm_over_ranks(norm)
+        if norm == 0.0:
+            raise ZeroGradientError(
+                f"optimizer step {self.step} has a gradient that is zero or not finite: it is zero in all "
+                f"{len(self._holders)} parameters, {next(iter(self._holders))} among them, because the batch "
+                "teaches nothing (equal rewards?); skip the step"
+            )
+        if not math.isfinite(norm):
+            raise TrainingError(self._explain(norm))
+        clipped = norm > self.max_grad_norm
+        if clipped:
+            torch._foreach_mul_(gradients, self.max_grad_norm / (norm + 1e-6))
+        del gradients  # so that each goes as soon as its update is made
+        self._update(learning_rate)
+        self.discard_gradients()
+        self._prepared = True
+        self.step += 1
+        return OptimStats(learning_rate, norm, clipped)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Write the new values to the live weights, in their dtype. Only after `prepare`."""
+        if not self._prepared:
+            raise TrainingError("optim_commit without optim_prepare: there is no update to write")
+        values = self._take_values()
+        live = self._live
+        torch._foreach_copy_([live[name] for name in values], list(values.values()))
+        self._prepared = False
+
+    def discard_gradients(self) -> None:
+        """Forget what was accumulated since the last step."""
+        for holder in self._holders.values():
+            holder.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that `load_state` needs, as tensors: `step`, and `KEY.NAME` of each parameter: its weights, what
+        the rule remembers, and how often it was updated (`updates`)."""
+        if self._prepared:
+            raise TrainingError("the optimizer's state was asked for between optim_prepare and optim_commit")
+        tensors: dict[str, Tensor] = {"step": torch.tensor(self.step)}
+        for name, weights in self._weights().items():
+            tensors[f"{self.weights_key}.{name}"] = weights
+            memory = self._memory_of(name)
+            tensors.update({f"{key}.{name}": memory[key] for key in memory if key != "step"})
+            if "step" in memory:
+                tensors[f"updates.{name}"] = torch.tensor(int(memory["step"]))
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Take over `state()` of another optimizer of this kind for the same parameters; live weights are written
+        too. Raises TrainingError for what is of another kind or model, and has then changed nothing."""
+        saved: dict[str, dict[str, Tensor]] = {}
+        for path, tensor in tensors.items():
+            key, _, name = path.partition(".")
+            if name:
+                saved.setdefault(name, {})[key] = tensor
+        self._check(saved)
+        self.step = int(tensors["step"])
+        for name, weights in self._weights().items():
+            memory: dict[str, Any] = saved[name]
+            weights.copy_(memory.pop(self.weights_key))
+            updates = memory.pop("updates", None)
+            rule = self._memory_of(name)
+            rule.clear()
+            rule.update({key: self._placed(key, value, name) for key, value in memory.items()})
+            if updates is not None:
+                rule["step"] = self._as_step(int(updates), name)
+        self.discard_gradients()
+        values = self._weights()
+        torch._foreach_copy_(list(self._live.values()), list(values.values()))
+        self._prepared = False
+
+    def _check(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Refuse what was saved of another optimizer or model."""
+        live = self._live
+        if saved.keys() != live.keys():
+            names = sorted(saved.keys() ^ live.keys())
+            raise TrainingError(f"the saved optimizer state is for another model: {names[0]} is in only one of them")
+        for name, memory in saved.items():
+            expected = self._mark_of(name)
+            has_memory = not memory.keys() <= {self.weights_key, "updates"}
+            is_foreign = has_memory and (expected not in memory or self._is_foreign(memory))
+            if self.weights_key not in memory or is_foreign:
+                raise TrainingError(
+                    f"the saved optimizer state is another optimizer's: of {name} it has {', '.join(sorted(memory))}, "
+                    f"and {self.weights_key} and {expected} are needed, as this one makes them; resume with the "
+                    "training.optimizer that it was made with"
+                )
+            if "exp_avg" in memory and "updates" not in memory:
+                raise TrainingError(
+                    f"the saved optimizer state does not say how often {name} was updated, which its moments are "
+                    "corrected by: start a new run from the checkpoint's weights"
+                )
+            if (shape := memory[self.weights_key].shape) != live[name].shape:
+                raise TrainingError(
+                    f"the saved optimizer state is for another model: {name} has shape {list(shape)} there and "
+                    f"{list(live[name].shape)} here"
+                )
+
+    def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
+        """Whether what is remembered of a parameter is another optimizer's, though it has the same names."""
+        return False
+
+    @abstractmethod
+    def _make_holder(self, live: Tensor) -> Tensor:
+        """What holds a parameter's fp32 gradient, as its `grad`."""
+
+    @abstractmethod
+    def _update(self, learning_rate: float) -> None:
+        """Make new values of the held gradients."""
+
+    @abstractmethod
+    def _take_values(self) -> Mapping[str, Tensor]:
+        """What to write to the live weights, by name."""
+
+    @abstractmethod
+    def _weights(self) -> Mapping[str, Tensor]:
+        """The weights to save, by name."""
+
+    @abstractmethod
+    def _memory_of(self, name: str) -> dict[str, Any]:
+        """What the rule remembers of a parameter; tensors, and `step`."""
+
+    @abstractmethod
+    def _mark_of(self, name: str) -> str:
+        """A key that the rule's memory of a parameter always has."""
+
+    def _placed(self, key: str, value: Tensor, name: str) -> Tensor:
+        """A copy of what the rule is to remember, where it wants it."""
+        return value.to(self._parameters[name].device, copy=True)
+
+    def _as_step(self, updates: int, name: str) -> Any:
+        """The rule's own form of a number of updates."""
+        return torch.tensor(float(updates), dtype=torch.float32, device=self._parameters[name].device)
+
+    def _explain(self, norm: float) -> str:
+        """Which gradient is bad, in one sentence."""
+        gradients = [holder.grad for holder in self._holders.values()]
+        bad = [0 if gradient is None else int((~torch.isfinite(gradient)).sum()) for gradient in gradients]
+        if self.sums_over_ranks is not None:
+            bad = self.sums_over_ranks(bad)
+        counts = dict(zip(self._holders, bad, strict=True))
+        worst = max(counts, key=lambda name: counts[name])
+        if not counts[worst]:
+            return f"optimizer step {self.step} has a gradient whose norm is {norm}: lower the learning rate"
+        return (
+            f"optimizer step {self.step} has a gradient that is zero or not finite: {counts[worst]} of "
+            f"{self._parameters[worst].numel()} values of {worst} are NaN or infinite"
+        )
+
+
+class MasterOptimizer(Optimizer):
+    """One of torch's optimizers, or several, on fp32 masters of all trainable parameters."""
+
+    weights_key = "master"
+
+    def __init__(self, named_parameters: NamedParameters, max_grad_norm: float, rate_of: RateOf) -> None:
+        super().__init__(named_parameters, max_grad_norm)
+        self._rate_of = rate_of
+        self._rules: list[tuple[torch.optim.Optimizer, str]] = []
+        self._rule_of: dict[str, int] = {}
+
+    def masters(self) -> dict[str, Tensor]:
+        """The fp32 masters by parameter name; `.grad` of each is what was accumulated so far."""
+        return dict(self._holders)
+
+    def _add_rule(
+        self,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        mark: str,
+        names: Collection[str],
+        weight_decay: float,
+    ) -> None:
+        """Have `make`'s optimizer, whose memory has `mark`, update `names`: in groups of equal rate, matrices with
+        weight decay."""
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for name in names:
+            master = self._holders[name]
+            decay = weight_decay if master.ndim > 1 else 0.0
+            groups.setdefault((self._rate_of(name), decay), []).append(master)
+            self._rule_of[name] = len(self._rules)
+        if groups:
+            parameters = [
+                {"params": masters, "rate": rate, "weight_decay": decay} for (rate, decay), masters in groups.items()
+            ]
+            self._rules.append((make(parameters), mark))
+
+    def _make_holder(self, live: Tensor) -> Tensor:
+        return live.float().clone()
+
+    def _update(self, learning_rate: float) -> None:
+        for rule, _ in self._rules:
+            for group in rule.param_groups:
+                group["lr"] = learning_rate * group["rate"]
+            rule.step()
+
+    def _take_values(self) -> Mapping[str, Tensor]:
+        return self._holders
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        return self._holders
+
+    def _memory_of(self, name: str) -> dict[str, Any]:
+        rule, _ = self._rules[self._rule_of[name]]
+        return rule.state[self._holders[name]]
+
+    def _mark_of(self, name: str) -> str:
+        return self._rules[self._rule_of[name]][1]
+
+
+class MasterAdamW(MasterOptimizer):
+    """Decoupled weight decay Adam (arXiv 1711.05101) over fp32 copies of all trainable parameters.
+
+    Vectors (norms, biases) are not decayed.
+    """
+
+    def __init__(
+        self,
+        named_parameters: NamedParameters,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        rate_of: RateOf = one_rate,
+    ) -> None:
+        super().__init__(named_parameters, max_grad_norm, rate_of)
+        make = partial(fused_adamw, betas=betas, eps=eps)
+        self._add_rule(make, "exp_avg", self._holders.keys(), weight_decay)
+
+
+def fused_adamw(
+    groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float = 1e-8
+) -> torch.optim.Optimizer:
+    """torch's AdamW on groups of tensors, in one kernel where there is one."""
+    devices = {tensor.device.type for group in groups for tensor in group["params"]}
+    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=devices <= {"cpu", "cuda"})
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The tensor itself without its history, or this rank's share of one that is spread over ranks."""
+    known: Any = tensor
+    if not hasattr(known, "to_local"):
+        return tensor.detach()
+    with torch.no_grad():  # then it is the tensor within, without the way through DTensor's dispatch
+        return known.to_local()
+
+
+def _move_gradient(holder: Tensor, live: Tensor) -> None:
+    """Add a live parameter's fresh gradient to what its holder has, in fp32, and free it."""
+    if live.grad is None:
+        return
+    gradient = local_part(live.grad)
+    if holder.grad is None:
+        holder.grad = gradient.float()
+    else:
+        add_gradient_(holder.grad, gradient)
+    live.grad = None
+
+
+def add_gradient_(total: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to what is accumulated in fp32; on a GPU a large one in bfloat16 by a kernel of ours."""
+    if gradient.is_cuda and gradient.dtype == torch.bfloat16 and gradient.is_contiguous() and total.is_contiguous():
+        from slipstream.trainer.optim import accumulate_triton
+
+        if gradient.numel() >= accumulate_triton.SMALLEST:
+            accumulate_triton.add_(total, gradient)
+            return
+    total.add_(gradient)

@@ -1,0 +1,210 @@
+"""LoRA adapters as folders in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+Guarantees: a folder is whole under its name or not there; PEFT loads it, and vLLM one that is not DoRA; an adapter of
+another kind, which would compute something else here, is refused when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.weights.model_files import whole_folder, write_tensors
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+    "fan_in_fan_out": (False,),
+    "use_rslora": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (),
+    "rank_pattern": (),
+    "alpha_pattern": (),
+    "layer_replication": (),
+    "target_parameters": (),
+    "trainable_token_indices": (),
+    "alora_invocation_tokens": (),
+    "use_qalora": (False,),
+    "use_bdlora": (),
+}
+"""Settings of PEFT that change what an adapter computes, and the values under which it is plain LoRA (or empty)."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The shape of a LoRA adapter; `base` is the model that it belongs to, a folder or a hub id."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    base: str
+    dora: bool = False
+    """Weight-decomposed (DoRA, arXiv 2402.09353): beside both matrices a length for each row of the weight."""
+    excluded: tuple[str, ...] = ()
+    """Modules in which nothing is a target, whatever its name: an image tower."""
+
+    @property
+    def scaling(self) -> float:
+        """The product of both matrices is multiplied by this."""
+        return self.alpha / self.rank
+
+
+def adapter_parameter(module: str, half: Literal["A", "B"]) -> str:
+    """PEFT's name for one matrix of the adapter of `module`."""
+    return f"{_PREFIX}{module}.lora_{half}.weight"
+
+
+def magnitude_parameter(module: str) -> str:
+    """PEFT's name for the lengths of DoRA."""
+    return f"{_PREFIX}{module}.lora_magnitude_vector"
+
+
+def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules whose matrices have these names."""
+    modules = (name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names)
+    return tuple(dict.fromkeys(modules))
+
+
+def write_adapter_folder(
+    folder: Path,
+    named_weights: Iterable[tuple[str, Tensor]],
+    config: AdapterConfig,
+    *,
+    durable: bool = False,
+    spare: Path | None = None,
+) -> int:
+    """Make `folder` an adapter of these tensors; see `write_model_folder`. `spare`, if it is there, is a file of the
+    same disk that is used up: written over. Returns the bytes of all tensors."""
+    weights = {name: tensor.detach() for name, tensor in named_weights}
+    with whole_folder(folder, durable=durable) as temporary:
+        content = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": config.base,
+            "r": config.rank,
+            "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
+            "target_modules": list(config.target_modules),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "inference_mode": True,
+            "use_rslora": False,
+            "use_dora": config.dora,
+            "modules_to_save": None,
+        }
+        if config.excluded:
+            # PEFT's own form: an expression that a whole name fits.
+            content["exclude_modules"] = rf"({'|'.join(map(re.escape, config.excluded))})(\..*)?"
+        (temporary / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        if spare is not None:
+            with contextlib.suppress(FileNotFoundError):
+                spare.rename(temporary / WEIGHTS_FILE)
+        write_tensors(temporary / WEIGHTS_FILE, weights)
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def folded(
+    named_weights: Iterable[tuple[str, Tensor]], scaling: float, kept: dict[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The same adapter for a scaling of 1: every B carries the factor itself, in the memory that `kept` has for it from
+    the last time."""
+    kept = {} if kept is None else kept
+    for name, tensor in named_weights:
+        if scaling != 1 and name.endswith(".lora_B.weight"):
+            tensor = kept[name] = torch.mul(tensor.detach(), scaling, out=kept.get(name))
+        yield name, tensor
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether `folder` holds an adapter rather than a model."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """The configuration of the adapter in `folder`. Raises ConfigError when there is none, or none of plain LoRA."""
+    file = folder / CONFIG_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        rank, alpha = int(content["r"]), float(content["lora_alpha"])
+        targets = content["target_modules"]
+        base = str(content.get("base_model_name_or_path") or "")
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} has no {CONFIG_FILE}: give the folder of an adapter in PEFT's format") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error!r}): save the adapter again") from None
+    for name, allowed in _PLAIN.items():
+        value = content.get(name)
+        if value and value not in allowed:
+            raise ConfigError(
+                f"the adapter in {folder} has {name} = {json.dumps(value)}, which is neither plain LoRA nor DoRA: merge"
+                " it into its model with PEFT and train on that"
+            )
+    names = (targets,) if isinstance(targets, str) else tuple(targets or ())
+    return AdapterConfig(rank, alpha, names, base, dora=bool(content.get("use_dora")))
+
+
+def read_adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the adapter in `folder`. Raises ConfigError when it cannot be read."""
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read ({error}): save the adapter again") from None
+
+
+def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the adapter in `folder`. Raises ConfigError when it cannot be read."""
+    try:
+        return load_file(folder / WEIGHTS_FILE)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read ({error}): save the adapter again") from None
+
+
+def check_adapter_fits(
+    folder: Path, wanted_config: AdapterConfig, shapes: dict[str, tuple[int, ...]], origin: str = "lora"
+) -> None:
+    """Raise ConfigError unless the adapter in `folder` is of this kind, rank and alpha, and has exactly the tensors of
+    `shapes`."""
+    found = read_adapter_config(folder)
+    if found.dora != wanted_config.dora:
+        kind, setting = ("DoRA", "true") if found.dora else ("plain LoRA", "false")
+        raise ConfigError(f"the adapter in {folder} is {kind}: set {origin}.dora = {setting}")
+    for name, wanted, there in (
+        ("rank", wanted_config.rank, found.rank),
+        ("alpha", wanted_config.alpha, found.alpha),
+    ):
+        if wanted != there:
+            raise ConfigError(
+                f"{origin}.{name} = {wanted:g}, and the adapter in {folder} has {there:g}: "
+                f"set {origin}.{name} = {there:g}"
+            )
+    theirs = read_adapter_shapes(folder)
+    problems: list[str] = []
+    for what, names in (("missing", shapes.keys() - theirs.keys()), ("unexpected", theirs.keys() - shapes.keys())):
+        if names:
+            shown = ", ".join(sorted(names)[:3])
+            problems.append(f"{what} {shown}{f' and {len(names) - 3} more' if len(names) > 3 else ''}")
+    if not problems:
+        other = [name for name, shape in shapes.items() if theirs[name] != shape]
+        problems += [f"{name} has shape {list(theirs[name])}, not {list(shapes[name])}" for name in other[:1]]
+    if problems:
+        raise ConfigError(
+            f"the adapter in {folder} does not fit model.path and {origin}.target_modules ({'; '.join(problems)}): its "
+            f"own target_modules are {', '.join(sorted(found.target_modules))}"
+        )

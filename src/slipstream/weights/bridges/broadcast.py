@@ -1,0 +1,389 @@
+"""The bridge `broadcast`: from memory to memory over a process group that stays, into the running engine.
+
+The trainer is rank 0 and every engine worker has a rank after it. Where each has a GPU of its own the group is NCCL's;
+otherwise it is gloo's, and a version is in the CPU's memory before it is announced, so that the engine stands still
+only while it travels. Large tensors go from the one side's memory to the other's; small ones are packed into two
+buckets, of which one travels while the other is packed or read. Both halves are here: `BroadcastPublisher` in the
+trainer, `Group.receive` in the worker. The group is made at the first version, over a file in a folder that only the
+user can open; every wait has the deadline of the group. gloo's sockets listen on the loopback interface, NCCL's on the
+one that NCCL chooses (NCCL_SOCKET_IFNAME). No tensor is described on the wire: the ticket's parameters say what the
+bytes are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from slipstream.errors import WeightsError
+from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
+from slipstream.runlog.temporary import make_temporary, remove_temporary
+from slipstream.weights.base import Announce, Engine, NamedWeights
+from slipstream.weights.bridges.delta import Changes, travelling
+from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.shards import held
+
+BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
+"""Large enough that a message's latency does not count, small enough to need little memory on both sides."""
+DIRECT_BYTES = {"gloo": 2**15, "nccl": 64 * 2**20}
+"""A tensor from this size on is a message of its own: from the trainer's memory to the engine's, without a copy on a
+side where it lies there in one piece. Between GPUs a message costs as much as ten copied megabytes, and a copy at ten
+times the link's speed is hidden behind the message before it (`benchmarks/broadcast_messages.py` measures both)."""
+ALIGNMENT = 16
+"""Every tensor starts at a multiple of it in its bucket, so that it can be read there as what it is."""
+_POLL_S = 2e-4
+_NO_WATCHDOG = {
+    # Torch would end the whole process at a deadline; here it is an error with a sentence.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the group meets; travels as the ticket's `location`."""
+
+    store: str
+    """File of the rendezvous, in a folder of mode 0700."""
+    num_workers: int
+    timeout_s: float
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a message."""
+        return BUCKET_BYTES[self.backend]
+
+    @property
+    def direct_bytes(self) -> int:
+        """Size of a tensor that is a message of its own."""
+        return DIRECT_BYTES[self.backend]
+
+
+Memory = Callable[[ParameterSpec], Tensor | None]
+"""The flat bytes that a parameter may be received into, where they lie in one piece."""
+
+
+class Group:
+    """One side's membership in the process group."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self.rendezvous = rendezvous
+        self._slots: dict[int, Tensor] = {}
+        """Two buckets that stay: one is on its way while the other is packed or read."""
+        distributed: Any = torch.distributed
+        timeout, size = timedelta(seconds=rendezvous.timeout_s), rendezvous.num_workers + 1
+        store = distributed.FileStore(rendezvous.store, size)
+        store.set_timeout(timeout)
+        if rendezvous.backend == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            # NCCL itself would wait without end for somebody who never comes.
+            store.set(f"here-{rank}", b"1")
+            store.wait([f"here-{other}" for other in range(size)], timeout)
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            with environment(_NO_WATCHDOG):
+                self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
+            return
+        if not distributed.is_gloo_available():
+            raise WeightsError("this torch was built without gloo, which weights.bridge = broadcast needs: use disk")
+        self.device = torch.device("cpu")
+        options = distributed.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._group = distributed.ProcessGroupGloo(store, rank, size, options)
+
+    def begin(self, buffer: Tensor) -> Any:
+        """Rank 0's bytes to everybody, after what is queued on the current stream; the `wait` of what it returns waits
+        for them on the CPU, and on a GPU has what is queued from then on wait."""
+        return self._group.broadcast(buffer, 0)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """`begin`, and its `wait`. On a GPU `finish` waits."""
+        self.begin(buffer).wait()
+
+    def slot(self, number: int, size: int) -> Tensor:
+        """The bucket for the packed message of this number, and again for the next but one."""
+        slot = self._slots.get(number % 2)
+        if slot is None or slot.numel() < size:
+            size_kept = max(size, min(self.rendezvous.bucket_bytes, 2 * size))
+            slot = self._slots[number % 2] = torch.empty(size_kept, dtype=torch.uint8, device=self.device)
+        return slot[:size]
+
+    def finish(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait until everything that was queued has arrived; raises RuntimeError at the group's deadline, or when
+        `is_over` says that the other side has ended."""
+        if self.device.type == "cpu":
+            return
+        event = torch.cuda.Event()
+        event.record()
+        deadline = time.monotonic() + self.rendezvous.timeout_s
+        while not event.query():
+            ended = is_over()
+            if (ended and not event.query()) or time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError("the other side ended without it" if ended else "the deadline passed")
+            time.sleep(_POLL_S)
+
+    def leave(self) -> None:
+        """End the membership, also where others of the group are dead."""
+        if self.device.type != "cpu":
+            self._group.abort()
+
+    def receive(self, ticket: Ticket, memory: Memory = lambda _: None) -> Iterator[list[tuple[str, Tensor]]]:
+        """The tensors that travel for a version, message by message, where the group works; those that `memory` has a
+        place for are received there and not told of. A message's tensors are valid until the next but one is asked
+        for, and what is queued on the current stream before that is in time; the next one travels meanwhile."""
+        ahead: tuple[Any, list[tuple[str, Tensor]]] | None = None
+        num_packed = 0
+        for bucket in messages(travelling(ticket), self.rendezvous):
+            places, total = layout(bucket)
+            own = memory(bucket[0]) if len(bucket) == 1 and num_bytes(bucket[0]) == total else None
+            if own is None:
+                buffer, tensors = self.slot(num_packed, total), []
+                num_packed += 1
+                for spec, start in zip(bucket, places, strict=True):
+                    flat = buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype))
+                    tensors.append((spec.name, flat.view(spec.shape)))
+            else:
+                buffer, tensors = own, []
+            arriving = self.begin(buffer), tensors
+            if ahead is not None:
+                ahead[0].wait()
+                yield ahead[1]
+            ahead = arriving
+        if ahead is not None:
+            ahead[0].wait()
+            yield ahead[1]
+
+    def send(self, specs: Sequence[ParameterSpec], tensors: Iterable[Tensor]) -> None:
+        """Rank 0's part of `receive`, from tensors in the order of `specs`, where the group works; each is asked for
+        while those before it travel, and none is kept longer than until the next message but one begins."""
+        coming = zip(specs, tensors, strict=True)
+        arrived: dict[str, Tensor] = {}
+        works: deque[Any] = deque()
+        num_packed = 0
+        for bucket in messages(specs, self.rendezvous):
+            while bucket[-1].name not in arrived:
+                spec, tensor = next(coming)
+                arrived[spec.name] = tensor
+            if len(works) > 1:
+                works.popleft().wait()  # it, or one before it, had the bucket that this one may get
+            buffer = whole(bucket, arrived, self.device)
+            if buffer is None:
+                buffer = self.slot(num_packed, layout(bucket)[1])
+                num_packed += 1
+                pack(bucket, arrived, buffer)
+            works.append(self.begin(buffer))
+            for spec in bucket:
+                del arrived[spec.name]
+        for work in works:
+            work.wait()
+        next(coming, None)  # to the end of what gathers them
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Generator[None]:
+    """These variables, for as long as something reads them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def layout(bucket: Sequence[ParameterSpec]) -> tuple[list[int], int]:
+    """Where each tensor of a bucket starts, and the bucket's size, in bytes."""
+    places: list[int] = []
+    total = 0
+    for spec in bucket:
+        places.append(total)
+        total += -(-num_bytes(spec) // ALIGNMENT) * ALIGNMENT
+    return places, total
+
+
+def num_bytes(spec: ParameterSpec) -> int:
+    """Bytes of a parameter."""
+    count = 1
+    for size in spec.shape:
+        count *= size
+    return count * getattr(torch, spec.dtype).itemsize
+
+
+def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> list[list[ParameterSpec]]:
+    """What travels together, the same on both sides: each large one by itself, small ones in runs of at most a bucket;
+    in the order in which they are complete, when one parameter comes after another."""
+    found: list[tuple[int, list[ParameterSpec]]] = []
+    bucket: list[ParameterSpec] = []
+    total = last = 0
+    for place, spec in enumerate(parameters):
+        size = num_bytes(spec)
+        if size >= rendezvous.direct_bytes:
+            found.append((place, [spec]))
+            continue
+        if bucket and total + size > rendezvous.bucket_bytes:
+            found.append((last, bucket))
+            bucket, total = [], 0
+        bucket.append(spec)
+        total, last = total + size, place
+    if bucket:
+        found.append((last, bucket))
+    return [message for _, message in sorted(found, key=operator.itemgetter(0))]
+
+
+class BroadcastPublisher:
+    """The trainer's half. Owns the rendezvous folder until `close`."""
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        joined: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`joined` waits until all workers run, and says how often some were replaced: then a new group is made."""
+        self._joined = joined
+        self._num_replaced = 0
+        self._folder = make_temporary("group")
+        self._rendezvous = Rendezvous(str(self._folder / "store"), num_workers, timeout_s, backend)
+        self._group: Group | None = None
+
+    def publish(
+        self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
+    ) -> Ticket:
+        """Describe, announce, send. Raises `WeightsError` when nobody receives within the deadline."""
+        self._meet_anew()
+        weights = held(named_weights)
+        parameters = describe(weights)
+        version = Version(lineage, step, digest(parameters))
+        location = msgspec.json.encode(self._rendezvous).decode()
+        ticket = Ticket(version, "broadcast", location, parameters)
+        # One after another: where they are gathered for it, the next ones come while these are sent.
+        tensors = (tensor for _, tensor in weights)
+        if changes is not None:
+            ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction)
+            if changes.pays:
+                ticket = msgspec.structs.replace(ticket, delta=changes.delta)
+                tensors = (payload for payload in changes.payloads.values())
+        specs = travelling(ticket)
+        ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
+        if self._rendezvous.backend == "gloo":
+            in_memory = [tensor.detach().cpu() for tensor in tensors]
+            tensors = (tensor for tensor in in_memory)
+        with contextlib.closing(tensors):  # or the other ranks would still gather when it is published again
+            # What is gathered begins to come before the engine stands still.
+            first = deque(itertools.islice(tensors, 1))
+            is_over = announce(ticket) or (lambda: False)
+            # Nothing here holds on to one that is sent.
+            self._send(ticket, specs, itertools.chain((first.popleft() for _ in range(len(first))), tensors), is_over)
+        return ticket
+
+    def _send(
+        self, ticket: Ticket, specs: Sequence[ParameterSpec], tensors: Iterable[Tensor], is_over: Callable[[], bool]
+    ) -> None:
+        try:
+            if self._group is None:
+                self._group = Group(self._rendezvous, rank=0)
+            self._group.send(specs, tensors)
+            self._group.finish(is_over)
+        except (RuntimeError, ValueError) as error:
+            raise WeightsError(
+                f"version {ticket.version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) "
+                f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {_first_line(error)}"
+            ) from error
+
+    def _meet_anew(self) -> None:
+        """Give up the group when workers have come that are not in it; everybody makes the one that the next ticket
+        names."""
+        num_replaced = self._joined()
+        if num_replaced == self._num_replaced:
+            return
+        self._num_replaced = num_replaced
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+        store = str(self._folder / f"store-{num_replaced}")
+        self._rendezvous = msgspec.structs.replace(self._rendezvous, store=store)
+
+    def close(self) -> None:
+        """Leave the group and remove its folder."""
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+        remove_temporary(self._folder)
+
+
+class BroadcastReceiver:
+    """The engine's half as the run sees it; the bytes go to the workers directly."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
+        """Have the workers join the collective, between two tokens of what they are generating."""
+        return await self.engine.apply(ticket, timeout_s)
+
+
+def rendezvous_of(ticket: Ticket) -> Rendezvous:
+    """The group that a ticket's weights come over."""
+    return msgspec.json.decode(ticket.location, type=Rendezvous)
+
+
+def pack(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], buffer: Tensor) -> None:
+    """Write the bytes of a bucket into `buffer`."""
+    places, _ = layout(bucket)
+    flats = [
+        buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype)).view(spec.shape)
+        for spec, start in zip(bucket, places, strict=True)
+    ]
+    copy_all(flats, [tensors[spec.name].detach() for spec in bucket])
+
+
+def whole(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
+    """A message's bytes where they are, or None when they must be packed."""
+    tensor = tensors[bucket[0].name].detach()
+    if len(bucket) > 1 or num_bytes(bucket[0]) != layout(bucket)[1]:
+        return None
+    return flat_bytes(tensor) if tensor.device == device else None
+
+
+def flat_bytes(tensor: Tensor) -> Tensor | None:
+    """The memory of a tensor as bytes; None when it is not in one piece."""
+    return tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() and tensor.numel() else None
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target; on a GPU with a few kernels for all of them, where their shapes allow it."""
+    by_kind: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        kind = (target.dtype, source.dtype, target.device, source.device, target.stride() == source.stride())
+        pair = by_kind.setdefault(kind, ([], []))
+        pair[0].append(target)
+        pair[1].append(source)
+    for (_, _, here, there, is_alike), (to, of) in by_kind.items():
+        if here == there and is_alike:
+            torch._foreach_copy_(to, of)
+        else:
+            for target, source in zip(to, of, strict=True):
+                target.copy_(source, non_blocking=True)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
