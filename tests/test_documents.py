@@ -49,6 +49,22 @@ def test_links_lead_somewhere(path):
     assert missing == []
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub gives a document's headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_anchors_are_headings(path):
+    links = re.findall(r"\]\(([^):]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
+    missing = [
+        f"{file}#{anchor}" for file, anchor in links if anchor not in anchors(path.parent / file if file else path)
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_named_modules_exist(path):
     """Code that a document names by its path below `src/slipstream`, or below the root, is there."""

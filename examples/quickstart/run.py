@@ -1,10 +1,10 @@
-"""The quickstart: SFT on demonstrations with mistakes, then GRPO, and what each of them learned.
+"""The quickstart: SFT on demonstrations with mistakes, then GRPO, and the held-out accuracy of each.
 
     python examples/quickstart/run.py [--seed N] [--folder runs/quickstart] [-- further settings of every run]
 
-The demonstrations are right answers of the task's training set, but whoever wrote them was careless: in four of ten
-two neighbouring letters are swapped. SFT imitates that as well, however long it goes on: the control shows it. GRPO
-sees no demonstration, only whether its own answers were right.
+The demonstrations are gold answers of the task's training set; in four of ten, two neighbouring letters are swapped.
+SFT imitates these mistakes too, however long it trains, as the control run shows. GRPO sees no demonstrations, only
+whether its own completions are right.
 """
 
 from __future__ import annotations

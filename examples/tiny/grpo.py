@@ -1,9 +1,9 @@
-"""The small twin: all of GRPO in one file. A tiny policy learns to write digits backwards: `314=413.`
+"""GRPO in one file: a tiny policy learns to write digits backward, `314=413.`
 
-It does what the big system does, in the same order and by the same functions of `slipstream.algo`: warm up
-on gold answers, give the engine the weights, sample groups, grade, make advantages, update with a clipped,
-importance-weighted loss. What it leaves out is everything between processes: here the engine is a bfloat16
-copy of the policy, whose rounding is the difference that the importance weights correct.
+The steps, their order and the functions of `slipstream.algo` are those of the full system: SFT on gold answers,
+copy the weights to the engine, sample groups, grade, compute advantages, update with a clipped,
+importance-weighted loss. It leaves out everything between processes: the engine here is a bfloat16 copy of
+the policy, and the importance weights correct for its rounding.
 
     python examples/tiny/grpo.py --steps 60
 
