@@ -151,9 +151,8 @@ def test_wrong_settings_start_nothing(given_more, message, monkeypatch):
 
 
 def test_a_module_beside_the_program_goes_along_by_value(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text(
-        "WORD = 'yes'\ndef grade(task, completion):\n    return float(completion == WORD)\n"
-    )
+    module = "WORD = 'yes'\ndef grade(task, completion):\n    return float(completion == WORD)\n"
+    (tmp_path / "my_rewards.py").write_text(module)
     monkeypatch.syspath_prepend(str(tmp_path))
     import my_rewards
 
@@ -174,14 +173,8 @@ async def test_closures_are_graded_in_workers_that_can_be_killed():
     packed = pack_environment(tasks, reward=graded)
     give(packed)
     assert is_python_object(packed.name)
-    config = load_settings(
-        {
-            "model": {"path": "m"},
-            "algorithm": {"kind": "grpo"},
-            "training": {"steps": 1},
-            "environment": {"name": packed.name},
-        }
-    ).config.environment
+    tree = {"model": {"path": "m"}, "algorithm": {"kind": "grpo"}, "training": {"steps": 1}}
+    config = load_settings({**tree, "environment": {"name": packed.name}}).config.environment
     (task,) = load_python_environment(packed.name, 0, {}).tasks("train", 1)
     async with ScorerPool(config, num_workers=1, timeout_s=0.5) as scorer:
         assert (await scorer.score(task, "x")).reward == 0.5

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def run_training(
     loaded: Loaded, name: str, *, resume: bool, make_progress: Callable[[], Progress]
 ) -> tuple[RunResult, dict[str, Any]]:
-    """Read, plan and train, in `run.folder` or a new folder named after `name`; what was left, and its summary.
+    """Read, plan and train, in `run.folder` or a new folder named after `name`; the result, and its summary.
 
     Raises what ends the run early, and `StartsAgain` where it goes on in another process.
     """
