@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.api import Evaluation, Run, evaluate, load_run, sft, train
+    from slipstream.api import Evaluation, Run, evaluate, load_run, new_model, sft, train
 
 __version__ = "0.1.0"
-__all__ = ["Evaluation", "Run", "__version__", "evaluate", "load_run", "sft", "train"]
+__all__ = ["Evaluation", "Run", "__version__", "evaluate", "load_run", "new_model", "sft", "train"]
 
 
 def __getattr__(name: str) -> Any:

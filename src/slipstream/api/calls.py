@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -154,6 +156,20 @@ def evaluate(
     found: dict[str, float] = outcome.summary
     interval = (found["eval/accuracy_low"], found["eval/accuracy_high"])
     return Evaluation(found["eval/accuracy"], interval, int(found["eval/num_tasks"]), found)
+
+
+def new_model(
+    folder: str | Path, *, hidden_size: int = 128, num_layers: int = 4, context_length: int = 512, seed: int = 0
+) -> Path:
+    """Make a small model from scratch, with a character tokenizer and a chat template; returns its folder. `slipstream
+    model new` has more options. Raises ConfigError where there is one already."""
+    options = {"hidden-size": hidden_size, "num-layers": num_layers, "context-length": context_length, "seed": seed}
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-P", "-m", "slipstream", "model", "new", str(folder), *flags, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(done.stderr.strip().removeprefix("error: "))
+    return Path(folder)
 
 
 def _run(

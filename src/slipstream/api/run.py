@@ -44,12 +44,12 @@ class Job:
             with open(source, "wb", closefd=False) as file:
                 file.write(msgspec.msgpack.encode(self._call))
             self.process = child_process.popen(
-                [sys.executable, "-P", "-m", "slipstream.api.child", str(source), str(sink)],
+                [sys.executable, "-m", "slipstream.api.child", str(source), str(sink)],
                 stdin=subprocess.PIPE,
                 stdout=None if self._shown and _is_terminal(sys.stdout) else subprocess.PIPE,
                 stderr=None if self._shown and _is_terminal(sys.stderr) else subprocess.STDOUT,
                 pass_fds=(source, sink),
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **child_process.SAFE_PATH},
                 start_new_session=True,  # an interrupt is passed on by `follow`, once
             )
         finally:
