@@ -65,10 +65,9 @@ def test_a_run_is_a_call_that_can_be_stopped_and_resumed(model, tmp_path):
 
 
 def test_what_ends_a_run_is_raised_as_its_class(model, tmp_path, capfd):
+    settings = {"steps": 3, "folder": tmp_path / "r", "progress": False, **SMALL}
     with pytest.raises(TrainingError, match="no group had any reward variance"):
-        slipstream.train(
-            model, tasks, lambda task, completion: 1.0, steps=3, folder=tmp_path / "r", progress=False, **SMALL
-        )
+        slipstream.train(model, tasks, lambda task, completion: 1.0, **settings)
     assert capfd.readouterr().out == ""
     assert read_exit(tmp_path / "r").status == "failed"
 
@@ -92,9 +91,8 @@ def test_an_interrupt_is_a_wished_end_and_nothing_outlives_its_program(model, tm
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, str(program), str(model), str(folder)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, str(program), str(model), str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 180
     while not (folder / "metrics.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.2)
@@ -115,9 +113,8 @@ def test_the_notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     started = time.monotonic()
-    NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
     said = json.dumps([cell.get("outputs", []) for cell in notebook.cells])
     assert "image/png" in said
     runs = {path.parent.name: read_exit(path.parent) for path in tmp_path.glob("runs/*/exit.json")}
