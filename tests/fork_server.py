@@ -43,6 +43,7 @@ KINDS = {
     "slipstream.inference.plugin.server": "engine",
     "slipstream.inference.plugin.try_settings": "engine",
     "slipstream.cli": "trainer",
+    "slipstream.api.child": "trainer",
     "slipstream.launch.ranks.child": "trainer",
     "tests.launch.quick_rank": "trainer",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,12 +15,9 @@ from slipstream.cli.output import outlives_its_reader, print_json
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, StartsAgain
 
 if TYPE_CHECKING:
-    from slipstream.config import Loaded, RunConfig
+    from slipstream.config import RunConfig
     from slipstream.envs import Environment, Task
-    from slipstream.inference.preimport import EngineAhead
-    from slipstream.launch.result import RunResult
-    from slipstream.launch.startup.stages import Stages
-    from slipstream.view import ViewKind
+    from slipstream.view import RunView
 
 Overrides = Annotated[
     str,
@@ -73,32 +69,20 @@ def _train(
 
     run_file = Path(run_file)
     loaded = load_config(run_file, overrides, algorithm=algorithm)
-    if resume and loaded.config.run.folder is None:
-        raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
-    from slipstream.launch.startup.compile_caches import lasting_caches
-    from slipstream.launch.startup.preimport import engine_ahead
-    from slipstream.launch.startup.stages import Stages
-    from slipstream.runlog import refuse_used
+    from slipstream.launch.start import run_training
 
-    if loaded.config.run.folder is not None and not resume:
-        refuse_used(loaded.config.run.folder)  # before minutes of reading data
-    stages = Stages()
+    def make_progress() -> RunView:
+        from slipstream.view import make_view
+
+        return make_view("none" if as_json else "plain" if plain else "auto")
+
     try:
-        with lasting_caches(lambda text: None), engine_ahead(loaded.config) as ahead:  # who trains tells of caches
-            view: ViewKind = "none" if as_json else "plain" if plain else "auto"
-            result = _carry_out(loaded, run_file, stages, ahead, resume, view)
+        result, summary = run_training(loaded, run_file.stem, resume=resume, make_progress=make_progress)
     except StartsAgain as again:
         where = () if loaded.config.run.folder is not None else ("--run.folder", str(again.folder))
         flags = [*(["--plain"] if plain else []), *(["--json"] if as_json else [])]
         again.arguments = [algorithm or "train", str(run_file), *overrides, *where, "--resume", *flags]
         raise
-    summary: dict[str, Any] = {"folder": str(result.folder), "steps": result.steps, "startup": stages.summary()}
-    if result.checkpoint is not None:
-        summary["weights"] = str(result.checkpoint)
-    if result.best is not None:
-        summary["best_weights"] = str(result.best)
-    if result.evaluation is not None:
-        summary |= result.evaluation.metrics()
     with outlives_its_reader():
         if as_json:
             print_json(summary)
@@ -113,24 +97,6 @@ def _train(
             if text := _what_was_gained(result.folder):
                 print(text)
     return 0
-
-
-def _carry_out(
-    loaded: Loaded, run_file: Path, stages: Stages, ahead: EngineAhead | None, resume: bool, kind: ViewKind
-) -> RunResult:
-    """Read, plan and train. What this imports takes seconds, and the engine's imports are under way."""
-    with stages.stage("read model and data"):
-        from slipstream.launch.engines import create_engine
-        from slipstream.launch.prepare import prepare
-        from slipstream.launch.recovery.resume import same_commit
-        from slipstream.launch.result import run_folder_of
-        from slipstream.launch.run import train
-        from slipstream.view import make_view
-
-        prepared = prepare(same_commit(loaded) if resume else loaded)
-    folder = run_folder_of(prepared, run_file.stem)
-    make_engine = partial(create_engine, ahead=ahead)
-    return train(prepared, folder, make_view(kind), resume=resume, make_engine=make_engine, stages=stages)
 
 
 def _what_was_gained(folder: Path) -> str:

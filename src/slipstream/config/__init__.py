@@ -7,7 +7,7 @@ package imports torch. Values that need the model, the tasks or the machine are 
 
 from slipstream.config.parse.dump import Derived, dump_resolved
 from slipstream.config.parse.keys import with_values
-from slipstream.config.parse.load import Loaded, load_config
+from slipstream.config.parse.load import Loaded, load_config, load_settings
 from slipstream.config.recipes import needs_engine_logprobs
 from slipstream.config.schema import (
     CriticConfig,
@@ -45,6 +45,7 @@ __all__ = [
     "WeightsConfig",
     "dump_resolved",
     "load_config",
+    "load_settings",
     "needs_engine_logprobs",
     "with_values",
 ]

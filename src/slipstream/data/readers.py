@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from slipstream.config.python_objects import is_python_object, load
 from slipstream.errors import ConfigError, DataError
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -42,6 +43,8 @@ def read_rows(path: str | Path, split: str = "", setting: str = "data.path") -> 
 
     `setting` is what an error tells people to correct. Raises `DataError`, also where there is no row.
     """
+    if is_python_object(str(path)):
+        return [Row(f"row {number} of {path}", values) for number, values in enumerate(load(str(path)))]
     path = Path(path)
     if path.is_dir():
         files = _files_of_split(path, split, setting)

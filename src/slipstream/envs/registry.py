@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from slipstream.config.python_objects import is_python_object
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.config.user_code import import_file, last_line, place_of
 from slipstream.envs.base import Environment
+from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import Rows
@@ -43,6 +45,8 @@ def _load(config: EnvironmentConfig) -> Environment:
         return ReasoningGym(name.removeprefix(PREFIX), config.seed, config.settings)
     if "seed" in config.settings:
         raise ConfigError("environment.settings.seed is not set here: use environment.seed")
+    if is_python_object(name):
+        return load_python_environment(name, config.seed, config.settings)
     if name == ROWS:
         return Rows(config.seed, config.settings)
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")

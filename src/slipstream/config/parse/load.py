@@ -17,10 +17,11 @@ from pydantic import ValidationError
 
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
 from slipstream.config.parse.command_line import Override, parse_overrides, place
-from slipstream.config.parse.keys import all_keys, dotted, leaves, optional_sections, sections, suggestion
+from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections, suggestion
 from slipstream.config.parse.messages import located, rewrite, shortened, show
 from slipstream.config.parse.paths import path_problems, unusable_path
 from slipstream.config.parse.run_file import RunFile, read_run_file
+from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RunConfig
 from slipstream.errors import ConfigError
@@ -47,7 +48,17 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: s
 
     `algorithm` is the kind that the command itself implies (`slipstream sft`). Raises ConfigError.
     """
-    file = read_run_file(path)
+    return _checked(read_run_file(path), overrides, algorithm)
+
+
+def load_settings(tree: Mapping[str, Any], *, algorithm: str | None = None) -> Loaded:
+    """The same for settings that a Python program gives, as a run file's tables; relative paths are the current
+    folder's. Raises ConfigError."""
+    lines = {name: 0 for section, content in tree.items() for name, _ in flatten((section,), content)}
+    return _checked(RunFile(Path("Python call"), dict(tree), lines), (), algorithm)
+
+
+def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None) -> Loaded:
     settings, problems = parse_overrides(overrides)
     sources = _Sources(file, settings)
     tree = copy.deepcopy(file.tables)
@@ -226,7 +237,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
     if text := text_at("model", "path"):
         is_local = text.startswith(("./", "../", "/", "~")) or text in (".", "..")
         tree["model"]["path"] = resolve("model.path", text, always=is_local)
-    if text := text_at("data", "path"):
+    if (text := text_at("data", "path")) and not is_python_object(text):
         tree["data"]["path"] = resolve("data.path", text, always=True)
     if text := text_at("lora", "path"):
         tree["lora"]["path"] = resolve("lora.path", text, always=True)

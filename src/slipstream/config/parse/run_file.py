@@ -34,12 +34,12 @@ class RunFile:
     path: Path
     tables: dict[str, Any]
     lines: dict[str, int]
-    """The line of every leaf, by dotted path, and of every `[section]` header."""
+    """The line of every leaf, by dotted path, and of every `[section]` header; 0 where it is on none."""
 
     def where(self, path: str) -> str:
         """`run.toml:12` for a key or header in the file, else `run.toml`."""
         line = self.lines.get(path)
-        return self.path.name if line is None else f"{self.path.name}:{line}"
+        return self.path.name if not line else f"{self.path.name}:{line}"
 
 
 def read_run_file(path: Path | str) -> RunFile:

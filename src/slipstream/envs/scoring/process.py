@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
+from slipstream.config.python_objects import PythonObject
 from slipstream.envs.base import Score
 from slipstream.envs.scoring import guard
 from slipstream.records import Task
@@ -48,6 +49,8 @@ class Setup(msgspec.Struct, frozen=True):
     config_json: str
     timeout_s: float
     memory_limit_bytes: int
+    environment: PythonObject | None = None
+    """What the config's name stands for, where a Python caller passed it."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from slipstream.config.python_objects import give
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Environment, RewardError, Score, explained, judge
 from slipstream.envs.registry import load_environment
@@ -50,6 +51,8 @@ def main() -> int:
         return 0
     setup = decode(data, Setup)
     config = EnvironmentConfig.model_validate_json(setup.config_json)
+    if setup.environment is not None:
+        give(setup.environment)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = setup.memory_limit_bytes if hard == resource.RLIM_INFINITY else min(setup.memory_limit_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

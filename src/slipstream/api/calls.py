@@ -1,0 +1,268 @@
+"""`train`, `sft` and `evaluate`: Python arguments become a run file's tables, which a child process carries out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+from slipstream.api.protocol import Call
+from slipstream.api.run import Job, OnStep, Run, error_of
+from slipstream.config import load_settings
+from slipstream.config.python_objects import PythonObject, give
+from slipstream.envs.base import Environment
+from slipstream.envs.from_python import RewardFunction, pack_environment, pack_rows
+from slipstream.errors import ConfigError, Interrupted
+from slipstream.runlog import refuse_used
+
+Table = Mapping[str, Any]
+"""A section of the run file: its keys and values."""
+Rows = Iterable[Mapping[str, Any]]
+"""A list of dictionaries, a Hugging Face data set, or a pandas or polars table."""
+Tasks = str | Rows | Environment | type[Environment] | Callable[..., Iterable[Any]]
+Reward = RewardFunction | Literal["exact", "number"]
+
+
+class Sections(TypedDict, total=False):
+    """The run file's other sections, as docs/settings.md lists them; `False` turns an optional one off."""
+
+    training: Table
+    environment: Table
+    sampling: Table
+    inference: Table
+    weights: Table
+    evaluation: Table | Literal[False]
+    lora: Table | Literal[False]
+    critic: Table | Literal[False]
+    teacher: Table | Literal[False]
+    run: Table
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out accuracy of a model."""
+
+    accuracy: float
+    """Part of the tasks solved, from 0 to 1."""
+    interval: tuple[float, float]
+    """Its 95 % Wilson interval."""
+    num_tasks: int
+    metrics: dict[str, float] = field(repr=False)
+    """All numbers, as they stand in `metrics.jsonl`."""
+
+
+def train(
+    model: str | Path | Table,
+    tasks: Tasks,
+    reward: Reward | None = None,
+    *,
+    eval_tasks: Rows | None = None,
+    algorithm: str | Table = "grpo",
+    steps: int | None = None,
+    folder: str | Path | None = None,
+    seed: int | None = None,
+    on_step: OnStep | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    wait: bool = True,
+    **sections: Unpack[Sections],
+) -> Run:
+    """Train `model` by reinforcement learning on `tasks`; returns when the run has ended.
+
+    `model`: a folder, a hub id, or the table `[model]`.
+    `tasks`: a function `tasks(split, num_tasks, seed)` that returns dictionaries with `prompt` and perhaps `answer`;
+    rows of that form (one in ten is held out, unless `eval_tasks` is given); an `Environment`; or a name as in
+    `environment.name`, which has its own reward.
+    `reward`: `reward(task, completion)` returns a number, or several by name with the key `reward`; it may be `async`.
+    Or "exact" (the completion is the answer) or "number" (its last number is the answer's). It runs in worker
+    processes, which get functions, closures and notebook cells pickled.
+    `algorithm`: a recipe (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, distill), or `[algorithm]`.
+    `on_step(step, metrics)` is called in this process after each step.
+    `resume`: go on after the last checkpoint in `folder`. `progress=False` prints nothing. `wait=False` returns at
+    once: see `Run.wait` and `Run.stop`. `sections`: all other settings, as `training={"learning_rate": 1e-6}`.
+
+    Ctrl-C, or an interrupt of the notebook's cell, ends the run at the next safe place with a checkpoint, and this call
+    returns. Raises what ends the run otherwise, a subclass of `slipstream.errors.SlipstreamError`.
+    """
+    tree = _tree(sections, model, algorithm, steps, folder, seed)
+    objects = _add_environment(tree, tasks, eval_tasks, reward)
+    return _run("train", tree, objects, on_step, resume=resume, progress=progress, wait=wait)
+
+
+def sft(
+    model: str | Path | Table,
+    data: str | Path | Rows | Table | None = None,
+    tasks: Tasks | None = None,
+    reward: Reward | None = None,
+    *,
+    eval_tasks: Rows | None = None,
+    algorithm: Table | None = None,
+    steps: int | None = None,
+    folder: str | Path | None = None,
+    seed: int | None = None,
+    on_step: OnStep | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    wait: bool = True,
+    **sections: Unpack[Sections],
+) -> Run:
+    """Fine-tune `model` on conversations; returns when the run has ended.
+
+    `data`: a file or folder, rows with `messages` or with `prompt` and `completion`, or the table `[data]`; without it
+    the right answers of `tasks` are imitated. `algorithm`: other settings of that section. With `tasks`, held-out
+    accuracy is measured. All else as in `train`.
+    """
+    objects: list[PythonObject] = []
+    tree = _tree(sections, model, {**(algorithm or {}), "kind": "sft"}, steps, folder, seed)
+    if isinstance(data, Mapping):
+        tree["data"] = _plain(data)
+    elif data is not None:
+        if not isinstance(data, str | Path):
+            objects.append(pack_rows(data))
+            data = objects[-1].name
+        _put(tree, "data", "path", str(data), "data")
+    elif tasks is None:
+        raise ConfigError("sft has nothing to imitate: give data, or tasks with right answers")
+    if tasks is not None:
+        objects += _add_environment(tree, tasks, eval_tasks, reward if reward is not None else _default_reward(tasks))
+    return _run("sft", tree, objects, on_step, resume=resume, progress=progress, wait=wait)
+
+
+def evaluate(
+    model: str | Path | Table,
+    tasks: Tasks,
+    reward: Reward | None = None,
+    *,
+    eval_tasks: Rows | None = None,
+    seed: int | None = None,
+    progress: bool = True,
+    **sections: Unpack[Sections],
+) -> Evaluation:
+    """Measure held-out accuracy of `model` with a real engine; nothing is trained. Arguments as in `train`."""
+    tree = _tree(sections, model, "grpo", None, None, seed)
+    objects = _add_environment(tree, tasks, eval_tasks, reward)
+    job = Job(Call("evaluate", tree, tuple(objects), view=_view(progress)), shown=progress)
+    outcome = job.follow()
+    assert outcome is not None
+    if outcome.error == "Interrupted":
+        raise Interrupted(outcome.message)
+    if outcome.error:
+        raise error_of(outcome)
+    found: dict[str, float] = outcome.summary
+    interval = (found["eval/accuracy_low"], found["eval/accuracy_high"])
+    return Evaluation(found["eval/accuracy"], interval, int(found["eval/num_tasks"]), found)
+
+
+def new_model(
+    folder: str | Path, *, hidden_size: int = 128, num_layers: int = 4, context_length: int = 512, seed: int = 0
+) -> Path:
+    """Make a small model from scratch, with a character tokenizer and a chat template; returns its folder. `slipstream
+    model new` has more options. Raises ConfigError where there is one already."""
+    options = {"hidden-size": hidden_size, "num-layers": num_layers, "context-length": context_length, "seed": seed}
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-P", "-m", "slipstream", "model", "new", str(folder), *flags, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(done.stderr.strip().removeprefix("error: "))
+    return Path(folder)
+
+
+def _run(
+    command: Literal["train", "sft"],
+    tree: dict[str, Any],
+    objects: list[PythonObject],
+    on_step: OnStep | None,
+    *,
+    resume: bool,
+    progress: bool,
+    wait: bool,
+) -> Run:
+    for item in objects:
+        give(item)
+    loaded = load_settings(tree, algorithm="sft" if command == "sft" else None)  # what is wrong is raised here
+    folder = loaded.config.run.folder
+    if folder is None:
+        if resume:
+            raise ConfigError("resume=True needs the folder of the run to continue: give folder=...")
+        kind = loaded.config.algorithm.kind
+        folder = (Path("runs") / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+        tree = {**tree, "run": {**tree.get("run", {}), "folder": str(folder)}}
+    elif not resume:
+        refuse_used(folder)
+    run = Run(folder, Job(Call(command, tree, tuple(objects), resume, _view(progress)), shown=progress), on_step)
+    if wait:
+        run._follow()  # pyright: ignore[reportPrivateUsage]
+        return run.wait()
+    threading.Thread(target=run._follow, name="slipstream-run", daemon=True).start()  # pyright: ignore[reportPrivateUsage]
+    return run
+
+
+def _tree(
+    sections: Mapping[str, Any],
+    model: str | Path | Table,
+    algorithm: str | Table,
+    steps: int | None,
+    folder: str | Path | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """The run file's tables."""
+    tree: dict[str, Any] = {name: _plain(content) for name, content in sections.items()}
+    tree["model"] = _plain(model) if isinstance(model, Mapping) else {"path": str(model)}
+    tree["algorithm"] = _plain(algorithm) if isinstance(algorithm, Mapping) else {"kind": algorithm}
+    for section, key, value, argument in (
+        ("training", "steps", steps, "steps"),
+        ("run", "folder", None if folder is None else str(folder), "folder"),
+        ("run", "seed", seed, "seed"),
+    ):
+        if value is not None:
+            _put(tree, section, key, value, argument)
+    return tree
+
+
+def _add_environment(
+    tree: dict[str, Any], tasks: Tasks, eval_tasks: Rows | None, reward: Reward | None
+) -> list[PythonObject]:
+    if isinstance(tasks, str):
+        if reward is not None or eval_tasks is not None:
+            raise ConfigError(f"tasks = {tasks!r} names an environment, which has its own reward: give it alone")
+        _put(tree, "environment", "name", tasks, "tasks")
+        return []
+    packed = pack_environment(tasks, eval_tasks, reward)
+    _put(tree, "environment", "name", packed.name, "tasks")
+    return [packed]
+
+
+def _default_reward(tasks: Tasks) -> Literal["exact"] | None:
+    """SFT on the right answers of rows or of a function needs no reward; accuracy then counts exact answers."""
+    is_environment = isinstance(tasks, (str, Environment, type))
+    return None if is_environment else "exact"
+
+
+def _put(tree: dict[str, Any], section: str, key: str, value: Any, argument: str) -> None:
+    table = tree.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{argument} is given, and {section} is {table!r}: leave one of them out")
+    if key in table:
+        raise ConfigError(f"{argument} and {section}={{{key!r}: ...}} say the same: give one of them")
+    table[key] = value
+
+
+def _plain(value: Any) -> Any:
+    """Values as TOML has them: paths as text, tuples as lists, NumPy's numbers as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    item = getattr(value, "item", None)
+    return item() if callable(item) and not isinstance(value, str | int | float | bool) else value
+
+
+def _view(progress: bool) -> Literal["auto", "none"]:
+    return "auto" if progress else "none"

@@ -1,0 +1,73 @@
+"""The process that a Python call runs in: `python -m slipstream.api.child CALL RESULT`, both file descriptors.
+
+It reads one `Call` and writes one `Outcome`, as msgpack. It ends with its caller, whose end closes its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from slipstream.api.protocol import Call, Outcome
+from slipstream.config import load_settings
+from slipstream.config.python_objects import give
+from slipstream.errors import Interrupted, SlipstreamError, StartsAgain
+from slipstream.inference.child_process import leave
+from slipstream.inference.plugin import lifeline
+from slipstream.runlog.redaction import hide_userinfo
+
+if TYPE_CHECKING:
+    from slipstream.view import RunView
+
+
+def main() -> None:
+    """Read the call, carry it out, write the outcome, and end."""
+    lifeline.follow_stdin()
+    source, sink = (int(number) for number in sys.argv[1:3])
+    call = msgspec.msgpack.decode(_read(source), type=Call)
+    outcome = _carry_out(call)
+    with open(sink, "wb") as file:
+        file.write(msgspec.msgpack.encode(outcome))
+    leave(outcome.exit_code)
+
+
+def _carry_out(call: Call) -> Outcome:
+    try:
+        for item in call.objects:
+            give(item)
+        algorithm = "sft" if call.command == "sft" else None
+        loaded = load_settings(call.settings, algorithm=algorithm)
+        if call.command == "evaluate":
+            from slipstream.launch.prepare import prepare
+            from slipstream.launch.tools.evaluate import evaluate_model
+
+            return Outcome(evaluate_model(prepare(loaded), _progress(call)).metrics())
+        from slipstream.launch.start import run_training
+
+        _, summary = run_training(loaded, "run", resume=call.resume, make_progress=lambda: _progress(call))
+        return Outcome(summary)
+    except StartsAgain:
+        return Outcome(again=True)
+    except SlipstreamError as error:
+        return Outcome(error=type(error).__name__, message=hide_userinfo(str(error)), exit_code=error.exit_code)
+    except KeyboardInterrupt:
+        return Outcome(error="Interrupted", message="interrupted", exit_code=Interrupted.exit_code)
+
+
+def _progress(call: Call) -> RunView:
+    from slipstream.view import make_view
+
+    return make_view(call.view)
+
+
+def _read(descriptor: int) -> bytes:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""A run as a Python program sees it: its numbers, its weights, and while it goes on its process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from slipstream import errors
+from slipstream.api.protocol import Call, Outcome
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.inference import child_process
+from slipstream.runlog import read_events, read_exit, read_metrics, read_samples, read_settings, summarize
+
+POLL_S = 0.1
+OnStep = Callable[[int, Mapping[str, Any]], object]
+"""Called with the step and its row of metrics after each step, and with step 0 after the first evaluation."""
+
+
+class Job:
+    """A call in its child process. Only one thread may call `follow`."""
+
+    def __init__(self, call: Call, *, shown: bool) -> None:
+        self._call = call
+        self._shown = shown
+        self._stop_asked = False
+        self._start()
+
+    def _start(self) -> None:
+        source = os.memfd_create("slipstream-call")
+        self._result, sink = os.pipe()
+        os.set_blocking(self._result, False)
+        try:
+            with open(source, "wb", closefd=False) as file:
+                file.write(msgspec.msgpack.encode(self._call))
+            self.process = child_process.popen(
+                [sys.executable, "-m", "slipstream.api.child", str(source), str(sink)],
+                stdin=subprocess.PIPE,
+                stdout=None if self._shown and _is_terminal(sys.stdout) else subprocess.PIPE,
+                stderr=None if self._shown and _is_terminal(sys.stderr) else subprocess.STDOUT,
+                pass_fds=(source, sink),
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **child_process.SAFE_PATH},
+                start_new_session=True,  # an interrupt is passed on by `follow`, once
+            )
+        finally:
+            os.close(source)
+            os.close(sink)
+        self._tail: list[str] = []
+        self._reader = threading.Thread(target=self._read_output, name="slipstream-output", daemon=True)
+        self._reader.start()
+
+    def _read_output(self) -> None:
+        if self.process.stdout is None:
+            return
+        for line in self.process.stdout:
+            text = line.decode(errors="replace").rstrip("\n")
+            self._tail = [*self._tail[-20:], text]
+            if self._shown:
+                print(text, flush=True)
+
+    def stop(self) -> None:
+        """Ask it to end at the next safe place; a second time, to end at once."""
+        self._stop_asked = True
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGINT)
+
+    def follow(self, each: Callable[[], None] = lambda: None, timeout_s: float | None = None) -> Outcome | None:
+        """Wait for its end and call `each` meanwhile; what came of it, or None where it goes on at the deadline. An
+        interrupt of this process is passed on: the first asks it to stop, the second ends it at once."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                while self.process.poll() is None:
+                    if until is not None and time.monotonic() > until:
+                        return None
+                    each()
+                    time.sleep(POLL_S)
+                self._reader.join(1.0)
+                each()
+                outcome = self._outcome()
+                if not outcome.again:
+                    return outcome
+                self._call = msgspec.structs.replace(self._call, resume=True)
+                self._start()
+            except KeyboardInterrupt:
+                self.stop()
+
+    def _outcome(self) -> Outcome:
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._result, 1 << 16):
+                data += chunk
+        os.close(self._result)
+        if data:
+            return msgspec.msgpack.decode(data, type=Outcome)
+        code = self.process.returncode
+        if self._stop_asked:
+            return Outcome(error="Interrupted", message="ended at once", exit_code=errors.Interrupted.exit_code)
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        said = f": {' '.join(self._tail[-3:])}" if self._tail else ""
+        return Outcome(error="SlipstreamError", message=f"the run's process ended with {how}{said}", exit_code=1)
+
+
+class Run:
+    """A run and its folder. `train` and `sft` return one, `load_run` opens one of a folder."""
+
+    def __init__(self, folder: Path, job: Job | None = None, on_step: OnStep | None = None) -> None:
+        self.folder = folder
+        """Everything that the run left: metrics, events, rollouts, settings, checkpoints."""
+        self.summary: dict[str, Any] = {}
+        """What `slipstream train --json` prints, once the run has ended by itself."""
+        self._job = job
+        self._on_step = on_step
+        self._told = -1
+        self._size = -1
+        self._error: SlipstreamError | None = None
+        self._ended = threading.Event()
+        if job is None:
+            self._ended.set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this program waits for it still, or another process writes its folder."""
+        return not self._ended.is_set() or summarize(self.folder).status == "running"
+
+    @property
+    def status(self) -> str:
+        """As `slipstream runs` shows it: running, finished, interrupted, failed or killed."""
+        return summarize(self.folder).status
+
+    @property
+    def step(self) -> int:
+        """The last step made."""
+        return max((int(row["step"]) for row in self.rows), default=0)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of every step so far, a flat dictionary each; docs/metrics.md explains the names."""
+        return read_metrics(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+
+    @property
+    def metrics(self) -> Any:
+        """The same as a pandas.DataFrame, a row for each step; `rows` where pandas is not installed."""
+        if importlib.util.find_spec("pandas") is None:
+            return self.rows
+        import pandas  # pyright: ignore[reportMissingTypeStubs, reportMissingImports]
+
+        return pandas.DataFrame(self.rows)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The rollouts that the run kept, prompts, completions and rewards."""
+        return read_samples(self.folder)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order: versions applied, checkpoints, warnings."""
+        return read_events(self.folder)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting with its value, as the plan derived them, by dotted name."""
+        return read_settings(self.folder)
+
+    @property
+    def weights(self) -> Path | None:
+        """The newest checkpoint's model folder (with LoRA: adapter), which Transformers and vLLM load."""
+        return max((self.folder / "checkpoints").glob("step-*/weights"), default=None)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last held-out accuracy, from 0 to 1."""
+        return next((row["eval/accuracy"] for row in reversed(self.rows) if row.get("eval/accuracy") is not None), None)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the HTML report; its path."""
+        from slipstream.report import write_report
+
+        return write_report([self.folder], None if out is None else Path(out))
+
+    def stop(self) -> None:
+        """Ask the run to write a checkpoint and end; a second call ends it at once. Does not wait (`wait` does)."""
+        if self._job is None:
+            raise ConfigError(f"run {self.folder} was not started by this program: stop it where it was started")
+        if not self._ended.is_set():
+            self._job.stop()
+
+    def wait(self, timeout_s: float | None = None) -> Run:
+        """Wait for the end. Raises what ended the run, unless it was stopped as asked; `TimeoutError` where it goes on
+        after `timeout_s` seconds."""
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"run {self.folder} goes on after {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def _follow(self) -> None:
+        """Until the process ends; in the one thread that does so."""
+        assert self._job is not None
+        try:
+            outcome = self._job.follow(self._tell)
+            assert outcome is not None
+            self.summary = outcome.summary
+            if outcome.error and outcome.error != "Interrupted":
+                self._error = error_of(outcome)
+        finally:
+            self._ended.set()
+
+    def _tell(self) -> None:
+        """Pass new rows to the callback."""
+        file = self.folder / "metrics.jsonl"
+        if self._on_step is None or not file.exists() or file.stat().st_size == self._size:
+            return
+        self._size = file.stat().st_size
+        for row in self.rows:
+            if row["step"] > self._told:
+                self._told = row["step"]
+                self._on_step(int(row["step"]), row)
+
+    def __repr__(self) -> str:
+        state = "running" if not self._ended.is_set() else self.status
+        accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.3f}"
+        return f"Run({str(self.folder)!r}, {state}, step {self.step}{accuracy})"
+
+
+def load_run(folder: str | Path) -> Run:
+    """The run in `folder`, also one that goes on in another process. Raises ConfigError where there is none."""
+    folder = Path(folder).expanduser().resolve()
+    if not (folder / "events.jsonl").is_file():
+        raise ConfigError(f"{folder} is no run folder: it has no events.jsonl")
+    run = Run(folder)
+    if (report := read_exit(folder)) is not None:
+        run.summary = msgspec.to_builtins(report)
+    return run
+
+
+def error_of(outcome: Outcome) -> SlipstreamError:
+    """The exception that the child ended with."""
+    kind: Any = getattr(errors, outcome.error, None)
+    if not (isinstance(kind, type) and issubclass(kind, SlipstreamError)):
+        kind = SlipstreamError
+    return kind(outcome.message)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty() and stream.fileno() in (1, 2)
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,127 @@
+"""The Python API on real processes and a real engine: a run as a call, and a notebook."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+
+import slipstream
+from slipstream.errors import ConfigError, TrainingError
+from slipstream.runlog import read_exit
+
+pytestmark = pytest.mark.engine
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+SMALL = {"training": {"prompts_per_batch": 4, "learning_rate": 1e-3}, "algorithm": {"kind": "grpo", "group_size": 4}}
+
+
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{split} {seed} {i}", "answer": "a"} for i in range(num_tasks)]
+
+
+def test_a_run_is_a_call_that_can_be_stopped_and_resumed(model, tmp_path):
+    seen, weight = [], 0.5
+
+    def reward(task, completion):
+        return {"reward": completion.count("a") + weight * len(set(completion)), "length": len(completion)}
+
+    def on_step(step, metrics):
+        seen.append((step, metrics.get("reward/length")))
+
+    run = slipstream.train(
+        model, tasks, reward, steps=500, folder=tmp_path / "run", evaluation=False, wait=False, on_step=on_step, **SMALL
+    )
+    until = time.monotonic() + 120
+    while len(seen) < 3 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert run.is_running
+    run.stop()
+    run.wait(120)
+    assert (run.status, run.is_running) == ("interrupted", False)
+    last = run.step
+    assert [step for step, _ in seen] == list(range(last + 1))
+    assert seen[1][1] > 0
+    assert run.metrics["step"].tolist() == list(range(last + 1))
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        slipstream.train(model, tasks, reward, steps=last + 1, folder=tmp_path / "run", evaluation=False, **SMALL)
+    again = slipstream.train(
+        model, tasks, reward, steps=last + 1, folder=tmp_path / "run", evaluation=False, resume=True, **SMALL
+    )
+    assert (again.status, again.step, again.summary["steps"]) == ("finished", last + 1, last + 1)
+    assert again.weights == tmp_path / "run" / "checkpoints" / f"step-{last + 1:06}" / "weights"
+    assert slipstream.load_run(tmp_path / "run").step == last + 1
+    command = [sys.executable, "-m", "slipstream", "train", str(tmp_path / "run" / "resolved.toml"), "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "slipstream.train(" in done.stderr
+
+
+def test_what_ends_a_run_is_raised_as_its_class(model, tmp_path, capfd):
+    settings = {"steps": 3, "folder": tmp_path / "r", "progress": False, **SMALL}
+    with pytest.raises(TrainingError, match="no group had any reward variance"):
+        slipstream.train(model, tasks, lambda task, completion: 1.0, **settings)
+    assert capfd.readouterr().out == ""
+    assert read_exit(tmp_path / "r").status == "failed"
+
+
+PROGRAM = """
+import slipstream, sys
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"{split} {i}", "answer": "a"} for i in range(num_tasks)]
+def reward(task, completion):
+    return len(completion)
+print("begun", flush=True)
+run = slipstream.train(sys.argv[1], tasks, reward, steps=5000, folder=sys.argv[2], evaluation=False,
+                       training={"prompts_per_batch": 2}, run={"threads": 1})
+print(run.status)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_an_interrupt_is_a_wished_end_and_nothing_outlives_its_program(model, tmp_path, ending):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    folder = tmp_path / "run"
+    command = [sys.executable, str(program), str(model), str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 180
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(ending)
+    out, _ = process.communicate(timeout=120)
+    if ending == signal.SIGINT:
+        assert out.splitlines()[-1] == "interrupted"
+        assert list(folder.glob("checkpoints/step-*"))
+    gone, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+    assert gone
+
+
+@pytest.mark.full
+def test_the_notebook(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    started = time.monotonic()
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
+    said = json.dumps([cell.get("outputs", []) for cell in notebook.cells])
+    assert "image/png" in said
+    runs = {path.parent.name: read_exit(path.parent) for path in tmp_path.glob("runs/*/exit.json")}
+    assert {name: found.status for name, found in runs.items()} == {"sft": "finished", "rl": "finished"}
+    rl = slipstream.load_run(tmp_path / "runs" / "rl")
+    accuracies = [row["eval/accuracy"] for row in rl.rows if row.get("eval/accuracy") is not None]
+    assert accuracies[-1] > accuracies[0] + 0.1, f"{accuracies} after {time.monotonic() - started:.0f} s"
+    assert sum(event["kind"] == "start" for event in rl.events) == 2, "it was stopped and resumed"
+    assert threading.active_count() < 50
+    assert os.getcwd() != str(tmp_path)
