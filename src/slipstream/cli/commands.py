@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slipstream.config import Loaded, RunConfig
     from slipstream.envs import Environment, Task
     from slipstream.inference.preimport import EngineAhead
-    from slipstream.launch.result import RunResult
+    from slipstream.launch.run import RunResult
     from slipstream.launch.startup.stages import Stages
     from slipstream.view import ViewKind
 
@@ -75,8 +75,8 @@ def _train(
     loaded = load_config(run_file, overrides, algorithm=algorithm)
     if resume and loaded.config.run.folder is None:
         raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
+    from slipstream.launch.startup import preimport_vllm
     from slipstream.launch.startup.compile_caches import lasting_caches
-    from slipstream.launch.startup.preimport import engine_ahead
     from slipstream.launch.startup.stages import Stages
     from slipstream.runlog import refuse_used
 
@@ -84,7 +84,7 @@ def _train(
         refuse_used(loaded.config.run.folder)  # before minutes of reading data
     stages = Stages()
     try:
-        with lasting_caches(lambda text: None), engine_ahead(loaded.config) as ahead:  # who trains tells of caches
+        with lasting_caches(lambda text: None), preimport_vllm(loaded.config) as ahead:  # who trains tells of caches
             view: ViewKind = "none" if as_json else "plain" if plain else "auto"
             result = _carry_out(loaded, run_file, stages, ahead, resume, view)
     except StartsAgain as again:
@@ -123,8 +123,7 @@ def _carry_out(
         from slipstream.launch.engines import create_engine
         from slipstream.launch.prepare import prepare
         from slipstream.launch.recovery.resume import same_commit
-        from slipstream.launch.result import run_folder_of
-        from slipstream.launch.run import train
+        from slipstream.launch.run import run_folder_of, train
         from slipstream.view import make_view
 
         prepared = prepare(same_commit(loaded) if resume else loaded)

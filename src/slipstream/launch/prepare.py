@@ -5,13 +5,13 @@ beyond reading files, so `slipstream plan` does exactly this and stops.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from slipstream.config import Derived, Loaded, RunConfig, with_values
+from slipstream.config import Derived, Loaded, RunConfig
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import uses_engine
 from slipstream.data.chat_template import ChatTokenizer
@@ -27,10 +27,9 @@ from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
-from slipstream.launch.preflight.model_folder import check_model, find_model
+from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.unknown_characters import unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
-from slipstream.launch.teacher import check_teacher
 from slipstream.launch.tools.deployable import with_weights_folder
 from slipstream.records import Message, SamplingParams, Task
 from slipstream.sinks import require_sinks
@@ -53,8 +52,6 @@ class Prepared:
     """What SFT trains on."""
     dropped: dict[str, int]
     """Tasks and conversations that were left out, by reason."""
-    given_up: Mapping[str, Derived] = field(default_factory=dict[str, Derived])
-    """What the plan had chosen otherwise until it was tried, by name."""
 
     @property
     def config(self) -> RunConfig:
@@ -70,34 +67,6 @@ class Prepared:
     def num_items(self) -> int:
         """Size of the training set."""
         return len(self.conversations) if self.config.algorithm.kind == "sft" else len(self.train_tasks)
-
-    def without_compiling(self, problem: str) -> Prepared:
-        """The same run, planned again for layers that are not compiled, as `problem` is in the way."""
-        return self._given_up(
-            "training.compile",
-            False,
-            f"the compiler failed ({problem})",
-            "training.compile = false, as {reason}: layers are not compiled, and the run is slower",
-        )
-
-    def without_sharing(self, problem: str) -> Prepared:
-        """The same run, planned again for versions that are files, as `problem` is in the way of one copy."""
-        return self._given_up(
-            "weights.bridge",
-            "disk",
-            f"single_copy cannot be ({problem})",
-            "weights.bridge = disk, as {reason}: updates go through files, and the run is slower",
-        )
-
-    def _given_up(self, path: str, value: Any, reason: str, warning: str) -> Prepared:
-        given_up = {**self.given_up, path: Derived(path, value, reason)}
-        asked = self.loaded.config.model_copy(update={"model": self.config.model})
-        plan = make_plan(with_values(asked, {item.name: item.value for item in given_up.values()}), self.facts)
-        # What was found before the plan is in no plan.
-        found = [item for item in self.plan.derived if item.name == "model.revision"]
-        derived = (*found, *given_up.values(), *plan.derived)
-        warnings = (*plan.warnings, warning.format(reason=reason))
-        return replace(self, plan=replace(plan, derived=derived, warnings=warnings), given_up=given_up)
 
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without nucleus)."""

@@ -9,32 +9,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from slipstream.config import RunConfig, with_values
-from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import EngineMaker, RunEngine
 from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherRoom
+from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
+from slipstream.progress import Progress
 from slipstream.records import ParameterSpec, Rollout, Version
 from slipstream.runlog import RunLog
 
 if TYPE_CHECKING:
     from slipstream.data.chat_template import ChatTokenizer
-    from slipstream.launch.prepare import Prepared
     from slipstream.weights.base import NamedWeights
 
 _TEXT = "A teacher reads what was written: 12 + 30.5 = 42.5, äöü, 你好!\n"
-
-
-class Messages(Protocol):
-    """The terminal, as far as it is told something here."""
-
-    def message(self, text: str, level: Any = "info") -> None:
-        """Something worth reading."""
-        ...
 
 
 class RunTeacher:
@@ -129,7 +121,7 @@ class RunTeacher:
 
 
 def launch_teacher(
-    prepared: Prepared, folder: Path, log: RunLog, progress: Messages, make_engine: EngineMaker
+    prepared: Prepared, folder: Path, log: RunLog, progress: Progress, make_engine: EngineMaker
 ) -> RunTeacher:
     """The teacher of a run in `folder`, which begins to start."""
     config, plan = prepared.config, prepared.plan
@@ -137,31 +129,6 @@ def launch_teacher(
     teacher.launch()
     log.listen(agreement_warning(log, lambda text: progress.message(text, "warning")))
     return teacher
-
-
-def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
-    """Raises ConfigError for a model folder that cannot be this policy's teacher: before anything is started."""
-    from slipstream.launch.preflight.model_folder import check_model
-
-    if config.teacher is None or not starts_teacher(config):
-        return
-    model = config.model.model_copy(update={"path": config.teacher.path})
-    try:
-        check_model(model, packing=False)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
-    try:
-        problem = tokenizer.differs_from(model.path, model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"teacher.path = {model.path}: no tokenizer can be loaded ({reason}): give a model folder or a hub id"
-        ) from error
-    if problem:
-        raise ConfigError(
-            f"teacher.path has another tokenizer than model.path ({problem}), and a teacher scores the very tokens of "
-            "its student: use a teacher of the same family"
-        )
 
 
 def agreement_warning(log: RunLog, tell: Callable[[str], None]) -> Callable[[int, Mapping[str, float | None]], None]:

@@ -66,19 +66,15 @@ def run_bridge(
     return bridge, learner.named_weights
 
 
-def repeats_updates(config: RunConfig, engine: RunEngine, log: RunLog) -> Callable[[SlipstreamError], bool]:
-    """Whether a version whose update failed is published once more: where one engine of several died in a collective,
-    which those that are left cannot end. It then comes whole, over a new group."""
-
-    def publishes_again(error: SlipstreamError) -> bool:
-        if config.weights.bridge != "broadcast" or num_replicas(config) == 1:
-            return False
-        has_ended = ends_soon(engine)
-        if has_ended:
-            log.event("update_repeated", reason=str(error))
-        return has_ended
-
-    return publishes_again
+def repeats_update(config: RunConfig, engine: RunEngine, log: RunLog, error: SlipstreamError) -> bool:
+    """Whether a version whose update failed with `error` is published once more: where one engine of several died in a
+    broadcast, which those that are left cannot finish. The whole version then goes over a new process group."""
+    if config.weights.bridge != "broadcast" or num_replicas(config) == 1:
+        return False
+    has_died = ends_soon(engine)
+    if has_died:
+        log.event("update_repeated", reason=str(error))
+    return has_died
 
 
 def ends_soon(engine: RunEngine) -> bool:

@@ -24,7 +24,6 @@ class Refills:
     max_refills: int
     threshold: float | None = None
     """`algorithm.reward_threshold`: rewards count as 1 or 0."""
-    on_begin: Callable[[int], None] = lambda num_tasks: None
 
     def has_signal(self, group: Sequence[Rollout]) -> bool:
         """Whether the rewards of a group differ, before any shaping by length."""

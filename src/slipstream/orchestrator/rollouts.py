@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from slipstream.envs.base import Environment, RewardFailed, RewardTimeout, Scorer
+from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardTimeout, Scorer
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError
 from slipstream.orchestrator.concurrency import Revivable, outliving
@@ -64,6 +64,22 @@ class OwnTime:
             self._patience.restart()
 
 
+_OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
+    (RewardTimeout, "reward_timeout"),
+    (RewardFailed, "reward_error"),
+    (RequestAborted, "engine_error"),
+    (OwnTimeOver, "environment_error"),
+    (EngineError, None),  # the engine cannot come back
+    (IntegrityError, None),
+    (EnvironmentFault, None),  # no reward worker can be started
+    (KeyboardInterrupt, None),
+    (GeneratorExit, None),
+    (asyncio.CancelledError, "environment_error"),  # unless the rollout's own task is cancelled: then it is raised
+    (BaseException, "environment_error"),  # the environment is the user's code and may raise anything
+)
+"""What a rollout counts as that ended with an exception: the first class that matches decides, None raises it."""
+
+
 class RolloutRunner:
     """Runs attempts of one environment against one engine."""
 
@@ -85,8 +101,8 @@ class RolloutRunner:
         self._request_timeout_s = request_timeout_s
         self._run_timeout_s = run_timeout_s
         self._serial = itertools.count()
-        self.num_signs = 0
-        """Turns and rollouts that have ended; for any thread to see whether there is progress."""
+        self.num_ended = 0
+        """Turns and rollouts that have ended; any thread may read it to see whether rollouts make progress."""
 
     async def run(
         self,
@@ -125,7 +141,7 @@ class RolloutRunner:
                 lost.append(error)
                 raise
             finally:
-                self.num_signs += 1
+                self.num_ended += 1
             if completion.finish_reason == "abort":
                 raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}")
             return completion
@@ -136,14 +152,14 @@ class RolloutRunner:
         rollout.answer = task.answer or ""
         try:
             await self._play(task, policy, own_time, rollout)
-        except BaseException as error:  # noqa: BLE001 (the environment's code may raise anything; it is sorted there)
+        except BaseException as error:  # noqa: BLE001 (see `_OUTCOMES`)
             if lost:
                 raise lost[0] from None  # whatever the environment made of it
             rollout.outcome, rollout.error = self._outcome_of(error)
         if lost:
             raise lost[0]
         rollout.seconds = time.monotonic() - started
-        self.num_signs += 1
+        self.num_ended += 1
         return rollout
 
     async def _play(self, task: Task, policy: RecordingPolicy, own_time: OwnTime, rollout: Rollout) -> None:
@@ -163,29 +179,35 @@ class RolloutRunner:
         rollout.metrics |= score.metrics
 
     def _outcome_of(self, error: BaseException) -> tuple[Outcome, str]:
-        """What a rollout that ended with `error` counts as, and why; raises what is not the rollout's."""
+        """Outcome and error text of a rollout that ended with `error`, see `_OUTCOMES`; raises what is no outcome."""
+        outcome: Outcome | None = next(outcome for kind, outcome in _OUTCOMES if isinstance(error, kind))
+        if outcome is None or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
+            raise error
+        return outcome, self._text_of(error)
+
+    def _text_of(self, error: BaseException) -> str:
         name = self._environment.name
         match error:
-            case RewardTimeout():
-                return "reward_timeout", f"{error}\n{error.details}".rstrip()
-            case RewardFailed():
-                return "reward_error", f"{error}\n{error.details}".rstrip()
+            case RewardError():
+                return f"{error}\n{error.details}".rstrip()
             case RequestAborted():
-                return "engine_error", str(error)
+                return str(error)
             case OwnTimeOver():
-                return "environment_error", (
+                return (
                     f"environment {name} did nothing for {self._run_timeout_s:g} s (environment.run_timeout_s), the "
                     "engine's time not counted"
                 )
-            case EngineError() | IntegrityError() | EnvironmentFault() | KeyboardInterrupt() | GeneratorExit():
-                raise error  # the engine is gone, or no reward worker can be started any more
-            case asyncio.CancelledError() if (ours := asyncio.current_task()) is None or ours.cancelling():
-                raise error
             case asyncio.CancelledError():
                 why = "awaits a task that it has cancelled: suppress asyncio.CancelledError there"
-                return "environment_error", f"environment {name} {why}\n{_their_traceback(error)}"
-            case _:  # the environment is the user's code: its failure is an outcome, counted as such
-                return "environment_error", _their_traceback(error)
+                return f"environment {name} {why}\n{_their_traceback(error)}"
+            case _:
+                return _their_traceback(error)
+
+
+def _is_cancelled() -> bool:
+    """Whether it is the current task itself that is being cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _their_traceback(error: BaseException) -> str:

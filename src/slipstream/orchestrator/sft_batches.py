@@ -15,7 +15,7 @@ class _Tokenizer(Protocol):
         ...
 
 
-class GoldReader:
+class SFTReader:
     """Batches of conversations in a seeded order; what step k gets depends on k alone, so resuming needs no state."""
 
     def __init__(

@@ -1,13 +1,17 @@
-"""Is there a model that can be trained? Asked of the files alone, before anything starts; no weight is loaded."""
+"""Checks that the model to train, and the teacher, are complete and supported: reads files, loads no weights."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.config import ModelConfig
+from slipstream.config import ModelConfig, RunConfig
+from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.data.chat_template import ChatTokenizer
 
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece*"),
@@ -60,6 +64,29 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> N
         raise ConfigError(
             f'model.path = "{folder}" has no tokenizer ({", ".join(_TOKENIZERS[:3])}, ...): copy the files of its '
             "tokenizer there, or save it with save_pretrained"
+        )
+
+
+def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
+    """Raises `ConfigError` when the model folder `teacher.path` cannot be a teacher of this policy."""
+    if config.teacher is None or not starts_teacher(config):
+        return
+    model = config.model.model_copy(update={"path": config.teacher.path})
+    try:
+        check_model(model, packing=False)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
+    try:
+        problem = tokenizer.differs_from(model.path, model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"teacher.path = {model.path}: no tokenizer can be loaded ({reason}): give a model folder or a hub id"
+        ) from error
+    if problem:
+        raise ConfigError(
+            f"teacher.path has another tokenizer than model.path ({problem}), and a teacher scores the very tokens of "
+            "its student: use a teacher of the same family"
         )
 
 

@@ -39,8 +39,8 @@ _LOWERED = (
 
 
 @contextlib.contextmanager
-def told_of_memory(prepared: Prepared, log: RunLog) -> Generator[None]:
-    """What ends the block for want of memory becomes an event and an `OutOfMemory`."""
+def reports_out_of_memory(prepared: Prepared, log: RunLog) -> Generator[None]:
+    """Turn an error that means out of memory into an event and an `OutOfMemory`."""
     kills = count_oom_kills()
     try:
         yield

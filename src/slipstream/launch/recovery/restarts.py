@@ -25,8 +25,9 @@ from slipstream.errors import (
     TrainingError,
 )
 from slipstream.launch.engines import RunEngine
-from slipstream.launch.progress import Progress, warn
+from slipstream.launch.messages import warn
 from slipstream.launch.weight_sync import ends_soon
+from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.inference.plugin.start_marks import READY
-from slipstream.launch.progress import Progress
+from slipstream.progress import Progress
 from slipstream.runlog import REWARD, RunLog
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from slipstream.launch.build import load_model, with_adapter
 from slipstream.launch.engines import create_engine, engine_settings
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.progress import Progress
 from slipstream.launch.signals import StopRequest
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.progress import Progress
 from slipstream.records import Version
 from slipstream.runlog.temporary import temporary
 
