@@ -24,7 +24,7 @@ from slipstream.errors import (
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator.batcher import Batcher, staleness_metrics
-from slipstream.orchestrator.concurrency import all_of, outliving
+from slipstream.orchestrator.concurrency import all_of, retry_on_restart
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.hooks import Hooks
@@ -151,7 +151,7 @@ async def test_an_engine_that_lives_and_refuses_is_given_up(monkeypatch):
         raise EngineError("out of service")
 
     with pytest.raises(EngineError, match="out of service"):
-        await outliving(engine, refused)
+        await retry_on_restart(engine, refused)
     assert 2 <= num_attempts <= 7
     assert engine.num_restarts == 0
 

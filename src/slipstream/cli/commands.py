@@ -76,7 +76,7 @@ def _train(
     if resume and loaded.config.run.folder is None:
         raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
     from slipstream.launch.startup import preimport_vllm
-    from slipstream.launch.startup.compile_caches import lasting_caches
+    from slipstream.launch.startup.compile_caches import persistent_caches
     from slipstream.launch.startup.stages import Stages
     from slipstream.runlog import refuse_used
 
@@ -84,7 +84,7 @@ def _train(
         refuse_used(loaded.config.run.folder)  # before minutes of reading data
     stages = Stages()
     try:
-        with lasting_caches(lambda text: None), preimport_vllm(loaded.config) as ahead:  # who trains tells of caches
+        with persistent_caches(lambda text: None), preimport_vllm(loaded.config) as ahead:  # `train` warns
             view: ViewKind = "none" if as_json else "plain" if plain else "auto"
             result = _carry_out(loaded, run_file, stages, ahead, resume, view)
     except StartsAgain as again:

@@ -32,7 +32,7 @@ class BatchOrder:
         return self._order.at(step * self._size, self._size)
 
     def tasks(self, step: int) -> list[Task]:
-        """The same, as tasks."""
+        """The tasks that the batch of `step` begins with."""
         return [self._tasks[item] for item in self.items(step)]
 
     def refills(self) -> Refills | None:
@@ -40,9 +40,9 @@ class BatchOrder:
         algorithm, max_refills = self._config.algorithm, max_refills_of(self._config)
         if algorithm.kind == "sft" or not max_refills:
             return None
-        return Refills(self._further, max_refills, algorithm.reward_threshold)
+        return Refills(self._refill, max_refills, algorithm.reward_threshold)
 
-    def _further(self, step: int, number: int) -> list[Task]:
+    def _refill(self, step: int, number: int) -> list[Task]:
         return [self._tasks[item] for item in self._order.refill(step, self._size, number)]
 
 
@@ -51,7 +51,7 @@ def max_refills_of(config: RunConfig) -> int:
     return 0 if config.algorithm.kind == "sft" else int(config.algorithm.max_refills)
 
 
-def quiet_s(config: RunConfig) -> float:
+def silence_limit_s(config: RunConfig) -> float:
     """How long a batch or an evaluation may go on without a turn or rollout that ends, in seconds: the sum of all
     deadlines that one rollout may wait for."""
     section, inference = config.environment, config.inference
@@ -64,5 +64,5 @@ def waits_of(config: RunConfig, activity: Callable[[], int]) -> Waits:
     """Deadlines of the trainer's waits for the orchestrator; `activity` counts turns and rollouts that have ended."""
     start_s = float(config.inference.start_timeout_s)
     # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
-    apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * quiet_s(config)
-    return Waits(start_s + START_GRACE_S, apply_s, quiet_s(config), activity)
+    apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * silence_limit_s(config)
+    return Waits(start_s + START_GRACE_S, apply_s, silence_limit_s(config), activity)

@@ -18,7 +18,7 @@ from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_settings
 from slipstream.launch.messages import warn
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.ranks.processes import RankCrew
+from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.stages import Stages
 from slipstream.launch.teacher import RunTeacher, launch_teacher
@@ -64,7 +64,7 @@ class Children:
         self._exits = contextlib.ExitStack()
         self.engine: RunEngine | None = None
         self.teacher: RunTeacher | None = None
-        self._ranks: RankCrew | None = None
+        self._ranks: RankProcesses | None = None
         self._scorer: ScorerPool | None = None
         self._thread: EventLoopThread | None = None
         self._health: EngineHealth | None = None
@@ -118,9 +118,9 @@ class Children:
         self.at_exit(self.teacher.kill)
         return self.teacher
 
-    def start_ranks(self, sampling: SamplingParams, shared: tuple[SharedWeights, ...]) -> RankCrew:
+    def start_ranks(self, sampling: SamplingParams, shared: tuple[SharedWeights, ...]) -> RankProcesses:
         """Start the trainer's ranks 1 and up; `shared`: the engine's weights that they train in place, if any."""
-        self._ranks = RankCrew(self._run.config, sampling, self._run.folder / "logs", shared)
+        self._ranks = RankProcesses(self._run.config, sampling, self._run.folder / "logs", shared)
         self.at_exit(self._ranks.close)
         return self._ranks
 

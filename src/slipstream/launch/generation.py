@@ -16,7 +16,7 @@ from slipstream.launch.children import Children, RunContext
 from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.startup.stages import WAIT
-from slipstream.launch.weight_sync import repeats_update, run_bridge, travelled, update_metrics
+from slipstream.launch.weight_sync import publication_fields, repeats_update, run_bridge, update_metrics
 from slipstream.orchestrator.batcher import Batcher
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
@@ -51,7 +51,7 @@ def attach_orchestrator(run: RunContext, children: Children, loop: TrainingLoop,
 
     def publish(step: int, announce: Announce) -> Ticket:
         ticket = bridge.publisher.publish(published(), step, log.lineage, announce)
-        log.published(ticket, **travelled(ticket))
+        log.published(ticket, **publication_fields(ticket))
         log.note(update_metrics(ticket))
         return ticket
 

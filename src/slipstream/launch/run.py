@@ -1,7 +1,7 @@
-"""A run on this machine: trainer in the main thread, orchestrator in another, the engine in a child process.
+"""Carries out a plan on this machine: trainer in the main thread, orchestrator in another, engine in a child process.
 
-Guarantees: whatever ends the run, the engine and the reward workers end with it and `exit.json` says why; the
-engine starts while the trainer loads, so that neither waits for the other's imports.
+Guarantees: whatever ends the run, the engine and the reward workers end with it and `exit.json` says why; the engine
+starts while the trainer loads, so that neither waits for the other's imports.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from slipstream.launch.build import (
     build,
     build_objective,
     build_sharded,
-    compile_ahead,
-    import_ahead,
+    import_trainer,
+    precompile_layers,
     share_weights,
 )
 from slipstream.launch.children import Children, RunContext
@@ -34,9 +34,9 @@ from slipstream.launch.recovery.fallbacks import with_fallbacks
 from slipstream.launch.recovery.out_of_memory import reports_out_of_memory
 from slipstream.launch.recovery.restarts import WeightsLost, earlier_attempts, has_lost_weights, start_again
 from slipstream.launch.recovery.resume import changed_settings, identity_of, refuse_to_resume
-from slipstream.launch.recovery.shortages import begun_with
+from slipstream.launch.recovery.shortages import memory_at_start
 from slipstream.launch.signals import StopRequest
-from slipstream.launch.startup.compile_caches import lasting_caches
+from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import WAIT, Stages
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.sft_batches import SFTReader
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run leaves."""
+    """What a finished run has made."""
 
     folder: Path
     steps: int
@@ -79,8 +79,8 @@ def train(
     make_engine: EngineMaker = create_engine,
     stages: Stages | None = None,
 ) -> RunResult:
-    """Carry out the plan in `folder`. Raises what ended the run early, after everything was stopped, and `StartsAgain`
-    where it has not ended. `stages` may have some already."""
+    """Carry out the plan in `folder`. Raises the error that ended the run early, after everything was stopped, or
+    `StartsAgain` where the caller is to start the run again. `stages`: those recorded so far."""
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
@@ -91,7 +91,7 @@ def train(
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         changed = changed_settings(before, read_settings(folder)) if before else []
         warnings = list(prepared.plan.warnings)
-        peaks, memory = as_fields(prepared.plan.peaks), begun_with(prepared.config)
+        peaks, memory = as_fields(prepared.plan.peaks), memory_at_start(prepared.config)
         found = {"dropped": prepared.dropped, "warnings": warnings, "changed": changed}
         log.event("start", resume=resume, **found, peaks=peaks, memory=memory)
         for text in warnings:
@@ -108,7 +108,7 @@ def train(
             stages.attach(log, progress)
             progress.start(title_of(prepared.config), prepared.config.training.steps, step)
             try:
-                with lasting_caches(partial(warn, log, progress)):
+                with persistent_caches(partial(warn, log, progress)):
                     return with_fallbacks(
                         prepared,
                         lambda planned: _carry_out(
@@ -125,7 +125,7 @@ def train(
 
 
 def _carry_out(run: RunContext, resume: bool) -> RunResult:
-    """Start what is needed, train, and end everything that was started in the opposite order."""
+    """Start what the plan needs, train, and end everything that was started in reverse order."""
     config, loop = run.config, None
     with Children(run) as children:
         try:
@@ -160,7 +160,7 @@ def _result_of(loop: TrainingLoop) -> RunResult:
 
 
 def _build_loop(run: RunContext, children: Children, resume: bool) -> TrainingLoop:
-    """Load the model while the engine starts, and put the loop together."""
+    """Load the models while the engine starts, and build the training loop."""
     config, prepared, order = run.config, run.prepared, BatchOrder(run.prepared)
     with run.stages.stage("import the trainer"):
         import torch
@@ -198,7 +198,7 @@ def _build_loop(run: RunContext, children: Children, resume: bool) -> TrainingLo
     if resume:
         _resume(run.log, loop)
     elif teacher is not None and (config.lora is None or config.lora.path is None):
-        # A fresh adapter changes nothing.
+        # A new adapter leaves the policy equal to its base.
         learner = trained.learner
         teacher.refuse_itself(learner.named_weights if config.lora is None else learner.base_weights)
     if prepared.uses_engine:
@@ -207,7 +207,7 @@ def _build_loop(run: RunContext, children: Children, resume: bool) -> TrainingLo
 
 
 def _resume(log: RunLog, loop: TrainingLoop) -> None:
-    """Load the latest checkpoint, if there is one, and what earlier attempts of this command took of the time limit."""
+    """Load the latest checkpoint, if any, and the training time of earlier attempts of the same command."""
     latest = loop.store.latest()
     if latest is not None:
         loop.resume(latest)
@@ -226,18 +226,18 @@ def _build_models(run: RunContext, children: Children, sampling: SamplingParams)
 
 
 def _share_weights(run: RunContext, children: Children) -> tuple[SharedWeights, ...]:
-    """Under the single_copy bridge, where the engine's workers have the weights that the trainer will train in
-    place: the engine must be up for it."""
+    """Under the single_copy bridge, wait for the engine and return where its workers hold the weights that the trainer
+    will train in place; empty under other bridges."""
     config = run.config
     if not run.prepared.uses_engine or config.weights.bridge != "single_copy":
         return ()
     thread, waits_for = children.event_loop(), "the engine to start and to share its weights"
     timeout_s = float(config.inference.start_timeout_s) + START_GRACE_S
     with run.stages.stage("import what loading needs"):
-        import_ahead(config)
+        import_trainer(config)
     if config.training.compile is True and config.lora is None and config.training.ranks == 1:
         with run.stages.stage("compile layers like the model's"):
-            compile_ahead(config)
+            precompile_layers(config)
     with run.stages.stage(WAIT):
         thread.call(children.engine_ready(), timeout_s, waits_for)
     sharing = share_weights(config, children.create_engine())

@@ -1,11 +1,11 @@
-"""Cutting batches: groups of rollouts, generated at the same time, counted whatever becomes of them.
+"""Makes batches: groups of rollouts, generated concurrently.
 
-Under dynamic sampling a batch is made in rounds: groups without signal are left out, and further tasks are drawn until
-there are as many with signal as there should be. Which groups are chosen does not depend on what was ready first.
+Under dynamic sampling a batch is made in rounds: groups without signal are dropped, and more tasks are sampled until
+the batch has enough groups with signal. Which groups are chosen does not depend on the order in which they finish.
 
-Guarantees: every rollout that is started ends in the batch or in `dropped`, by reason; a batch for step k holds no
-token of a version older than k - staleness, or of another lineage; too many failed rewards end the run with the first
-failure's text; a turn that lost its engine is asked for again once the engine is back.
+Guarantees: every rollout that is started ends in the batch or is counted in `dropped` by reason; a batch for step k
+holds no token of a version older than k - staleness, or of another lineage; too many failed rewards end the run with
+the first failure's text; a turn whose engine died is requested again once the engine is back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Batcher:
     hooks: Hooks = field(default_factory=Hooks)
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
-        """Run `group_size` attempts at every task, all at once; with refills, more rounds of it."""
+        """Generate `group_size` rollouts for every task concurrently; under dynamic sampling, in further rounds too."""
         started = time.monotonic()
         size, groups = len(tasks), await self._round(step, version, 0, tasks)
         chosen, left_out, metrics = groups, dict[str, int](), dict[str, float]()
@@ -77,23 +77,23 @@ class Batcher:
         )
 
     async def _round(self, step: int, version: Version, first: int, tasks: Sequence[Task]) -> list[list[Rollout]]:
-        """A group for each task; `first` is the place of the first one among all of this step."""
+        """A group of rollouts for each task; `first` is the index of the first group among all of this step."""
         rollouts = await all_of(
-            self._attempt(step, place, number, task)
-            for place, task in enumerate(tasks, first)
+            self._rollout(step, group, number, task)
+            for group, task in enumerate(tasks, first)
             for number in range(self.group_size)
         )
         self._check(step, version, rollouts)
         return [rollouts[start : start + self.group_size] for start in range(0, len(rollouts), self.group_size)]
 
-    async def _attempt(self, step: int, place: int, number: int, task: Task) -> Rollout:
-        group_id = f"{step}.{place}"
+    async def _rollout(self, step: int, group: int, number: int, task: Task) -> Rollout:
+        group_id = f"{step}.{group}"
         rollout = await self.runner.run(
             task,
             rollout_id=f"{group_id}.{number}",
             group_id=group_id,
             sampling=self.sampling,
-            seed=seed_of(self.seed, step, place, number),
+            seed=seed_of(self.seed, step, group, number),
         )
         if self.teacher is not None and rollout.outcome in TRAINABLE_OUTCOMES:
             await self.teacher.score(rollout)
@@ -101,6 +101,7 @@ class Batcher:
         return rollout
 
     def _check(self, step: int, version: Version, rollouts: list[Rollout]) -> None:
+        """Raise where too many rollouts failed, log-probabilities are missing, or a token's version is too old."""
         allowed = {Version(version.lineage, k).name for k in range(max(0, step - self.staleness), step + 1)}
         check_failures(rollouts, f"step {step}", self.max_reward_failures)
         for rollout in rollouts:
@@ -111,24 +112,24 @@ class Batcher:
                         'old_policy = "engine" need: use an engine that returns them, or set the first to "none" and'
                         ' the second to "trainer"'
                     )
-                strange = {span.version for span in sequence.versions} - allowed
-                if strange:
+                others = {span.version for span in sequence.versions} - allowed
+                if others:
                     raise TrainingError(
-                        f"rollout {rollout.id} holds tokens of version {', '.join(sorted(strange))} in the batch of "
+                        f"rollout {rollout.id} holds tokens of version {', '.join(sorted(others))} in the batch of "
                         f"step {step}: training.staleness = {self.staleness} allows only {', '.join(sorted(allowed))}"
                     )
 
 
 def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How many versions older than the newest possible one the sampled tokens are: mean over tokens, and largest; and
-    the part of rollouts that more than one version made."""
+    """Staleness of the sampled tokens, in versions behind `step`: mean over tokens, and maximum; and the fraction of
+    rollouts that mix versions."""
     ages: Counter[int] = Counter()
     mixed = 0
     for rollout in rollouts:
         versions: set[str] = set()
         for sequence in rollout.sequences:
-            for place, span in enumerate(sequence.versions):
-                end = sequence.versions[place + 1].start if place + 1 < len(sequence.versions) else len(sequence)
+            for index, span in enumerate(sequence.versions):
+                end = sequence.versions[index + 1].start if index + 1 < len(sequence.versions) else len(sequence)
                 ages[step - int(span.version.split(".")[1])] += sum(sequence.mask[span.start : end])
                 versions.add(span.version)
         mixed += len(versions) > 1

@@ -1,9 +1,9 @@
-"""The orchestrator's thread: an event loop of its own beside the trainer, and the trainer's handle to it.
+"""Generation in the background: an event loop in a thread of its own, and the trainer's handles to it.
 
-The trainer's thread calls `update`, `evaluate`, `release` and `take`; rollouts are made here, in the background,
-as soon as the version they need is released. Guarantees: a failure here ends the trainer's wait at once with
-the failure itself; every wait of the trainer looks at `should_stop` at least twice a second; `stop` ends the
-engine and the reward workers whatever state they are in.
+The trainer's thread calls `update`, `evaluate`, `release` and `take`; rollouts are made in the event loop's thread as
+soon as the version they need is released. Guarantees: a failure there ends the trainer's wait at once with the failure
+itself; every wait of the trainer checks `should_stop` at least twice a second; `stop` ends the engine and the reward
+workers whatever state they are in.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EventLoopThread:
     def __init__(
         self, should_stop: Callable[[], bool], on_blocked: Callable[[Sequence[FrameSummary], float], None] | None = None
     ) -> None:
-        """`on_blocked`: told from a third thread of what holds up the loop, see `LoopWatch`."""
+        """`on_blocked` is called from a third thread when a synchronous call blocks the loop, see `LoopWatch`."""
         self.should_stop = should_stop
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="orchestrator", daemon=True)
@@ -48,11 +48,11 @@ class EventLoopThread:
         self._watch = LoopWatch(self._loop, self._thread, on_blocked) if on_blocked else None
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work` there."""
+        """Start `work` in the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float, waits_for: str, **options: Any) -> T:
-        """Run `work` there and wait for it here; see `wait`."""
+        """Run `work` in the event loop and wait for its result; see `wait`."""
         return self.wait(self.submit(work), timeout_s, waits_for, **options)
 
     def wait(
@@ -82,9 +82,9 @@ class EventLoopThread:
                 raise DeadlineError(f"{waits_for} did not end within {timeout_s:.0f} s")
 
     def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> bool:
-        """Cancel everything, run `last`, end the thread; whether all of that ended within the deadline."""
+        """Cancel all work, run `last` and end the thread; returns whether that succeeded within the deadline."""
 
-        async def wind_up() -> None:
+        async def cancel_all() -> None:
             current = asyncio.current_task()
             others = [task for task in asyncio.all_tasks() if task is not current]
             for task in others:
@@ -95,8 +95,8 @@ class EventLoopThread:
         if self._watch is not None:
             self._watch.end()
         try:
-            # Work that swallows its cancellation or blocks the loop must not hide what ended the run.
-            self.submit(wind_up()).result(timeout_s)
+            # Work that suppresses its cancellation or blocks the loop must not hide the error that ended the run.
+            self.submit(cancel_all()).result(timeout_s)
         except FutureTimeout:
             return False
         else:
@@ -181,24 +181,24 @@ class Orchestrator:
             report = await self._versions.apply(ticket)
             return report, await self._probe()
 
-        # The bridge decides when the engine begins: after the files are whole, or before a collective.
-        under_way: list[Future[tuple[ApplyReport, list[TokenSequence]]]] = []
+        # The bridge decides when the engine begins to apply: after the files are complete, or before a collective.
+        applying: list[Future[tuple[ApplyReport, list[TokenSequence]]]] = []
 
         def announce(ticket: Ticket) -> Callable[[], bool]:
-            under_way.append(self._thread.submit(apply_and_probe(ticket)))
-            return under_way[0].done
+            applying.append(self._thread.submit(apply_and_probe(ticket)))
+            return applying[0].done
 
         try:
             ticket = self._publish(step, announce)
         except WeightsError as error:
-            # A receiver that failed is the reason, and the sender's wait only what came of it.
-            if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
+            # Where the receiver failed, that is the cause, and the sender's error a consequence.
+            if applying and applying[0].done() and (cause := applying[0].exception()) is not None:
                 raise cause from error
-            for future in under_way:
+            for future in applying:
                 future.cancel()
             raise
         report, sequences = self._thread.wait(
-            under_way[0],
+            applying[0],
             self._waits.apply_s,
             f"the engine to apply version {ticket.version.name}",
             activity=self._waits.activity,
@@ -211,7 +211,7 @@ class Orchestrator:
         self._thread.call(
             self._versions.fence(),
             self._waits.apply_s,
-            "the engine to stand still",
+            "the engine to pause",
             activity=self._waits.activity,
             may_stop=False,
         )
@@ -229,13 +229,13 @@ class Orchestrator:
         return self.last_evaluation.metrics()
 
     def release(self, step: int) -> None:
-        """See the loop's `Engine`. Not waited for: the loop may be held up by somebody's synchronous call."""
+        """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""
         self._thread.submit(self._versions.release(step))
         self._hooks.version_released()
 
 
 class RolloutReader:
-    """The trainer's view of the rollouts made in the background: batches, in order, over a transport."""
+    """Implements the training loop's `Reader`: batches of rollouts that are made in the background, in order."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class RolloutReader:
         self._producer: Future[None] | None = None
 
     def start(self, step: int, num_steps: int) -> None:
-        """Begin to produce batches from `step` on, each as soon as a version that is new enough is released."""
+        """Start to make batches from `step` on, each as soon as a version that is new enough is released."""
         self._producer = self._thread.submit(self._produce(step, num_steps))
 
     async def _produce(self, first: int, num_steps: int) -> None:
@@ -302,5 +302,5 @@ class RolloutReader:
                 )
 
 
-async def _awaited(start: Callable[[], Awaitable[T]]) -> T:
-    return await start()
+async def _awaited(function: Callable[[], Awaitable[T]]) -> T:
+    return await function()

@@ -17,13 +17,13 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece*"),
     *("spm.model", "tekken.json", "*.tiktoken", "*tokenizer*.py"),
 )
-"""Any of these holds a vocabulary."""
+"""Files that hold a vocabulary; one is enough."""
 _HUB_TIMEOUT_S = 5.0
 
 
 def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
-    """`model` with the folder that it is in and, of a hub id, the commit: asked once, so that whatever reads the model
-    reads the same. Without `weights` they are not downloaded. Raises `ConfigError` when there is none."""
+    """Resolve a hub id to the folder of its snapshot and its commit, once, so that everything reads the same files.
+    Without `weights` these are not downloaded. Raises `ConfigError` when there is no such model."""
     folder = Path(model.path)
     if folder.is_dir():
         if model.revision is not None and model.revision != folder.name:
@@ -40,7 +40,7 @@ def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
 
 
 def hub_id(path: str) -> str:
-    """The hub id whose snapshot `path` is; any other path as it is."""
+    """Return the hub id whose snapshot `path` is; any other path unchanged."""
     parts = Path(path).parts
     if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/")
@@ -48,8 +48,8 @@ def hub_id(path: str) -> str:
 
 
 def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> None:
-    """Raises `ConfigError` when the folder `model.path` is no causal language model that is all there; its weights may
-    be missing where there are to be no `weights` yet."""
+    """Raise `ConfigError` unless the folder `model.path` is a complete causal language model; without `weights`, these
+    may be missing."""
     folder = Path(model.path)
     _refuse_missing(folder)
     if not folder.is_dir():
@@ -68,7 +68,7 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> N
 
 
 def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
-    """Raises `ConfigError` when the model folder `teacher.path` cannot be a teacher of this policy."""
+    """Raise `ConfigError` when the model folder `teacher.path` cannot be a teacher of this policy."""
     if config.teacher is None or not starts_teacher(config):
         return
     model = config.model.model_copy(update={"path": config.teacher.path})
@@ -85,13 +85,13 @@ def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
         ) from error
     if problem:
         raise ConfigError(
-            f"teacher.path has another tokenizer than model.path ({problem}), and a teacher scores the very tokens of "
-            "its student: use a teacher of the same family"
+            f"teacher.path has another tokenizer than model.path ({problem}), and a teacher scores its student's own "
+            "tokens: use a teacher of the same family"
         )
 
 
 def _refuse_missing(folder: Path) -> None:
-    """Raises `ConfigError` for a path that is no folder and cannot be a hub id."""
+    """Raise `ConfigError` for a path that is no folder and cannot be a hub id."""
     if not folder.is_dir():
         if folder.exists() or folder.is_absolute():
             said = "is a file" if folder.exists() else "does not exist"
@@ -104,8 +104,8 @@ def _refuse_missing(folder: Path) -> None:
 
 
 def check_hub_id(name: str) -> None:
-    """Raises `ConfigError` for what is no folder and no model that the hub has or that was downloaded before. The hub
-    is asked once: the libraries ask an unreachable one for half a minute."""
+    """Raise `ConfigError` for a name that is no model of the hub and was not downloaded before. The hub is asked once,
+    with a short timeout: its own library retries an unreachable hub for half a minute."""
     from huggingface_hub import model_info, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -120,7 +120,7 @@ def check_hub_id(name: str) -> None:
             return
         model_info(name, timeout=_HUB_TIMEOUT_S)
     except (GatedRepoError, OfflineModeIsEnabled):
-        return  # whoever loads it says what is to be done
+        return  # loading it raises an error that says what to do
     except HFValidationError:
         raise ConfigError(f"{said} no name of a model on the hub: correct the path, or give owner/name") from None
     except RepositoryNotFoundError:
@@ -148,7 +148,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _check_weights(folder: Path) -> None:
-    """Every file of weights that there is, or that the index names; each whole, as its header says."""
+    """Raise `ConfigError` unless all files that the index names exist, and every file is as long as its header says."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
