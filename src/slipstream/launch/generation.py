@@ -43,10 +43,8 @@ def attach_orchestrator(run: RunContext, children: Children, loop: TrainingLoop,
     children.at_exit(bridge.publisher.close)
     versions = Versions(bridge.receiver, apply_timeout_s=apply_timeout_s(config), fence=bridge.fence)
     runner = _runner(run, engine, scorer)
-    timeout_s = float(config.weights.apply_timeout_s)
-    hooks = RunHooks(
-        run, engine, SleepWake(thread, engine, log, sleeps=config.inference.sleep is True, timeout_s=timeout_s)
-    )
+    sleeps, timeout_s = config.inference.sleep is True, float(config.weights.apply_timeout_s)
+    hooks = RunHooks(run, engine, SleepWake(thread, engine, log, sleeps=sleeps, timeout_s=timeout_s))
     waits = waits_of(config, lambda: runner.num_ended)
 
     def publish(step: int, announce: Announce) -> Ticket:

@@ -58,7 +58,7 @@ class EnvironmentDeadline:
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
-        """Stop the clock inside, and start it anew afterwards."""
+        """Stop the clock inside, and restart it from zero afterwards."""
         self._num_paused += 1
         try:
             yield

@@ -176,11 +176,11 @@ class ServerSource:
         while True:
             wanted = pause
             try:
-                async with Patience(self._timeout_s), self._connection().request(method, url, json=body) as said:
-                    if said.status == 200:
-                        return await said.json()
-                    why = f"status {said.status}: {hide_userinfo((await said.text())[:300])}"
-                    wanted = max(pause, _seconds(said.headers.get("Retry-After", "")))
+                async with Patience(self._timeout_s), self._connection().request(method, url, json=body) as response:
+                    if response.status == 200:
+                        return await response.json()
+                    why = f"status {response.status}: {hide_userinfo((await response.text())[:300])}"
+                    wanted = max(pause, _seconds(response.headers.get("Retry-After", "")))
             except TimeoutError:
                 raise DeadlineError(
                     f"the teacher at {hide_userinfo(url)} did not answer within {self._timeout_s:g} s"
@@ -188,9 +188,9 @@ class ServerSource:
             except (aiohttp.ClientError, ValueError) as error:
                 why = hide_userinfo(str(error)) or type(error).__name__
             else:
-                if said.status == 400:
+                if response.status == 400:
                     raise Refused(f"refused: {why}")
-                if said.status < 500 and said.status not in _TRANSIENT:
+                if response.status < 500 and response.status not in _TRANSIENT:
                     break
             if time.monotonic() - began + wanted > self._patience_s:
                 why += f", for {time.monotonic() - began:.0f} s"

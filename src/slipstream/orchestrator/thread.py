@@ -65,7 +65,7 @@ class EventLoopThread:
         may_stop: bool = True,
     ) -> T:
         """Wait for the result of submitted work; a stop request (if it `may_stop`) or the deadline ends the wait and
-        cancels the work. The deadline begins anew whenever `activity` has changed, see `Waits`."""
+        cancels the work. The deadline restarts whenever `activity` has changed, see `Waits`."""
         silence = _Silence(activity)
         while True:
             try:

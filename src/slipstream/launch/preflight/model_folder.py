@@ -94,8 +94,8 @@ def _refuse_missing(folder: Path) -> None:
     """Raise `ConfigError` for a path that is no folder and cannot be a hub id."""
     if not folder.is_dir():
         if folder.exists() or folder.is_absolute():
-            said = "is a file" if folder.exists() else "does not exist"
-            raise ConfigError(f'model.path = "{folder}" {said}: give the folder of a model, or make one first')
+            problem = "is a file" if folder.exists() else "does not exist"
+            raise ConfigError(f'model.path = "{folder}" {problem}: give the folder of a model, or make one first')
         if len(folder.parts) > 1 and folder.parent.is_dir():
             raise ConfigError(
                 f'model.path = "{folder}" does not exist, and {folder.parent}/ does: correct the name, or make the '
@@ -114,7 +114,7 @@ def check_hub_id(name: str) -> None:
         RepositoryNotFoundError,
     )
 
-    said = f'model.path = "{name}" is no folder here, and'
+    prefix = f'model.path = "{name}" is no folder here, and'
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
@@ -122,12 +122,13 @@ def check_hub_id(name: str) -> None:
     except (GatedRepoError, OfflineModeIsEnabled):
         return  # loading it raises an error that says what to do
     except HFValidationError:
-        raise ConfigError(f"{said} no name of a model on the hub: correct the path, or give owner/name") from None
+        raise ConfigError(f"{prefix} no name of a model on the hub: correct the path, or give owner/name") from None
     except RepositoryNotFoundError:
-        raise ConfigError(f"{said} the hub has no such model: correct the path, or make the model first") from None
+        raise ConfigError(f"{prefix} the hub has no such model: correct the path, or make the model first") from None
     except Exception as error:  # whatever the network's library raises
         raise ConfigError(
-            f"{said} the hub cannot be asked for it ({type(error).__name__}): correct the path, or make the model first"
+            f"{prefix} the hub cannot be asked for it ({type(error).__name__}): correct the path, or make the model "
+            "first"
         ) from error
 
 

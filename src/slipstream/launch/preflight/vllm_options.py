@@ -64,11 +64,11 @@ def try_options(config: RunConfig, settings: EngineSettings) -> None:
             ) from None
         finally:
             child_process.end(process, 0.0)
-        said = "" if process.returncode == 0 else child_process.last_error(log).partition(" [type=")[0]
+        reason = "" if process.returncode == 0 else child_process.last_error(log).partition(" [type=")[0]
     if process.returncode != 0:
-        named = [name for name in config.inference.options if name in said] or [*config.inference.options]
+        named = [name for name in config.inference.options if name in reason] or [*config.inference.options]
         values = ", ".join(f"inference.options.{name} = {show(config.inference.options[name])}" for name in named[:3])
-        raise ConfigError(f"{values}: the installed vLLM refuses it ({said or 'it died'}): correct or remove it")
+        raise ConfigError(f"{values}: the installed vLLM refuses it ({reason or 'it died'}): correct or remove it")
 
 
 @cache

@@ -27,8 +27,8 @@ class Channel:
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
         """Create a channel: this side's end, and the socket for the child."""
-        ours, theirs = socket.socketpair()
-        return cls(ours), theirs
+        own_end, child_end = socket.socketpair()
+        return cls(own_end), child_end
 
     def send(self, message: bytes, timeout_s: float | None) -> None:
         """Send a message. Raises ChannelClosed when the other side has ended, TimeoutError when it does not read within

@@ -41,7 +41,7 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
 _START_S = 300.0
 """How long a rank may take to start and import its modules, at least."""
 _GRACE_S = 5.0
-"""How long to look for the rank that died, once one must have."""
+"""How long to look for the rank that died, when its death caused an error here."""
 _POLL_S = 0.1
 
 
@@ -108,15 +108,15 @@ class RankProcesses:
     def _launch(self, settings: RankSettings, log: Path, threads: int) -> _Rank:
         path = self._folder / f"rank-{settings.rank}.json"
         path.write_bytes(msgspec.json.encode(settings))
-        channel, theirs = Channel.pair()
+        channel, child_end = Channel.pair()
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-        with theirs:
+        with child_end:
             process = child_process.launch(
-                [sys.executable, "-m", PROGRAM, str(path), str(theirs.fileno())],
+                [sys.executable, "-m", PROGRAM, str(path), str(child_end.fileno())],
                 environment,
                 log,
                 stdin=subprocess.DEVNULL,
-                inherits=[theirs.fileno()],
+                inherits=[child_end.fileno()],
             )
         return _Rank(settings.rank, process, channel, log)
 

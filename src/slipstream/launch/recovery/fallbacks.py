@@ -45,7 +45,7 @@ def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: 
 
 
 def _planned_again(prepared: Prepared, replaced: dict[str, Derived], warning: str) -> Prepared:
-    """The run with a plan in which these settings have these values."""
+    """Plan the run again with these settings fixed, and add `warning` to the plan."""
     asked = prepared.loaded.config.model_copy(update={"model": prepared.config.model})
     plan = make_plan(with_values(asked, {item.name: item.value for item in replaced.values()}), prepared.facts)
     # `prepare` finds the revision before it plans, so it is in no plan.

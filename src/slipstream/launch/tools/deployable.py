@@ -67,8 +67,8 @@ def weights_folder(path: Path) -> Path:
         return path
     if path.is_dir():
         raise ConfigError(f"{path} holds neither a model nor an adapter, checkpoint or run: name one of these folders")
-    said = "is a file" if path.exists() else "does not exist"
-    raise ConfigError(f"{path} {said}: name the folder of a model, adapter, checkpoint or run")
+    problem = "is a file" if path.exists() else "does not exist"
+    raise ConfigError(f"{path} {problem}: name the folder of a model, adapter, checkpoint or run")
 
 
 def with_weights_folder(loaded: Loaded) -> Loaded:

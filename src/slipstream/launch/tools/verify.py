@@ -67,8 +67,8 @@ def verify(path: Path, engine: Path | None = None, *, timeout_s: float = 120.0) 
         if run / "weights" / ticket.version.name == path.resolve():
             return [_published(path, ticket)]
     if not path.is_dir():
-        said = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {said}: name the folder of a run or of one of its checkpoints")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{path} {problem}: name the folder of a run or of one of its checkpoints")
     raise ConfigError(
         f"{path} holds no fingerprints to compare with: name the folder of a run or of one of its checkpoints"
     )

@@ -53,7 +53,7 @@ def test_a_compiler_that_fails_ends_the_run(config, monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_what_is_compiled_ahead_serves_the_model_and_draws_nothing(config, monkeypatch):
+def test_precompiled_layers_serve_the_model_and_use_no_random_numbers(config, monkeypatch):
     graphs = []
 
     def compiler(graph, _inputs):
@@ -72,7 +72,7 @@ def test_what_is_compiled_ahead_serves_the_model_and_draws_nothing(config, monke
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_what_cannot_be_compiled_ahead_ends_nothing(config, monkeypatch, caplog):
+def test_a_failed_precompilation_does_not_end_the_run(config, monkeypatch, caplog):
     def compiler(_graph, _inputs):
         raise RuntimeError("out of order")
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_compiled_ahead_ends_nothing(config, monkeypatch, caplog)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_rows_as_long_as_the_runs_are_compiled_ahead(config, monkeypatch):
+def test_precompilation_covers_rows_of_the_runs_length(config, monkeypatch):
     asked = []
     monkeypatch.setattr(compilation, "compile_layers", lambda *_, row_tokens, **__: asked.append(row_tokens) or "")
     precompile_layers(with_values(config, {"training.compile": True}))
