@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
     import torch
 
     from slipstream.launch.build import build, build_objective, build_sharded
-    from slipstream.launch.ranks.processes import RankCrew
+    from slipstream.launch.ranks.processes import RankProcesses
     from slipstream.records import SamplingParams, Sequence
     from slipstream.trainer import garbage_collection
     from slipstream.trainer.batching import StepBatch
@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
         for length in segments
     ]
     batch, objective = StepBatch(sequences), build_objective(config, sampling)
-    crew = RankCrew(config, sampling, model.parent / f"logs-{ranks}") if ranks > 1 else None
+    crew = RankProcesses(config, sampling, model.parent / f"logs-{ranks}") if ranks > 1 else None
     on_gpu = torch.cuda.is_available()
     try:
         begun = time.monotonic()

@@ -19,6 +19,7 @@ LAYERS = {
     "records": 0,
     "errors": 0,
     "patience": 0,
+    "progress": 0,
     "config": 1,
     "runlog": 1,
     "algo": 2,
@@ -44,6 +45,7 @@ LIGHT_MODULES = (
     "slipstream.records",
     "slipstream.config",
     "slipstream.launch.plan.derive",
+    "slipstream.launch.startup",
     "slipstream.cli",
     "slipstream.report",
 )

@@ -19,7 +19,7 @@ from slipstream.inference.plugin.routes import errors_as_text, routes
 from slipstream.inference.plugin.server import EngineServer
 from slipstream.inference.plugin.token_clock import Stillness, TokenClock
 from slipstream.inference.settings import EngineSettings
-from slipstream.orchestrator.concurrency import outliving
+from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.orchestrator.probe import Probe
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version, encode
 
@@ -298,7 +298,7 @@ async def test_a_silent_engine_that_comes_back_is_asked_again(tmp_path):
             await client.close()
 
         state.revive = revive
-        completion = await asyncio.wait_for(outliving(state, lambda: client.generate(ask("a"))), 10)
+        completion = await asyncio.wait_for(retry_on_restart(state, lambda: client.generate(ask("a"))), 10)
     assert completion.finish_reason == "stop"
 
 

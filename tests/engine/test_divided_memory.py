@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from slipstream.launch.build import build_sharded
-from slipstream.launch.ranks.processes import RankCrew
+from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.usage import session_of
 from slipstream.records import SamplingParams, Ticket
 from slipstream.trainer.learner import Learner
@@ -70,7 +70,7 @@ def test_what_ranks_train_is_what_the_workers_compute_with(kind: str, words: int
         workers = live.call(live.engine.share(stored_parameters(model, dtype), 60))
         files = shared_files(live)
         config = test_ranks.make_config(model, 2, {"kind": "grpo"}, dtype)
-        crew = RankCrew(config, test_ranks.SAMPLING, tmp_path / "logs", workers)
+        crew = RankProcesses(config, test_ranks.SAMPLING, tmp_path / "logs", workers)
         parts = build_sharded(config, test_ranks.SAMPLING, crew, 0)
         alone = parts.learner._part.memory._live.keys() - parts.learner._part.memory.dims.keys()
         assert any("embed" in name for name in alone) == (words is None)

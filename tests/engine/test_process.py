@@ -16,7 +16,7 @@ import pytest
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child_process
 from slipstream.inference.engine_process import EngineProcess
-from slipstream.orchestrator.concurrency import outliving
+from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.records import GenerateRequest, SamplingParams, Ticket, Version
 from slipstream.weights.model_files import stored_parameters
 
@@ -155,7 +155,7 @@ def test_an_engine_that_is_stopped_is_killed_and_revived(tiny_model, tmp_path):
         async def ask_all():
             requests = [GenerateRequest(f"frozen {i}", [1, 2], SamplingParams(max_tokens=4)) for i in range(4)]
             return await asyncio.gather(
-                *(outliving(live.engine, lambda each=each: live.engine.generate(each)) for each in requests)
+                *(retry_on_restart(live.engine, lambda each=each: live.engine.generate(each)) for each in requests)
             )
 
         assert {completion.finish_reason for completion in live.call(ask_all(), 300)} <= {"stop", "length"}

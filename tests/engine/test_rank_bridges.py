@@ -13,7 +13,7 @@ import torch
 
 from slipstream.launch.build import build_sharded
 from slipstream.launch.plan.memory.gpu_shares import place
-from slipstream.launch.ranks.processes import RankCrew
+from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import Ticket
 from slipstream.weights import create_bridge
 
@@ -59,7 +59,7 @@ def test_engines_answer_as_ones_started_on_what_ranks_publish(replicas: int, wor
     crew, bridges = None, {}
     try:
         config = test_ranks.make_config(model, 2, {"kind": "grpo"}, dtype)
-        crew = RankCrew(config, test_ranks.SAMPLING, tmp_path / "logs")
+        crew = RankProcesses(config, test_ranks.SAMPLING, tmp_path / "logs")
         parts = build_sharded(config, test_ranks.SAMPLING, crew, 0)
         live.call(live.engine.wait_ready(), START_S)
         for name in ("disk", "broadcast"):

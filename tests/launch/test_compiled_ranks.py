@@ -84,14 +84,14 @@ def test_a_compiler_that_fails_on_one_rank_ends_all_with_the_same_sentence(
     rank, compilers, model, monkeypatch, tmp_path
 ):
     """The others wait for nobody: they would until the deadline."""
-    close = processes.RankCrew.close
+    close = processes.RankProcesses.close
 
     def close_later(crew):  # or a rank might be killed before it has said why it ends
         for one in crew._ranks:
             one.process.wait(120)
         close(crew)
 
-    monkeypatch.setattr(processes.RankCrew, "close", close_later)
+    monkeypatch.setattr(processes.RankProcesses, "close", close_later)
     compilers(*("broken" if number == rank else "eager" for number in (0, 1)))
     config = make_config(model, 2, {"kind": "grpo"}, compile=True, gradient_checkpointing=True, **LONG)
     says = (

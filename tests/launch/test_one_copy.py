@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from slipstream.errors import ConfigError, WeightsError
 from slipstream.launch.build import build_sharded
-from slipstream.launch.ranks.processes import RankCrew
+from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights.bridges.single_copy import Exporter
 from slipstream.weights.fingerprint import describe
@@ -68,7 +68,7 @@ class Worker:
 def run(config, folder, workers=()):
     """Numbers of each step, the weights, and what they are proved by."""
     torch.manual_seed(0)
-    crew = RankCrew(config, SAMPLING, folder / "logs", tuple(worker.shared for worker in workers))
+    crew = RankProcesses(config, SAMPLING, folder / "logs", tuple(worker.shared for worker in workers))
     try:
         parts = build_sharded(config, SAMPLING, crew, 0)
         memory = parts.learner._part.memory
@@ -124,7 +124,7 @@ def test_a_tower_that_is_not_trained_is_not_copied(tmp_path):
     model = save_with_tower(tmp_path / "model", "qwen3-vl", vocab_size=97)
     stored, config = load_file(model / "model.safetensors"), make_config(model, 2)
     workers = [Worker(stored, rank) for rank in range(2)]
-    crew = RankCrew(config, SAMPLING, tmp_path, tuple(worker.shared for worker in workers))
+    crew = RankProcesses(config, SAMPLING, tmp_path, tuple(worker.shared for worker in workers))
     try:
         parts = build_sharded(config, SAMPLING, crew, 0)
         part = parts.learner._part
@@ -145,7 +145,7 @@ def test_what_the_workers_must_have_loaded_and_must_be_able_to_share(model, tmp_
     config = make_config(model, 2)
     reason = {"model.norm.weight": "vLLM keeps its parts apart"}
     workers = [Worker(stored, rank, reason).shared for rank in range(2)]
-    crew = RankCrew(config, SAMPLING, tmp_path, tuple(workers))
+    crew = RankProcesses(config, SAMPLING, tmp_path, tuple(workers))
     try:
         with pytest.raises(ConfigError, match=r"model\.norm\.weight \(vLLM keeps its parts apart\)"):
             build_sharded(config, SAMPLING, crew, 0)
@@ -153,7 +153,7 @@ def test_what_the_workers_must_have_loaded_and_must_be_able_to_share(model, tmp_
         crew.close()
     stored["model.layers.1.mlp.down_proj.weight"][0, -1] += 1
     workers = [Worker(stored, rank).shared for rank in range(2)]
-    crew = RankCrew(config, SAMPLING, tmp_path, tuple(workers))
+    crew = RankProcesses(config, SAMPLING, tmp_path, tuple(workers))
     try:
         with pytest.raises(WeightsError, match=r"another model\.layers\.1\.mlp\.down_proj\.weight than the files"):
             build_sharded(config, SAMPLING, crew, 0)

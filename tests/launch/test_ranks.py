@@ -18,7 +18,7 @@ from slipstream import records
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradientError
 from slipstream.launch.build import build, build_objective, build_sharded
-from slipstream.launch.ranks.processes import RankCrew
+from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import SamplingParams
 from slipstream.trainer.batching import StepBatch, ValueTargets
 from slipstream.trainer.checkpoints.state_files import read_state
@@ -67,7 +67,7 @@ def trained(config, logs):
     if config.training.ranks == 1:
         yield build(config, None, 0), None
         return
-    crew = RankCrew(config, SAMPLING, logs)
+    crew = RankProcesses(config, SAMPLING, logs)
     try:
         yield build_sharded(config, SAMPLING, crew, 0), crew
     finally:

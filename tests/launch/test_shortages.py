@@ -13,7 +13,7 @@ from slipstream.launch.plan.facts import Shortage
 from slipstream.launch.plan.machine import count_oom_kills
 from slipstream.launch.recovery import shortages
 from slipstream.launch.recovery.out_of_memory import who_ran_out
-from slipstream.launch.recovery.shortages import begun_with, find_shortages
+from slipstream.launch.recovery.shortages import find_shortages, memory_at_start
 from slipstream.runlog import RunLog
 
 from .test_trainer_room import CONFIG, FACTS
@@ -81,7 +81,7 @@ def test_an_engine_gets_a_smaller_cache():
 
 
 @pytest.mark.parametrize(
-    ("error", "is_kernels", "who"),
+    ("error", "oom_killed", "who"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), False, "trainer"),
         (MemoryError(), False, "trainer"),
@@ -104,17 +104,17 @@ def test_an_engine_gets_a_smaller_cache():
         (OSError(errno.ENOSPC, "No space left on device"), False, None),
     ],
 )  # fmt: skip
-def test_who_ran_out_is_seen_by_what_is_said_and_who_was_killed(error, is_kernels, who):
-    assert who_ran_out(error, is_kernels=is_kernels) == who
+def test_who_ran_out_is_seen_by_what_is_said_and_who_was_killed(error, oom_killed, who):
+    assert who_ran_out(error, oom_killed=oom_killed) == who
 
 
 def test_a_real_allocator_is_understood():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8)
-    assert who_ran_out(caught.value, is_kernels=False) == "trainer"
+    assert who_ran_out(caught.value, oom_killed=False) == "trainer"
     with pytest.raises(MemoryError) as caught:
         bytearray(1 << 60)
-    assert who_ran_out(caught.value, is_kernels=False) == "trainer"
+    assert who_ran_out(caught.value, oom_killed=False) == "trainer"
 
 
 def test_kills_are_counted_for_the_own_group_first(tmp_path):
@@ -132,7 +132,7 @@ def test_kills_are_counted_for_the_own_group_first(tmp_path):
 def began(folder, config, *, ends=None, resume=False):
     """A run that began with `config`; `ends`: its exit, None: none was written."""
     log = RunLog.create(folder, resume=resume)
-    log.event("start", memory=begun_with(config))
+    log.event("start", memory=memory_at_start(config))
     if ends is not None:
         log.exit(ends)
     log.close()
@@ -142,7 +142,7 @@ def test_one_that_started_again_by_itself_was_not_killed(tmp_path, monkeypatch):
     """It says itself what its engine died of."""
     monkeypatch.setattr(shortages, "count_oom_kills", lambda: 4)
     with RunLog.create(tmp_path / "run") as log:
-        log.event("start", memory=begun_with(plan().config))
+        log.event("start", memory=memory_at_start(plan().config))
         log.event("restart", number=1)
         log.leave_open()
     monkeypatch.setattr(shortages, "count_oom_kills", lambda: 5)

@@ -24,9 +24,10 @@ from slipstream.errors import (
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator.batcher import Batcher, staleness_metrics
-from slipstream.orchestrator.concurrency import all_of, outliving
+from slipstream.orchestrator.concurrency import all_of, retry_on_restart
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.event_loop_watch import blame
+from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.seeds import seed_of
@@ -150,7 +151,7 @@ async def test_an_engine_that_lives_and_refuses_is_given_up(monkeypatch):
         raise EngineError("out of service")
 
     with pytest.raises(EngineError, match="out of service"):
-        await outliving(engine, refused)
+        await retry_on_restart(engine, refused)
     assert 2 <= num_attempts <= 7
     assert engine.num_restarts == 0
 
@@ -321,8 +322,9 @@ async def test_rollouts_that_the_engine_lost_are_the_engines_failure_and_a_warni
                 return Completion(request.id, [], None, "abort", error="passed its deadline of 300 s")
             return await super().generate(request)
 
-    warnings = []
-    batcher = make_batcher(TooSlow(say("b")), max_reward_failures=0.5, warn=warnings.append)
+    warnings, hooks = [], Hooks()
+    hooks.warn = warnings.append
+    batcher = make_batcher(TooSlow(say("b")), max_reward_failures=0.5, hooks=hooks)
     assert (await batcher.make(4, Version(0, 4), TASKS)).dropped == {"engine_error": 2}
     (warning,) = warnings
     assert "2 of 6 rollouts of step 4 were lost in the engine" in warning
@@ -479,20 +481,20 @@ def test_a_call_to_the_event_loop_ends_by_result_failure_deadline_or_stop_reques
     assert len(cancelled) == 3
 
 
-def test_a_deadline_begins_anew_with_each_sign_of_life():
+def test_a_deadline_begins_anew_with_activity():
     thread = EventLoopThread(lambda: False)
-    signs = 0
+    num_ended = 0
 
     async def work():
-        nonlocal signs
+        nonlocal num_ended
         for _ in range(5):
             await asyncio.sleep(0.4)
-            signs += 1
+            num_ended += 1
         await asyncio.sleep(60)
 
     began = time.monotonic()
     with pytest.raises(DeadlineError, match="rollouts did not end within 1 s"):
-        thread.call(work(), 1.0, "rollouts", signs=lambda: signs)
+        thread.call(work(), 1.0, "rollouts", activity=lambda: num_ended)
     assert time.monotonic() - began > 2.5
     thread.stop(asyncio.sleep(0))
 
@@ -513,7 +515,7 @@ def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path
     thread = EventLoopThread(lambda: False, lambda stack, seconds: told.append(blame(stack, seconds, environment)))
     versions = Versions(None, apply_timeout_s=1.0)
     orchestrator = Orchestrator(
-        thread, versions, publish=None, probe=None, evaluate=None, on_applied=None, start=None, waits=None
+        thread, versions, publish=None, probe=None, evaluate=None, start=None, waits=None, hooks=Hooks()
     )
     runner = make_runner(ScriptedEngine(say("b")), environment, run_timeout_s=0.5)
     how = {"rollout_id": "r", "group_id": "g", "sampling": SAMPLING, "seed": 0}

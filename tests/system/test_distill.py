@@ -98,7 +98,7 @@ def test_one_that_hangs_ends_it_at_the_deadline(pair):
 
 def test_the_model_itself_can_teach_nothing(pair, model, tmp_path):
     pair.teacher = shutil.copytree(model, tmp_path / "copy")
-    with pytest.raises(ConfigError, match="the very weights that the run starts from"):
+    with pytest.raises(ConfigError, match="exactly the weights that the run starts from"):
         pair.run()
 
 

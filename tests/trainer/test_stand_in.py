@@ -23,7 +23,7 @@ SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_atten
 @pytest.fixture
 def fresh_compiler(monkeypatch):
     """One that makes nothing of a graph; that a model finds what was compiled for its stand-in is seen in
-    `tests/launch/test_models.py`."""
+    `tests/launch/test_build.py`."""
     monkeypatch.setattr(layers, "COMPILER", lambda graph, _inputs: graph.forward)
     torch._dynamo.reset()
     yield

@@ -20,7 +20,7 @@ from slipstream.inference.plugin import lifeline
 from slipstream.runlog.redaction import hide_userinfo
 
 if TYPE_CHECKING:
-    from slipstream.view import RunView
+    from slipstream.progress import Progress
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def _carry_out(call: Call) -> Outcome:
         return Outcome(error="Interrupted", message="interrupted", exit_code=Interrupted.exit_code)
 
 
-def _progress(call: Call) -> RunView:
+def _progress(call: Call) -> Progress:
     from slipstream.view import make_view
 
     return make_view(call.view)

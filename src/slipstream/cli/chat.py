@@ -18,7 +18,7 @@ from slipstream.cli.commands import TrustRemoteCode
 from slipstream.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from slipstream.launch.tools.chat import Answer, Talk
+    from slipstream.launch.tools.chat import Answer, ChatSession
 
 Model = Annotated[
     str,
@@ -69,7 +69,7 @@ def chat(
         raise ConfigError(f"--temperature {temperature:g} is below 0: use 0 for greedy answers, or more")
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens} leaves no room for an answer: use 1 or more")
-    from slipstream.launch.tools.chat import ChatOptions, chat_tokenizer, talk_to
+    from slipstream.launch.tools.chat import ChatOptions, chat_session, chat_tokenizer
     from slipstream.launch.tools.deployable import find_deployable
 
     options = ChatOptions(
@@ -90,7 +90,7 @@ def chat(
     tokenizer = chat_tokenizer(deployable, options)
     with contextlib.ExitStack() as stack:
         with screen.status(f"starting vLLM on {escape(deployable.name)}"):
-            talk = stack.enter_context(talk_to(deployable, tokenizer, options))
+            talk = stack.enter_context(chat_session(deployable, tokenizer, options))
         unknown = tokenizer.vocabulary.unknown_in
         if is_terminal:
             return _talk_in_terminal(
@@ -130,7 +130,7 @@ def _as_dict(answer: Answer) -> dict[str, Any]:
     return {"answer": found.pop("text")} | found
 
 
-def _talk_in_terminal(talk: Talk, unknown: Callable[[str], Sequence[str]], name: str, screen: Console) -> int:
+def _talk_in_terminal(talk: ChatSession, unknown: Callable[[str], Sequence[str]], name: str, screen: Console) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - `input` gets a line editor
 
@@ -149,7 +149,7 @@ def _talk_in_terminal(talk: Talk, unknown: Callable[[str], Sequence[str]], name:
     return 0
 
 
-def _show_answer(talk: Talk, text: str, screen: Console) -> None:
+def _show_answer(talk: ChatSession, text: str, screen: Console) -> None:
     try:
         with screen.status(""):
             answer = talk.ask(text)

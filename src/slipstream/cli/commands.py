@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError, DataError, EnvironmentFault, StartsAg
 if TYPE_CHECKING:
     from slipstream.config import RunConfig
     from slipstream.envs import Environment, Task
-    from slipstream.view import RunView
+    from slipstream.progress import Progress
 
 Overrides = Annotated[
     str,
@@ -71,7 +71,7 @@ def _train(
     loaded = load_config(run_file, overrides, algorithm=algorithm)
     from slipstream.launch.start import run_training
 
-    def make_progress() -> RunView:
+    def make_progress() -> Progress:
         from slipstream.view import make_view
 
         return make_view("none" if as_json else "plain" if plain else "auto")

@@ -1,7 +1,6 @@
-"""From a config to a running system: the plan says what every `auto` becomes, and why.
+"""From a config to a running system: the plan resolves every `auto` and gives reasons; `run` carries it out.
 
-Importing this package imports neither torch, transformers nor vLLM; `local`, which carries a plan out,
-imports what it needs itself.
+Importing this package imports neither torch, transformers nor vLLM.
 """
 
 from slipstream.launch.plan.derive import Plan, make_plan

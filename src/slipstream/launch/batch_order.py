@@ -1,7 +1,7 @@
-"""Which items of the training set make which batch, as a planned config says, and how long making one may be silent.
+"""Which items of the training set make which batch, and the deadlines for making one.
 
-Guarantees: what the batch of a step is offered, refills included, is a pure function of seed and step, so that a
-resumed run needs no saved position.
+Guarantees: the items of a batch, refills included, are a pure function of seed and step, so that a resumed run needs no
+saved position.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from slipstream.records import Task
 START_GRACE_S = 60.0
 
 
-class Draws:
-    """The order of one run's training set."""
+class BatchOrder:
+    """Which items of one run's training set each batch is made of."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._config, self._tasks = prepared.config, prepared.train_tasks
@@ -28,21 +28,21 @@ class Draws:
         self._size = prepared.config.training.prompts_per_batch
 
     def items(self, step: int) -> list[int]:
-        """Which items the batch of `step` begins with."""
+        """The items that the batch of `step` begins with."""
         return self._order.at(step * self._size, self._size)
 
     def tasks(self, step: int) -> list[Task]:
-        """The same, as tasks."""
+        """The tasks that the batch of `step` begins with."""
         return [self._tasks[item] for item in self.items(step)]
 
-    def refills(self, on_begin: Callable[[int], None]) -> Refills | None:
-        """What may be drawn beside them, under dynamic sampling."""
+    def refills(self) -> Refills | None:
+        """How a batch gets further tasks under dynamic sampling; None without it."""
         algorithm, max_refills = self._config.algorithm, max_refills_of(self._config)
         if algorithm.kind == "sft" or not max_refills:
             return None
-        return Refills(self._further, max_refills, algorithm.reward_threshold, on_begin)
+        return Refills(self._refill, max_refills, algorithm.reward_threshold)
 
-    def _further(self, step: int, number: int) -> list[Task]:
+    def _refill(self, step: int, number: int) -> list[Task]:
         return [self._tasks[item] for item in self._order.refill(step, self._size, number)]
 
 
@@ -51,18 +51,18 @@ def max_refills_of(config: RunConfig) -> int:
     return 0 if config.algorithm.kind == "sft" else int(config.algorithm.max_refills)
 
 
-def quiet_s(config: RunConfig) -> float:
-    """How long a batch or an evaluation may be made without a sign of life: whatever a rollout may wait for has a
-    deadline of its own, and these are all of them."""
+def silence_limit_s(config: RunConfig) -> float:
+    """How long a batch or an evaluation may go on without a turn or rollout that ends, in seconds: the sum of all
+    deadlines that one rollout may wait for."""
     section, inference = config.environment, config.inference
     own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
     engine_s = float(inference.request_timeout_s) + float(inference.start_timeout_s)
     return own_s + engine_s + apply_timeout_s(config)
 
 
-def waits_of(config: RunConfig, signs: Callable[[], int]) -> Waits:
-    """The trainer's waits for the generating side, whose signs of life `signs` counts."""
+def waits_of(config: RunConfig, activity: Callable[[], int]) -> Waits:
+    """Deadlines of the trainer's waits for the orchestrator; `activity` counts turns and rollouts that have ended."""
     start_s = float(config.inference.start_timeout_s)
     # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
-    apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * quiet_s(config)
-    return Waits(start_s + START_GRACE_S, apply_s, quiet_s(config), signs)
+    apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * silence_limit_s(config)
+    return Waits(start_s + START_GRACE_S, apply_s, silence_limit_s(config), activity)

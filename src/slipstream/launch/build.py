@@ -1,4 +1,4 @@
-"""The trainer's model and learner as a planned config asks for them; with `single_copy`, in the engine's memory."""
+"""Builds the trainer's models, optimizers and learners from a planned config; under `single_copy` in engine memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.runlog.temporary import temporary
 if TYPE_CHECKING:
     from torch import nn
 
-    from slipstream.launch.ranks.processes import RankCrew
+    from slipstream.launch.ranks.processes import RankProcesses
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.distributed.fsdp import RankGroup
     from slipstream.trainer.distributed.worker import Part
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from slipstream.weights.bridges.single_copy import SharedWeights
 
 Stage = Callable[[str], AbstractContextManager[object]]
-"""What is done within it has this name (`stages.Stages.stage`)."""
+"""Names and times what is done inside it (`stages.Stages.stage`)."""
 _log = logging.getLogger(__name__)
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
-"""What the ranks call the models of a run."""
+"""Names of a run's models in commands to the ranks."""
 
 
 class CompilerFailed(ConfigError):
-    """The model's layers were to be compiled and cannot be; `problem` says why."""
+    """`training.compile` is on and the model's layers cannot be compiled; `problem` says why."""
 
     def __init__(self, problem: str, message: str) -> None:
         super().__init__(message)
@@ -50,17 +50,17 @@ class CompilerFailed(ConfigError):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run trains, and what it measures from."""
+    """The models of a run."""
 
     learner: Learner
     reference: Scorer | None
-    """What the KL term measures from: under LoRA the base, in the same memory."""
+    """The reference model of the KL term; under LoRA the base model, in the same memory."""
     critic: Critic | None
 
 
 def load_model(config: RunConfig, shared: SharedTensors | None = None, group: RankGroup | None = None) -> PolicyModel:
-    """The model on the trainer's device; its parameters are `shared`, or its own. With a `group` rank 0 has it on the
-    CPU and the others have it without values: it is to be spread."""
+    """Load the model onto the trainer's device; its parameters are the `shared` tensors, if given. With a `group`, rank
+    0 loads it on the CPU and the others on the meta device, to be sharded afterwards."""
     import torch
 
     from slipstream.trainer.model.policy import PolicyModel
@@ -82,18 +82,18 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None, group: Ra
         max_model_len=None if config.inference.max_model_len == "auto" else config.inference.max_model_len,
     )
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what reading and comparing took, some gigabytes that an engine may have on this card
+        torch.cuda.empty_cache()  # loading and checking leave gigabytes in the cache that an engine may use
     return loaded
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a KL term measures from the start model."""
+    """Whether the loss has a KL term, which needs a reference model."""
     return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
 
 
-def import_ahead(config: RunConfig) -> None:
-    """Import what `build` will, and make the network without its values: what need not wait for an engine that has the
-    weights."""
+def import_trainer(config: RunConfig) -> None:
+    """Import what `build` needs, and build the network on the meta device: work that need not wait for the engine that
+    holds the weights."""
     import torch
     from transformers import AutoConfig
 
@@ -110,9 +110,9 @@ def import_ahead(config: RunConfig) -> None:
         auto_class(settings).from_config(settings, trust_remote_code=trusted)
 
 
-def compile_ahead(config: RunConfig) -> None:
-    """Compile the layers of a small network like the policy's, whose weights are still with an engine that starts: the
-    policy's then need no compiler. Where that cannot be done nothing is lost but the time."""
+def precompile_layers(config: RunConfig) -> None:
+    """Compile the layers of a small network like the policy's while the engine that holds the weights starts, so that
+    the policy's own are found in the compile cache. A failure costs only time: the policy is then compiled as usual."""
     import torch
 
     from slipstream.trainer.model.policy import resolve_folder
@@ -121,12 +121,15 @@ def compile_ahead(config: RunConfig) -> None:
     model = config.model
     assert model.dtype != "auto"
     try:
-        with temporary("stand-in") as folder, torch.random.fork_rng(devices=[]):  # its weights are drawn
+        with (
+            temporary("stand-in") as folder,
+            torch.random.fork_rng(devices=[]),
+        ):  # initialising its weights uses the generator
             save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
-            alike = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
-            compile_if_asked(alike, load_model(alike), row_tokens=int(config.training.micro_batch_tokens))
-    except Exception as error:  # noqa: BLE001 - the model itself is compiled all the same, or says why not
-        _log.info("layers are not compiled ahead (%s)", error)
+            small = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
+            compile_if_asked(small, load_model(small), row_tokens=int(config.training.micro_batch_tokens))
+    except Exception as error:  # noqa: BLE001 - the policy is compiled later in any case, and reports the failure
+        _log.info("layers are not compiled before the model is loaded (%s)", error)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -135,9 +138,9 @@ def compile_ahead(config: RunConfig) -> None:
 def build(
     config: RunConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
 ) -> Trained:
-    """Everything in this process, the policy's weights in the memory of the only one of `workers`, where there is one;
-    `planned_bytes` is what the trainer was planned to take. Raises ConfigError where layers are to be compiled and
-    cannot be: without it they need more memory than was planned."""
+    """Build all models in this process; the policy's weights are those in the memory of the engine's worker, if
+    `workers` has one. `planned_bytes`: memory that the plan gives the trainer. Raises CompilerFailed where layers
+    cannot be compiled: uncompiled they need more memory than planned."""
     from slipstream.trainer.critic import Critic, ValueModel
     from slipstream.trainer.learner import Learner, Reference
 
@@ -168,8 +171,8 @@ def build(
 def compile_if_asked(
     config: RunConfig, model: PolicyModel, group: RankGroup | None = None, *, row_tokens: int = 0
 ) -> None:
-    """Compile the layers of `model` under `training.compile`, for rows of `row_tokens` too; with a `group` a
-    collective, which fails on all ranks alike. Raises ConfigError, see `build`."""
+    """Compile the layers of `model` under `training.compile`, and run them once for rows of `row_tokens` if given. With
+    a `group` it is a collective, which fails on all ranks alike. Raises CompilerFailed, see `build`."""
     from slipstream.trainer.model.compilation import compile_layers
 
     if config.training.compile is not True:
@@ -183,25 +186,25 @@ def compile_if_asked(
 
 
 def build_sharded(
-    config: RunConfig, sampling: SamplingParams, crew: RankCrew, planned_bytes: int, stage: Stage = nullcontext
+    config: RunConfig, sampling: SamplingParams, ranks: RankProcesses, planned_bytes: int, stage: Stage = nullcontext
 ) -> Trained:
-    """The same where every rank has a share of it; this one's, and how the others are reached. `planned_bytes` is what
-    each was planned to take."""
+    """Build all models sharded over the trainer's ranks: this rank's shards, and the connection to the others.
+    `planned_bytes`: memory that the plan gives each rank."""
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
 
     tokens = config.training.micro_batch_tokens
     assert isinstance(tokens, int)
     with stage("start the ranks"):
-        group = crew.join()
-    with stage("load and compile on all ranks"), crew.loading():
-        parts = build_parts(config, sampling, group, crew.shared)
-    learner = ShardedLearner(POLICY, parts[POLICY], crew, micro_batch_tokens=tokens)
+        group = ranks.join()
+    with stage("load and compile on all ranks"), ranks.loading():
+        parts = build_parts(config, sampling, group, ranks.shared)
+    learner = ShardedLearner(POLICY, parts[POLICY], ranks, micro_batch_tokens=tokens)
     learner.planned_bytes = planned_bytes
-    reference = ShardedScorer(REFERENCE, parts[REFERENCE], crew, tokens) if REFERENCE in parts else None
+    reference = ShardedScorer(REFERENCE, parts[REFERENCE], ranks, tokens) if REFERENCE in parts else None
     critic = None
     if CRITIC in parts:
-        critic = Critic(ShardedLearner(CRITIC, parts[CRITIC], crew, micro_batch_tokens=tokens), config.critic)
+        critic = Critic(ShardedLearner(CRITIC, parts[CRITIC], ranks, micro_batch_tokens=tokens), config.critic)
     return Trained(learner, reference, critic)
 
 
@@ -213,8 +216,8 @@ def build_parts(
     *,
     trains: bool = True,
 ) -> dict[str, Part]:
-    """One rank's share of every model of the run; the same calls in the same order on every rank. The policy's is in
-    the `shared` memory of the engine's workers, where there is such. Unless it `trains` there is only the policy."""
+    """Build one rank's shard of every model of the run, a collective of all ranks. The policy's shard lies in the
+    `shared` memory of the engine's workers, if given. Unless it `trains`, there is only the policy."""
     from slipstream.trainer.critic import ValueModel, ValueObjective
     from slipstream.trainer.distributed.engine_memory import WorkerMemory
     from slipstream.trainer.distributed.worker import Part
@@ -245,7 +248,7 @@ def build_parts(
 
 
 def build_objective(config: RunConfig, sampling: SamplingParams) -> Objective:
-    """What `algorithm` minimises."""
+    """Build the loss that `algorithm` asks for."""
     from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
     if config.algorithm.kind == "sft":
@@ -254,14 +257,14 @@ def build_objective(config: RunConfig, sampling: SamplingParams) -> Objective:
 
 
 def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
-    """`model`, and beside it the adapter that [lora] asks for."""
+    """Add the adapter that [lora] asks for, if any, and return `model`."""
     if (lora := config.lora) is not None:
         model.add_adapter(adapter_config(config), Path(lora.path) if lora.path else None)
     return model
 
 
 def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Optimizer:
-    """What `training.optimizer` names, for all that is trainable in `network`, or for this rank's share of it."""
+    """Build `training.optimizer` for all trainable parameters of `network`, or for this rank's shards of them."""
     from slipstream.trainer.model.lora import rate_in_adapter
     from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
     from slipstream.trainer.optim.base import MasterAdamW
@@ -290,8 +293,8 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
 
 
 async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
-    """Where each worker of an engine that is ready has its live weights. Raises CannotShare when it lives and cannot
-    say so."""
+    """Ask an engine that is ready where each worker has its live weights. Raises CannotShare when the engine is alive
+    and cannot share them."""
     from slipstream.trainer.model.policy import resolve_folder
     from slipstream.weights.bridges.single_copy import CannotShare
     from slipstream.weights.model_files import stored_parameters
@@ -308,8 +311,8 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWei
 
 
 def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
-    """The weights of the only worker, checked against the model's files, which takes as long as reading them; without
-    workers nothing."""
+    """Open the weights of the engine's only worker and check them against the model's files, which takes as long as
+    reading those; None without workers."""
     import torch
 
     from slipstream.trainer.model.policy import SharedTensors, resolve_folder
@@ -327,5 +330,5 @@ def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTe
             del tensors[stored.name]
     check_loaded(tensors, folder)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # before something small that stays lies in what was compared
+        torch.cuda.empty_cache()  # before small permanent tensors fragment the memory used for the comparison
     return SharedTensors(tensors, refused)

@@ -1,4 +1,4 @@
-"""Trainer and engine take turns on one GPU: `inference.sleep`."""
+"""`inference.sleep`: the engine frees its GPU memory while the trainer works, and takes it back for an update."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slipstream.runlog import RunLog
 _GRACE_S = 5.0
 
 
-class Turns:
-    """Puts the engine to sleep when a batch is made, and wakes it when new weights are there for it.
+class SleepWake:
+    """Puts the engine to sleep when a batch is complete, and wakes it before new weights are published.
 
-    Without `sleeps` nothing happens. The trainer hands back what its allocator only keeps before the engine wakes.
+    Does nothing unless `sleeps`. Both methods are called by the trainer's thread, which waits.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Turns:
         self._timeout_s = timeout_s
 
     def wake(self) -> None:
-        """The engine's turn; called by the trainer's thread, which waits."""
+        """Return the trainer's cached but unused GPU memory, and wake the engine."""
         if not self._sleeps:
             return
         import torch
@@ -38,7 +38,7 @@ class Turns:
             self._wait(self._engine.wake(self._timeout_s), "the engine to wake")
 
     def sleep(self) -> None:
-        """The trainer's turn; called by its thread."""
+        """Put the engine to sleep."""
         if self._sleeps:
             with self._log.phase("sleep"):
                 self._wait(self._engine.sleep(self._timeout_s), "the engine to sleep")

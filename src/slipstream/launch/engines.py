@@ -1,4 +1,4 @@
-"""From a planned config to a supervised engine."""
+"""Creates the engine of a planned config: its settings, its GPUs, and its supervised processes."""
 
 from __future__ import annotations
 
@@ -25,64 +25,64 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 
 
 class RunEngine(rollouts.Engine, weights.Engine, Protocol):
-    """An engine, or several as one, as a run owns it: started beside other work, stopped in any case."""
+    """An engine, or several replicas as one, with the lifetime that a run gives it."""
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """The Unix sockets that its processes answer on, for as long as the run lives."""
+        """The Unix sockets on which its processes answer, for the whole run."""
         ...
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that were started for it and run; those have children."""
+        """Its running processes, without their children."""
         ...
 
     @property
     def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """What each engine's start has come to, and since when on the clock of `time.monotonic`."""
+        """For each engine, the phases of its start so far: name, and when it began by `time.monotonic`."""
         ...
 
     @property
     def is_up(self) -> bool:
-        """Whether none of its engines is dead or just being started again."""
+        """Whether every engine is alive, and none is restarting."""
         ...
 
     @property
     def is_in_memory_only(self) -> bool:
-        """Whether no file holds the weights that one of its engines has or had."""
+        """Whether the current weights of one of its engines are in no file."""
         ...
 
     @property
     def each(self) -> Sequence[rollouts.Engine]:
-        """The engines in service, where there are several."""
+        """The engines in service, one by one."""
         ...
 
     def take_metrics(self) -> dict[str, float]:
-        """What each of several has done since the last call, for the step's row."""
+        """Metrics of each replica since the last call, for the step's row; empty with one engine."""
         ...
 
     async def joined(self) -> int:
-        """Wait until all its workers run; how often some were replaced, which then are in no process group."""
+        """Wait until all its workers run; returns how often workers were replaced. New ones are in no process group."""
         ...
 
     def launch(self) -> None:
-        """Begin to start."""
+        """Start its processes, without waiting."""
         ...
 
     async def wait_ready(self) -> EngineHealth:
-        """Wait until it is in service, with a deadline, and what it says of itself."""
+        """Wait until it is in service, with a deadline, and return its health."""
         ...
 
     async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
-        """Where its live weights lie, for a trainer that trains them."""
+        """Export its live weights for a trainer that trains them in place."""
         ...
 
     async def sleep(self, timeout_s: float) -> None:
-        """Free its memory until `wake`."""
+        """Free its GPU memory until `wake`."""
         ...
 
     async def wake(self, timeout_s: float) -> None:
-        """Take it back."""
+        """Allocate its GPU memory again."""
         ...
 
     async def stop(self) -> None:
@@ -90,13 +90,13 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
         ...
 
     def kill(self) -> None:
-        """The same at once, from any thread and without an event loop."""
+        """Kill its processes at once, from any thread and without an event loop."""
         ...
 
 
 _GRACE_S = 5.0
 EngineMaker = Callable[[RunConfig, EngineSettings, Path, OnEvent], RunEngine]
-"""Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
+"""Creates an engine without starting it, as `create_engine` does; the path is the folder of its logs."""
 
 
 def engine_settings(
@@ -108,7 +108,7 @@ def engine_settings(
     parameters: tuple[ParameterSpec, ...] = (),
     adapter: Ticket | None = None,
 ) -> EngineSettings:
-    """How to start the engine on the folder `model`; the config's `auto`s have been replaced by the plan."""
+    """Return the settings of an engine that serves the folder `model`; `config` is planned, without any `auto`."""
     inference = config.inference
     assert isinstance(inference.max_model_len, int)
     assert isinstance(inference.max_num_seqs, int)
@@ -145,15 +145,15 @@ def engine_settings(
 
 
 def engine_gpus(config: RunConfig, visible: str | None, replica: int = 0) -> tuple[str, ...]:
-    """The GPUs that an engine may see, as `visible`, CUDA_VISIBLE_DEVICES, names them; none: all, where the only engine
-    shares the trainer's."""
+    """Return the GPUs of one replica, named as in `visible` (CUDA_VISIBLE_DEVICES); empty for all of them, where the
+    only engine shares the trainer's."""
     size, separate = config.inference.tensor_parallel_size, config.run.placement == "separate"
     if not separate and num_replicas(config) == 1:
         return ()
     ranks, replicas = config.training.ranks, num_replicas(config)
-    cards = place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate).engines[replica]
+    gpus = place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate).engines[replica]
     named = [name.strip() for name in visible.split(",")] if visible else None
-    return tuple(named[card] if named else str(card) for card in cards)
+    return tuple(named[gpu] if named else str(gpu) for gpu in gpus)
 
 
 def create_engine(
@@ -164,8 +164,8 @@ def create_engine(
     *,
     ahead: EngineAhead | None = None,
 ) -> SupervisedEngine | EngineReplicas:
-    """The engine, not started yet; its output goes to `engine.log` in `log_folder`. Of several each has its own, and
-    `engine-<number>.log`. `ahead` may become its process, or that of the first."""
+    """Create the engine without starting it; its output goes to `engine.log` in `log_folder`, that of several replicas
+    to `engine-<number>.log`. `ahead`: a process that has imported vLLM already, which may become the first engine's."""
 
     def create(
         settings: EngineSettings, log: str, on_event: OnEvent, ahead: EngineAhead | None = None
@@ -194,5 +194,5 @@ def create_engine(
         first = ahead if number == 0 else None
         engines.append(create(own, f"engine-{number}.log", functools.partial(on_event, replica=number), first))
     num_sequences = config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1)
-    fair = min(settings.max_num_seqs, -(-num_sequences // len(engines)))
-    return EngineReplicas(engines, num_places=fair, on_event=on_event)
+    per_engine = min(settings.max_num_seqs, -(-num_sequences // len(engines)))
+    return EngineReplicas(engines, num_places=per_engine, on_event=on_event)

@@ -1,17 +1,18 @@
-"""Everything that a run needs to know before anything is started: tasks, tokenizer, plan. Nothing here has side effects
-beyond reading files, so `slipstream plan` does exactly this and stops.
+"""Prepares a run without starting anything: loads environment, tasks, conversations and tokenizer, and makes the plan.
+
+It only reads files, so `slipstream plan` does exactly this and stops.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from slipstream.config import Derived, Loaded, RunConfig, with_values
+from slipstream.config import Derived, Loaded, RunConfig
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import uses_engine
 from slipstream.data.chat_template import ChatTokenizer
@@ -27,10 +28,9 @@ from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
-from slipstream.launch.preflight.model_folder import check_model, find_model
+from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.unknown_characters import unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
-from slipstream.launch.teacher import check_teacher
 from slipstream.launch.tools.deployable import with_weights_folder
 from slipstream.records import Message, SamplingParams, Task
 from slipstream.sinks import require_sinks
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that could be started."""
+    """A run that is ready to start."""
 
     loaded: Loaded
     plan: Plan
@@ -50,11 +50,9 @@ class Prepared:
     train_tasks: list[Task]
     eval_tasks: list[Task]
     conversations: list[Sequence[Message]]
-    """What SFT trains on."""
+    """The training set of SFT."""
     dropped: dict[str, int]
-    """Tasks and conversations that were left out, by reason."""
-    given_up: Mapping[str, Derived] = field(default_factory=dict[str, Derived])
-    """What the plan had chosen otherwise until it was tried, by name."""
+    """Number of dropped tasks and conversations, by reason."""
 
     @property
     def config(self) -> RunConfig:
@@ -63,7 +61,7 @@ class Prepared:
 
     @property
     def uses_engine(self) -> bool:
-        """Whether anything is generated in this run."""
+        """Whether this run generates anything."""
         return uses_engine(self.config)
 
     @property
@@ -71,36 +69,8 @@ class Prepared:
         """Size of the training set."""
         return len(self.conversations) if self.config.algorithm.kind == "sft" else len(self.train_tasks)
 
-    def without_compiling(self, problem: str) -> Prepared:
-        """The same run, planned again for layers that are not compiled, as `problem` is in the way."""
-        return self._given_up(
-            "training.compile",
-            False,
-            f"the compiler failed ({problem})",
-            "training.compile = false, as {reason}: layers are not compiled, and the run is slower",
-        )
-
-    def without_sharing(self, problem: str) -> Prepared:
-        """The same run, planned again for versions that are files, as `problem` is in the way of one copy."""
-        return self._given_up(
-            "weights.bridge",
-            "disk",
-            f"single_copy cannot be ({problem})",
-            "weights.bridge = disk, as {reason}: updates go through files, and the run is slower",
-        )
-
-    def _given_up(self, path: str, value: Any, reason: str, warning: str) -> Prepared:
-        given_up = {**self.given_up, path: Derived(path, value, reason)}
-        asked = self.loaded.config.model_copy(update={"model": self.config.model})
-        plan = make_plan(with_values(asked, {item.name: item.value for item in given_up.values()}), self.facts)
-        # What was found before the plan is in no plan.
-        found = [item for item in self.plan.derived if item.name == "model.revision"]
-        derived = (*found, *given_up.values(), *plan.derived)
-        warnings = (*plan.warnings, warning.format(reason=reason))
-        return replace(self, plan=replace(plan, derived=derived, warnings=warnings), given_up=given_up)
-
     def sampling(self, temperature: float | None = None) -> SamplingParams:
-        """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without nucleus)."""
+        """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without top-p, top-k and min-p)."""
         s = self.config.sampling
         assert isinstance(s.max_tokens, int), "the plan replaces every auto"
         greedy = temperature == 0.0
@@ -117,7 +87,7 @@ class Prepared:
 
 def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan. Without `weights`, those of a hub id are
-    not downloaded: the plan can be made, and the run not be started."""
+    not downloaded: enough for a plan, not for a run."""
     loaded = with_weights_folder(loaded)
     config = loaded.config
     require_sinks(config.run.sinks)
@@ -159,8 +129,8 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     if is_sft:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
         conversations = _short_enough(conversations, tokenizer, config, context, dropped)
-    said = conversations or [task.prompt for task in train_tasks]
-    check_fields(tokenizer, [*said, *(task.prompt for task in eval_tasks)], dropped)
+    trained_on = conversations or [task.prompt for task in train_tasks]
+    check_fields(tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)], dropped)
     gold = partial(gold_of, environment) if environment else (lambda task: task.answer)
     facts = gather_facts(
         config,
@@ -180,18 +150,18 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     if model.revision != loaded.config.model.revision:
         reason = f"the commit that the hub has for {loaded.config.model.path}"
         derived = (Derived("model.revision", model.revision, reason), *derived)
-    told = [
+    fewer_tasks = [
         f"{item.name} was {item.reason}"
         for item in derived
         if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
     ]
-    warnings = (*loaded.warnings, *told, *plan.warnings, *unknown)
+    warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
     return Prepared(loaded, plan, facts, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
 
 
 def check_engine(prepared: Prepared) -> None:
-    """Raises `ConfigError` for `inference.options` that vLLM refuses; a run that starts is told by its engine."""
+    """Raise `ConfigError` for `inference.options` that vLLM refuses; in a run the engine itself reports them."""
     config = prepared.config
     if prepared.uses_engine and config.inference.options:
         try_options(config, engine_settings(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0))
@@ -202,7 +172,7 @@ def _check_optimizer(config: RunConfig) -> None:
     if name not in ("adamw_8bit", "adamw_paged"):
         return
     spec = importlib.util.find_spec("bitsandbytes")
-    # A folder of that name in the current one is found as well, and is no library.
+    # A plain folder of that name in the current one is found too: it has no origin.
     if spec is None or spec.origin is None:
         raise ConfigError(
             f'training.optimizer = "{name}" needs bitsandbytes, which is not installed: '
@@ -211,7 +181,7 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def _check_functions(config: RunConfig) -> None:
-    """The user's own advantage and loss, if there are any."""
+    """Check the user's own advantage and loss functions, if any."""
     if config.algorithm.kind != "sft":
         from slipstream.algo.custom import check_user_function
 
@@ -230,16 +200,17 @@ def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:
 
 
 def _question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
-    """What a conversation says before the assistant speaks, as far as two of them can be the same."""
+    """Role and content of the messages before the first answer, without system messages: the key to find duplicates
+    by."""
     turns = [(message.role, message.content) for message in messages if message.role != "system"]
-    first = next((place for place, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
+    first = next((index for index, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
     return tuple(turns[:first])
 
 
 def _not_held_out(
     items: list[T], question_of: Callable[[T], object], held_out: Collection[object], dropped: dict[str, int]
 ) -> list[T]:
-    """Those whose question is not among the held-out ones: accuracy on what was trained on would mean nothing."""
+    """Drop items whose question is a held-out one: accuracy on training data would mean nothing."""
     kept = [item for item in items if question_of(item) not in held_out]
     if len(kept) < len(items):
         dropped["also_held_out"] = dropped.get("also_held_out", 0) + len(items) - len(kept)
@@ -259,7 +230,7 @@ def _fitting(
     environment: Environment | None,
     dropped: dict[str, int],
 ) -> dict[str, list[Task]]:
-    """Of the tasks of each split those whose prompt leaves room for a completion."""
+    """Keep, in each split, the tasks whose prompt leaves enough context for a completion."""
     limit = config.inference.max_model_len
     limit = model.context_length if limit == "auto" else min(limit, model.context_length)
     need = config.sampling.max_tokens
@@ -270,7 +241,7 @@ def _fitting(
             longest = longest_answer(chain.from_iterable(asked.values()), tokenizer, environment.gold)
         turns = environment.max_turns if environment else 1
         wanted, _ = wanted_tokens(limit, longest, turns, says_only_answers=model.says_only_answers)
-        # Without gold answers a small model gets what there is.
+        # Without gold answers a model with a short context gets all of it.
         need = 1 if wanted == limit else least_tokens([*chain.from_iterable(lengths.values())], limit, wanted)
     elif need >= limit:
         raise ConfigError(
@@ -321,7 +292,7 @@ def _short_enough(
     context: int,
     dropped: dict[str, int],
 ) -> list[Sequence[Message]]:
-    """Conversations that fit into the model's context. A token is at least one character long, or a few of them."""
+    """Drop conversations that are longer than the model's context."""
     train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
     kept = [c for c in conversations if len(tokenizer.training_tokens(c, train_on)) <= context]
     if len(kept) < len(conversations):

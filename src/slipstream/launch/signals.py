@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop at the next safe place, the second ends it at once."""
+"""Handles Ctrl-C and SIGTERM: the first asks the run to stop at the next safe point, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """A context in which these signals set a flag. `at_once` is called before a second one ends the process."""
+    """A context in which the first signal sets a flag and calls `on_first`; `at_once` is called before a second one
+    ends the process."""
 
     def __init__(self, at_once: Callable[[], None] = lambda: None, on_first: Callable[[], None] = lambda: None) -> None:
         self.at_once = at_once
@@ -22,7 +23,7 @@ class StopRequest:
         self._before: dict[int, object] = {}
 
     def __call__(self) -> bool:
-        """Whether to stop."""
+        """Whether a stop was requested."""
         return self._requested.is_set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config import Loaded
 from slipstream.errors import ConfigError
-from slipstream.launch.startup.compile_caches import lasting_caches
-from slipstream.launch.startup.preimport import engine_ahead
+from slipstream.launch.startup import preimport_vllm
+from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
 from slipstream.runlog import refuse_used
 
 if TYPE_CHECKING:
-    from slipstream.launch.progress import Progress
-    from slipstream.launch.result import RunResult
+    from slipstream.launch.run import RunResult
+    from slipstream.progress import Progress
 
 
 def run_training(
@@ -31,13 +31,12 @@ def run_training(
     if folder is not None and not resume:
         refuse_used(folder)  # before minutes of reading data
     stages = Stages()
-    with lasting_caches(lambda text: None), engine_ahead(loaded.config) as ahead:  # who trains tells of caches
+    with persistent_caches(lambda text: None), preimport_vllm(loaded.config) as ahead:  # `train` warns
         with stages.stage("read model and data"):
             from slipstream.launch.engines import create_engine
             from slipstream.launch.prepare import prepare
             from slipstream.launch.recovery.resume import same_commit
-            from slipstream.launch.result import run_folder_of
-            from slipstream.launch.run import train
+            from slipstream.launch.run import run_folder_of, train
 
             prepared = prepare(same_commit(loaded) if resume else loaded)
         result = train(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slipstream.config import RunConfig
 from slipstream.launch.build import POLICY, build_parts, load_model, open_shared
 from slipstream.launch.plan.measure import adapter_config
-from slipstream.launch.ranks.processes import RankCrew
+from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.usage import session_of
 from slipstream.records import SamplingParams
@@ -104,7 +104,7 @@ class _Alone(SyncTrainer):
 class _Ranks(SyncTrainer):
     """Several processes, each with a share."""
 
-    def __init__(self, spread: SpreadModel, crew: RankCrew) -> None:
+    def __init__(self, spread: SpreadModel, crew: RankProcesses) -> None:
         super().__init__(spread.part.model)
         self._spread, self._crew = spread, crew
 
@@ -142,7 +142,7 @@ def sync_trainer(
     from slipstream.trainer.distributed.learner import SpreadModel
 
     sampling = SamplingParams(max_tokens=1)
-    crew = RankCrew(config, sampling, logs, tuple(workers), trains=False)
+    crew = RankProcesses(config, sampling, logs, tuple(workers), trains=False)
     kill_others = stop.at_once
 
     def kill() -> None:

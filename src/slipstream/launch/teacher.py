@@ -1,7 +1,7 @@
-"""The teacher of a run: the checks before it starts, its engine, and what says that it teaches nothing.
+"""The teacher of a distillation run: its engine or server, and warnings where policy and teacher are the same.
 
-Guarantees: an engine of ours serves the very weights of `teacher.path`, proved by the fingerprints of its files
-whenever it starts; nothing ever updates it.
+Guarantees: an engine of this run serves exactly the weights of `teacher.path`, verified by fingerprints of its files
+whenever it starts; it is never updated.
 """
 
 from __future__ import annotations
@@ -9,41 +9,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from slipstream.config import RunConfig, with_values
-from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import EngineMaker, RunEngine
 from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherRoom
+from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
+from slipstream.progress import Progress
 from slipstream.records import ParameterSpec, Rollout, Version
 from slipstream.runlog import RunLog
 
 if TYPE_CHECKING:
     from slipstream.data.chat_template import ChatTokenizer
-    from slipstream.launch.prepare import Prepared
     from slipstream.weights.base import NamedWeights
 
 _TEXT = "A teacher reads what was written: 12 + 30.5 = 42.5, äöü, 你好!\n"
 
 
-class Messages(Protocol):
-    """The terminal, as far as it is told something here."""
-
-    def message(self, text: str, level: Any = "info") -> None:
-        """Something worth reading."""
-        ...
-
-
 class RunTeacher:
-    """The teacher as a run owns it. With `teacher.path` an engine process, with `teacher.url` a server elsewhere."""
+    """Starts, uses and stops the teacher: an engine process for `teacher.path`, or the server at `teacher.url`."""
 
     def __init__(
         self,
         config: RunConfig,
-        room: TeacherRoom | None,
+        planned: TeacherRoom | None,
         tokenizer: ChatTokenizer,
         log: RunLog,
         logs: Path,
@@ -52,35 +44,35 @@ class RunTeacher:
         assert config.teacher is not None
         self._config, self._teacher, self._tokenizer, self._log = config, config.teacher, tokenizer, log
         self.digest = ""
-        """Of the weights that its engine serves; empty for a server elsewhere."""
+        """Digest of the weights that its engine serves; empty for a server."""
         self._engine: RunEngine | None = None
-        self._teacher_now: Teacher | None = None
+        self._scorer: Teacher | None = None
         self._server: ServerSource | None = None
-        if room is None:
+        if planned is None:
             return
 
         def on_event(kind: str, **fields: object) -> None:
             log.event(kind.replace("engine", "teacher"), **fields)
 
-        settings = _settings(config, room)
+        settings = _settings(config, planned)
         assert settings.version is not None
         self.digest = settings.version.digest
-        alone = with_values(config, {"inference.replicas": 1})
-        self._engine = make_engine(alone, settings, logs / "teacher", on_event)
+        single = with_values(config, {"inference.replicas": 1})
+        self._engine = make_engine(single, settings, logs / "teacher", on_event)
 
     def launch(self) -> None:
-        """Begin to start."""
+        """Start its engine, if it has one, without waiting."""
         if self._engine is not None:
             self._engine.launch()
 
     async def start(self) -> None:
-        """Wait until it can score."""
-        self._teacher_now = Teacher(await self._source())
+        """Wait until the engine or server answers."""
+        self._scorer = Teacher(await self._source())
 
     async def score(self, rollout: Rollout) -> None:
-        """See `orchestrator.teaching.Teacher`."""
-        assert self._teacher_now is not None, "no rollout is made before everything has started"
-        await self._teacher_now.score(rollout)
+        """See `orchestrator.teacher.Teacher`."""
+        assert self._scorer is not None, "no rollout is made before everything has started"
+        await self._scorer.score(rollout)
 
     async def _source(self) -> Source:
         timeout_s = float(self._config.inference.request_timeout_s)
@@ -102,8 +94,8 @@ class RunTeacher:
         return server
 
     def refuse_itself(self, weights: Callable[[], NamedWeights]) -> None:
-        """Raises ConfigError when the policy starts with the very `weights` of the teacher, and nothing else teaches
-        it."""
+        """Raise ConfigError when the policy's initial `weights` equal the teacher's, and there is no reward to learn
+        from."""
         from slipstream.weights.fingerprint import describe, digest
 
         algorithm = self._config.algorithm
@@ -111,27 +103,27 @@ class RunTeacher:
             return
         if digest(describe(weights())) == self.digest:
             raise ConfigError(
-                f'teacher.path = "{self._teacher.path}" holds the very weights that the run starts from, so that there '
-                "is nothing to learn: give another teacher"
+                f'teacher.path = "{self._teacher.path}" holds exactly the weights that the run starts from, so '
+                "there is nothing to learn: give another teacher"
             )
 
     async def stop(self) -> None:
-        """Stop for good."""
+        """Stop the engine, or close the connection."""
         if self._server is not None:
             await self._server.close()
         if self._engine is not None:
             await self._engine.stop()
 
     def kill(self) -> None:
-        """The same at once, from any thread."""
+        """Kill the engine at once, from any thread."""
         if self._engine is not None:
             self._engine.kill()
 
 
 def launch_teacher(
-    prepared: Prepared, folder: Path, log: RunLog, progress: Messages, make_engine: EngineMaker
+    prepared: Prepared, folder: Path, log: RunLog, progress: Progress, make_engine: EngineMaker
 ) -> RunTeacher:
-    """The teacher of a run in `folder`, which begins to start."""
+    """Create the teacher of a run in `folder` and start it, without waiting."""
     config, plan = prepared.config, prepared.plan
     teacher = RunTeacher(config, plan.teacher, prepared.tokenizer, log, folder / "logs", make_engine)
     teacher.launch()
@@ -139,53 +131,28 @@ def launch_teacher(
     return teacher
 
 
-def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
-    """Raises ConfigError for a model folder that cannot be this policy's teacher: before anything is started."""
-    from slipstream.launch.preflight.model_folder import check_model
-
-    if config.teacher is None or not starts_teacher(config):
-        return
-    model = config.model.model_copy(update={"path": config.teacher.path})
-    try:
-        check_model(model, packing=False)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
-    try:
-        problem = tokenizer.differs_from(model.path, model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"teacher.path = {model.path}: no tokenizer can be loaded ({reason}): give a model folder or a hub id"
-        ) from error
-    if problem:
-        raise ConfigError(
-            f"teacher.path has another tokenizer than model.path ({problem}), and a teacher scores the very tokens of "
-            "its student: use a teacher of the same family"
-        )
-
-
-def agreement_warning(log: RunLog, tell: Callable[[str], None]) -> Callable[[int, Mapping[str, float | None]], None]:
-    """Listens to the rows of metrics: once, says that teacher and policy are no further apart than the two ways of
-    computing one of them are."""
-    said = False
+def agreement_warning(log: RunLog, show: Callable[[str], None]) -> Callable[[int, Mapping[str, float | None]], None]:
+    """Return a listener to metrics rows that warns once, when teacher and policy differ no more than engine and trainer
+    do on the same policy."""
+    warned = False
 
     def listener(step: int, row: Mapping[str, float | None]) -> None:
-        nonlocal said
-        apart, noise = row.get("teacher/abs_difference"), row.get("probe/abs_logprob_diff")
-        if said or apart is None or noise is None or apart > 2 * noise:
+        nonlocal warned
+        difference, noise = row.get("teacher/abs_difference"), row.get("probe/abs_logprob_diff")
+        if warned or difference is None or noise is None or difference > 2 * noise:
             return
-        said = True
+        warned = True
         text = (
-            f"teacher and policy differ by {apart:.2g} per token in step {step}, and engine and trainer by {noise:.2g} "
-            "on one and the same policy: the teacher has nothing more to teach"
+            f"teacher and policy differ by {difference:.2g} per token in step {step}, and engine and trainer by "
+            f"{noise:.2g} on the same policy: the teacher has nothing more to teach"
         )
         log.warning(text, step=step)
-        tell(text)
+        show(text)
 
     return listener
 
 
-def _settings(config: RunConfig, room: TeacherRoom) -> EngineSettings:
+def _settings(config: RunConfig, planned: TeacherRoom) -> EngineSettings:
     from slipstream.trainer.model.policy import DTYPES, resolve_folder
     from slipstream.weights.fingerprint import describe, digest
     from slipstream.weights.model_files import read_model_folder
@@ -196,24 +163,24 @@ def _settings(config: RunConfig, room: TeacherRoom) -> EngineSettings:
     assert isinstance(config.run.threads, int)
     folder, dtype = resolve_folder(config.teacher.path), DTYPES[config.model.dtype]
     parameters: tuple[ParameterSpec, ...] = ()
-    for name, tensor in read_model_folder(folder):  # one at a time: a teacher may be large
+    for name, tensor in read_model_folder(folder):  # one tensor at a time: a teacher may be large
         parameters += describe([(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return EngineSettings(
         model=str(folder),
         socket="",
         dtype=config.model.dtype,
-        max_model_len=room.max_model_len,
-        max_num_seqs=room.max_num_seqs,
+        max_model_len=planned.max_model_len,
+        max_num_seqs=planned.max_num_seqs,
         seed=config.run.seed,
-        # No decoding: graphs and compilation have nothing to gain.
+        # Prefill only: CUDA graphs and compilation gain nothing.
         enforce_eager=True,
-        kv_cache_bytes=room.cache,
-        gpu_memory_utilization=room.gpu_part,
-        gpus=() if room.gpu is None else (_gpu_name(room.gpu, visible),),
+        kv_cache_bytes=planned.cache,
+        gpu_memory_utilization=planned.gpu_part,
+        gpus=() if planned.gpu is None else (_gpu_name(planned.gpu, visible),),
         fp32_head=config.model.fp32_head,
         trust_remote_code=config.model.trust_remote_code,
-        threads=config.run.threads if room.gpu is None else None,
+        threads=config.run.threads if planned.gpu is None else None,
         version=Version(0, 0, digest(parameters)),
         parameters=parameters,
         patches=config.inference.patches,
@@ -222,5 +189,5 @@ def _settings(config: RunConfig, room: TeacherRoom) -> EngineSettings:
 
 
 def _gpu_name(number: int, visible: str | None) -> str:
-    """As CUDA_VISIBLE_DEVICES names it."""
+    """The GPU's name in CUDA_VISIBLE_DEVICES."""
     return [name.strip() for name in visible.split(",")][number] if visible else str(number)

@@ -1,4 +1,4 @@
-"""The bridge of a planned run, what it publishes, and what is noted of each version's way."""
+"""Weight synchronisation of a run: its bridge, what it publishes, and metrics of each publication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
 from slipstream.weights.base import NamedWeights
 
 _DYING_S, _POLL_S = 10.0, 0.1
-"""An engine's process outlives vLLM's core a little; its death is looked for so long, and so often."""
+"""An engine's process lives a little longer than vLLM's core: how long, and how often, its end is polled for."""
 
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def run_bridge(
     config: RunConfig, learner: Learner, engine: RunEngine, folder: Path, thread: EventLoopThread
 ) -> tuple[Bridge, Callable[[], NamedWeights]]:
-    """The bridge between the model of `learner` and `engine`, which belongs to `thread`, and what to publish over it:
-    the adapter alone, or the whole model. `folder` is for versions that are files."""
+    """Create the bridge from the model of `learner` to `engine`, which runs in `thread`; also returns the weights to
+    publish, those of the adapter or of the whole model. `folder` is for bridges that write files."""
     name, timeout_s = config.weights.bridge, apply_timeout_s(config)
     assert name != "auto", "the plan replaces every auto"
     model = learner.model
@@ -41,7 +41,7 @@ def run_bridge(
     assert name != "lora"
 
     def held() -> Version | None:
-        # One that died comes back first.
+        # An engine that died is restarted first.
         longest_s = timeout_s + float(config.inference.start_timeout_s)
         return thread.call(engine.held(), longest_s, "the engine to say which version it holds")
 
@@ -66,23 +66,20 @@ def run_bridge(
     return bridge, learner.named_weights
 
 
-def repeats_updates(config: RunConfig, engine: RunEngine, log: RunLog) -> Callable[[SlipstreamError], bool]:
-    """Whether a version whose update failed is published once more: where one engine of several died in a collective,
-    which those that are left cannot end. It then comes whole, over a new group."""
-
-    def publishes_again(error: SlipstreamError) -> bool:
-        if config.weights.bridge != "broadcast" or num_replicas(config) == 1:
-            return False
-        has_ended = ends_soon(engine)
-        if has_ended:
-            log.event("update_repeated", reason=str(error))
-        return has_ended
-
-    return publishes_again
+def repeats_update(config: RunConfig, engine: RunEngine, log: RunLog, error: SlipstreamError) -> bool:
+    """Whether a version whose update failed with `error` is published once more: where one engine of several died in a
+    broadcast, which those that are left cannot finish. The whole version then goes over a new process group."""
+    if config.weights.bridge != "broadcast" or num_replicas(config) == 1:
+        return False
+    has_died = ends_soon(engine)
+    if has_died:
+        log.event("update_repeated", reason=str(error))
+    return has_died
 
 
 def ends_soon(engine: RunEngine) -> bool:
-    """Whether one of its processes is dead, after waiting for it for as long as vLLM's core may be dead before."""
+    """Wait a little for one of the engine's processes to end, as it does after vLLM's core has died; whether one
+    did."""
     deadline = time.monotonic() + _DYING_S
     while engine.is_up and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -90,15 +87,16 @@ def ends_soon(engine: RunEngine) -> bool:
 
 
 def update_metrics(ticket: Ticket) -> dict[str, float]:
-    """For the step's row: what was moved, and where versions are compared, which part of them changed."""
+    """Metrics for the step's row: bytes sent and, where versions are compared, the fraction of elements that
+    changed."""
     metrics = {"update/bytes": float(ticket.num_bytes)}
     if ticket.changed_fraction is not None:
         metrics["update/changed_fraction"] = ticket.changed_fraction
     return metrics
 
 
-def travelled(ticket: Ticket) -> dict[str, object]:
-    """For the event of a publication: bytes, and against which version they are a delta, if they are one."""
+def publication_fields(ticket: Ticket) -> dict[str, object]:
+    """Fields for the event of a publication: bytes, and the base version if it is a delta."""
     fields: dict[str, object] = {"num_bytes": ticket.num_bytes}
     if ticket.delta is not None:
         fields["delta_of"] = ticket.delta.base.name

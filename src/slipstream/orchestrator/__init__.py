@@ -1,1 +1,1 @@
-"""Rollouts: environments are run against the engine, batches are cut, versions applied, held-out tasks graded."""
+"""Generates rollouts: runs environments, makes batches, applies versions, evaluates held-out tasks."""

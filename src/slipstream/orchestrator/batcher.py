@@ -1,75 +1,64 @@
-"""Cutting batches: groups of rollouts, generated at the same time, counted whatever becomes of them.
+"""Makes batches: groups of rollouts, generated concurrently.
 
-Under dynamic sampling a batch is made in rounds: groups without signal are left out, and further tasks are drawn until
-there are as many with signal as there should be. Which groups are chosen does not depend on what was ready first.
+Under dynamic sampling a batch is made in rounds: groups without signal are dropped, and more tasks are sampled until
+the batch has enough groups with signal. Which groups are chosen does not depend on the order in which they finish.
 
-Guarantees: every rollout that is started ends in the batch or in `dropped`, by reason; a batch for step k holds no
-token of a version older than k - staleness, or of another lineage; too many failed rewards end the run with the first
-failure's text; a turn that lost its engine is asked for again once the engine is back.
+Guarantees: every rollout that is started ends in the batch or is counted in `dropped` by reason; a batch for step k
+holds no token of a version older than k - staleness, or of another lineage; too many failed rewards end the run with
+the first failure's text; a turn whose engine died is requested again once the engine is back.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.dynamic_sampling import Refills, choose
+from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, warn_of_losses
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.orchestrator.teacher import Scores
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 
 
+@dataclass
 class Batcher:
-    """Makes the batch of any step from the tasks that the data order gives it."""
+    """Makes the batch of a step from the tasks that the data order gives it."""
 
-    def __init__(
-        self,
-        runner: RolloutRunner,
-        *,
-        group_size: int,
-        sampling: SamplingParams,
-        seed: int,
-        max_reward_failures: float,
-        needs_logprobs: bool,
-        staleness: int = 0,
-        refills: Refills | None = None,
-        on_rollout: Callable[[], None] = lambda: None,
-        teacher: Scores | None = None,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """`teacher`: who scores each rollout as soon as it has ended. `warn` is told of those that the engine lost."""
-        self._runner = runner
-        self._group_size = group_size
-        self._sampling = sampling
-        self._seed = seed
-        self._max_reward_failures = max_reward_failures
-        self._needs_logprobs = needs_logprobs
-        self._staleness = staleness
-        self._refills = refills
-        self._on_rollout = on_rollout
-        self._teacher = teacher
-        self._warn = warn
+    runner: RolloutRunner
+    group_size: int
+    sampling: SamplingParams
+    seed: int
+    max_reward_failures: float
+    needs_logprobs: bool
+    """Whether a rollout without the engine's log-probabilities is an error."""
+    staleness: int = 0
+    """How many versions older than the newest possible one a token may be."""
+    refills: Refills | None = None
+    teacher: Scores | None = None
+    """Scores each rollout as soon as it has ended."""
+    hooks: Hooks = field(default_factory=Hooks)
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
-        """Run `group_size` attempts at every task, all at once; with refills, more rounds of it."""
+        """Generate `group_size` rollouts for every task concurrently; under dynamic sampling, in further rounds too."""
         started = time.monotonic()
         size, groups = len(tasks), await self._round(step, version, 0, tasks)
         chosen, left_out, metrics = groups, dict[str, int](), dict[str, float]()
-        if self._refills is not None:
+        if self.refills is not None:
             number = 0
-            while number < self._refills.max_refills and (wanted := self._refills.num_wanted(groups, size)):
+            while number < self.refills.max_refills and (wanted := self.refills.num_wanted(groups, size)):
                 number += 1
-                further = self._refills.tasks(step, number)[:wanted]
-                self._refills.on_begin(len(further))
+                further = self.refills.tasks(step, number)[:wanted]
+                self.hooks.round_began(len(further))
                 groups += await self._round(step, version, number * size, further)
-            choice = choose(self._refills, groups, size, number)
+            choice = choose(self.refills, groups, size, number)
             chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
         rollouts = [rollout for group in groups for rollout in group]
-        warn_of_losses(rollouts, f"step {step}", self._warn)
+        warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
         seconds = time.monotonic() - started
         sampled = sum(rollout.num_sampled for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES)
@@ -88,58 +77,59 @@ class Batcher:
         )
 
     async def _round(self, step: int, version: Version, first: int, tasks: Sequence[Task]) -> list[list[Rollout]]:
-        """A group for each task; `first` is the place of the first one among all of this step."""
+        """A group of rollouts for each task; `first` is the index of the first group among all of this step."""
         rollouts = await all_of(
-            self._attempt(step, place, number, task)
-            for place, task in enumerate(tasks, first)
-            for number in range(self._group_size)
+            self._rollout(step, group, number, task)
+            for group, task in enumerate(tasks, first)
+            for number in range(self.group_size)
         )
         self._check(step, version, rollouts)
-        return [rollouts[start : start + self._group_size] for start in range(0, len(rollouts), self._group_size)]
+        return [rollouts[start : start + self.group_size] for start in range(0, len(rollouts), self.group_size)]
 
-    async def _attempt(self, step: int, place: int, number: int, task: Task) -> Rollout:
-        group_id = f"{step}.{place}"
-        rollout = await self._runner.run(
+    async def _rollout(self, step: int, group: int, number: int, task: Task) -> Rollout:
+        group_id = f"{step}.{group}"
+        rollout = await self.runner.run(
             task,
             rollout_id=f"{group_id}.{number}",
             group_id=group_id,
-            sampling=self._sampling,
-            seed=seed_of(self._seed, step, place, number),
+            sampling=self.sampling,
+            seed=seed_of(self.seed, step, group, number),
         )
-        if self._teacher is not None and rollout.outcome in TRAINABLE_OUTCOMES:
-            await self._teacher.score(rollout)
-        self._on_rollout()
+        if self.teacher is not None and rollout.outcome in TRAINABLE_OUTCOMES:
+            await self.teacher.score(rollout)
+        self.hooks.rollout_ended()
         return rollout
 
     def _check(self, step: int, version: Version, rollouts: list[Rollout]) -> None:
-        allowed = {Version(version.lineage, k).name for k in range(max(0, step - self._staleness), step + 1)}
-        check_failures(rollouts, f"step {step}", self._max_reward_failures)
+        """Raise where too many rollouts failed, log-probabilities are missing, or a token's version is too old."""
+        allowed = {Version(version.lineage, k).name for k in range(max(0, step - self.staleness), step + 1)}
+        check_failures(rollouts, f"step {step}", self.max_reward_failures)
         for rollout in rollouts:
             for sequence in rollout.sequences:
-                if self._needs_logprobs and sequence.logprobs is None:
+                if self.needs_logprobs and sequence.logprobs is None:
                     raise TrainingError(
                         f"rollout {rollout.id} came without log-probabilities, which algorithm.importance_sampling and "
                         'old_policy = "engine" need: use an engine that returns them, or set the first to "none" and'
                         ' the second to "trainer"'
                     )
-                strange = {span.version for span in sequence.versions} - allowed
-                if strange:
+                others = {span.version for span in sequence.versions} - allowed
+                if others:
                     raise TrainingError(
-                        f"rollout {rollout.id} holds tokens of version {', '.join(sorted(strange))} in the batch of "
-                        f"step {step}: training.staleness = {self._staleness} allows only {', '.join(sorted(allowed))}"
+                        f"rollout {rollout.id} holds tokens of version {', '.join(sorted(others))} in the batch of "
+                        f"step {step}: training.staleness = {self.staleness} allows only {', '.join(sorted(allowed))}"
                     )
 
 
 def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How many versions older than the newest possible one the sampled tokens are: mean over tokens, and largest; and
-    the part of rollouts that more than one version made."""
+    """Staleness of the sampled tokens, in versions behind `step`: mean over tokens, and maximum; and the fraction of
+    rollouts that mix versions."""
     ages: Counter[int] = Counter()
     mixed = 0
     for rollout in rollouts:
         versions: set[str] = set()
         for sequence in rollout.sequences:
-            for place, span in enumerate(sequence.versions):
-                end = sequence.versions[place + 1].start if place + 1 < len(sequence.versions) else len(sequence)
+            for index, span in enumerate(sequence.versions):
+                end = sequence.versions[index + 1].start if index + 1 < len(sequence.versions) else len(sequence)
                 ages[step - int(span.version.split(".")[1])] += sum(sequence.mask[span.start : end])
                 versions.add(span.version)
         mixed += len(versions) > 1

@@ -1,4 +1,4 @@
-"""Work that runs at the same time, and work that outlives a dead engine."""
+"""Runs coroutines concurrently, and retries requests to an engine that died and restarted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.errors import DeadlineError, EngineError
 T = TypeVar("T")
 
 _PATIENCE_S = 15.0
-"""How long a living engine may refuse: one that is about to end takes a moment to do so."""
+"""How long an engine that is alive may refuse requests: one that is dying takes a moment to end."""
 _PAUSE_S = 0.25
 
 
@@ -21,16 +21,17 @@ class Revivable(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """How often it has been."""
+        """How often it was restarted."""
         ...
 
     async def revive(self) -> None:
-        """Bring a dead engine back; nothing when it is alive. Raises when it may not be started again."""
+        """Restart a dead engine; does nothing when it is alive. Raises when no further restart is allowed."""
         ...
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order. The first failure cancels the others and is raised itself, not in a group."""
+    """Run all coroutines concurrently and return their results in order. The first failure cancels the others and is
+    raised itself, not in an exception group."""
     tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:
@@ -45,11 +46,11 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-async def outliving(engine: Revivable, attempt: Callable[[], Awaitable[T]]) -> T:
-    """What `attempt` gives, made again whenever the engine died under it and came back.
+async def retry_on_restart(engine: Revivable, attempt: Callable[[], Awaitable[T]]) -> T:
+    """Await `attempt`, again whenever the engine died meanwhile and was restarted.
 
-    Raises the engine's own error when it may not be started again, answers nothing within a deadline, or lives
-    and goes on refusing.
+    Raises the engine's own error when it may not be restarted, does not answer within its deadline, or is alive and
+    keeps refusing.
     """
     refused_since: float | None = None
     while True:

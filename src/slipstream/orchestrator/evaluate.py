@@ -1,4 +1,4 @@
-"""Held-out accuracy with its confidence interval."""
+"""Evaluates a version on held-out tasks: accuracy with its confidence interval."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a version did on held-out tasks. A rollout that failed counts as wrong, and is counted."""
+    """Results on the held-out tasks. A failed rollout counts as wrong, and in `num_failed`."""
 
     num_tasks: int
     num_right: int
@@ -27,7 +27,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Part of the tasks solved."""
+        """Fraction of the tasks solved."""
         return self.num_right / self.num_tasks
 
     @property
@@ -36,7 +36,7 @@ class Evaluation:
         return wilson_interval(self.num_right, self.num_tasks)
 
     def metrics(self) -> dict[str, float]:
-        """As they stand in `metrics.jsonl`."""
+        """The row's metrics, as in `metrics.jsonl`."""
         low, high = self.interval
         return {
             "eval/accuracy": self.accuracy,
@@ -61,21 +61,21 @@ async def evaluate(
     on_rollout: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-    """One completion for each task, all at once; right when the reward reaches `threshold`.
+    """Generate one rollout for each task concurrently; it is right when its reward reaches `threshold`.
 
-    A failed rollout counts as wrong, and `warn` is told of those that the engine lost; raises `EnvironmentFault` or
-    `EngineError` when more than the part `max_failures` of them failed.
+    `warn` is called where the engine lost rollouts. Raises `EnvironmentFault` or `EngineError` when more than the
+    fraction `max_failures` of the rollouts failed.
     """
 
-    async def attempt(place: int, task: Task) -> Rollout:
-        name = f"eval.{place}"
+    async def attempt(index: int, task: Task) -> Rollout:
+        name = f"eval.{index}"
         rollout = await runner.run(
-            task, rollout_id=name, group_id=name, sampling=sampling, seed=seed_of(seed, place), is_urgent=True
+            task, rollout_id=name, group_id=name, sampling=sampling, seed=seed_of(seed, index), is_urgent=True
         )
         on_rollout()
         return rollout
 
-    rollouts = await all_of(attempt(place, task) for place, task in enumerate(tasks))
+    rollouts = await all_of(attempt(index, task) for index, task in enumerate(tasks))
     graded = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
     check_failures(rollouts, "the evaluation", max_failures)
     warn_of_losses(rollouts, "the evaluation", warn)

@@ -1,7 +1,7 @@
-"""The engine's half of the probe: a few fixed prompts, sampled exactly as rollouts are, by every engine.
+"""The engine's half of the probe: every engine samples completions of a few fixed prompts, exactly as for rollouts.
 
-The trainer scores the same tokens with the same version of the weights. What differs is numerics, or an engine
-that does not compute with the weights it shows; policy drift has no part in it.
+The trainer computes log-probabilities of the same tokens with the same version of the weights. Any difference is
+numerics, or an engine that computes with other weights than it reports; the policy is the same on both sides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from slipstream.errors import EngineError
-from slipstream.orchestrator.concurrency import all_of, outliving
+from slipstream.orchestrator.concurrency import all_of, retry_on_restart
 from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.records import GenerateRequest, SamplingParams
@@ -24,12 +24,12 @@ class Probed(Protocol):
 
     @property
     def each(self) -> Sequence[Engine]:
-        """Those that answer, one by one."""
+        """The engines in service."""
         ...
 
 
 class Probe:
-    """Samples from fixed prompts with fixed seeds."""
+    """Samples completions of fixed prompts with fixed seeds."""
 
     def __init__(
         self,
@@ -49,12 +49,13 @@ class Probe:
         self._round = 0
 
     async def sample(self) -> list[TokenSequence]:
-        """Prompt and sampled tokens with their behaviour log-probabilities; all of one engine, then all of the next."""
+        """Return prompt and sampled tokens with the engine's log-probabilities: all sequences of one engine, then of
+        the next."""
         found = await all_of(self._sample(engine) for engine in self._engine.each)
         return [sequence for sequences in found for sequence in sequences]
 
     async def _sample(self, engine: Engine) -> list[TokenSequence]:
-        completions = await outliving(engine, lambda: all_of(map(engine.generate, self._requests())))
+        completions = await retry_on_restart(engine, lambda: all_of(map(engine.generate, self._requests())))
         sequences: list[TokenSequence] = []
         for prompt, completion in zip(self._prompts, completions, strict=True):
             if completion.finish_reason == "abort" or completion.logprobs is None:
@@ -71,16 +72,16 @@ class Probe:
         return sequences
 
     def _requests(self) -> list[GenerateRequest]:
-        """Under ids of their own: those of an attempt before may still be running."""
+        """Requests with new ids: those of an earlier attempt may still be running."""
         self._round += 1
         return [
             GenerateRequest(
-                id=f"probe.{self._round}.{place}",
+                id=f"probe.{self._round}.{index}",
                 prompt_ids=prompt,
                 sampling=self._sampling,
-                seed=seed_of(self._seed, place),
+                seed=seed_of(self._seed, index),
                 timeout_s=self._timeout_s,
                 is_urgent=True,
             )
-            for place, prompt in enumerate(self._prompts)
+            for index, prompt in enumerate(self._prompts)
         ]

@@ -1,5 +1,7 @@
-"""One rollout: an environment run against the engine, then graded. Its end is an outcome, never an exception,
-unless the engine is gone for good. A turn that lost its engine is asked for again; the environment does not notice.
+"""Makes one rollout: runs an environment against the engine and grades the episode.
+
+A rollout ends with an outcome, not with an exception, unless the engine cannot come back. A turn whose engine died is
+requested again; the environment does not notice.
 """
 
 from __future__ import annotations
@@ -12,33 +14,34 @@ import traceback
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from slipstream.envs.base import Environment, RewardFailed, RewardTimeout, Scorer
+from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardTimeout, Scorer
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError
-from slipstream.orchestrator.concurrency import Revivable, outliving
+from slipstream.orchestrator.concurrency import Revivable, retry_on_restart
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.patience import Patience
 from slipstream.records import TRAINABLE_OUTCOMES, Completion, GenerateRequest, Outcome, Rollout, SamplingParams, Task
 
 
 class Engine(Revivable, Protocol):
-    """What rollouts need of the engine."""
+    """An engine that generates completions."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Tokens in, tokens out."""
+        """Generate a completion of the request's prompt tokens."""
         ...
 
 
 class RequestAborted(Exception):
-    """The engine ended a request before it was finished; the text says why."""
+    """The engine aborted a request; the text says why."""
 
 
-class OwnTimeOver(Exception):
-    """An environment took longer between two turns than it may."""
+class EnvironmentTimeout(Exception):
+    """An environment took longer than `environment.run_timeout_s` between two turns."""
 
 
-class OwnTime:
-    """A deadline that stands still while the engine is asked: `async with` it, and `paused` around each request."""
+class EnvironmentDeadline:
+    """The deadline of an environment between two turns: `async with` it, and `paused` around each request to the
+    engine. Raises `EnvironmentTimeout`."""
 
     def __init__(self, limit_s: float) -> None:
         self._num_paused = 0
@@ -51,11 +54,11 @@ class OwnTime:
         try:
             await self._patience.__aexit__(*raised)
         except TimeoutError as error:
-            raise OwnTimeOver from error
+            raise EnvironmentTimeout from error
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
-        """The clock starts anew afterwards."""
+        """Stop the clock inside, and restart it from zero afterwards."""
         self._num_paused += 1
         try:
             yield
@@ -64,8 +67,24 @@ class OwnTime:
             self._patience.restart()
 
 
+_OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
+    (RewardTimeout, "reward_timeout"),
+    (RewardFailed, "reward_error"),
+    (RequestAborted, "engine_error"),
+    (EnvironmentTimeout, "environment_error"),
+    (EngineError, None),  # the engine cannot come back
+    (IntegrityError, None),
+    (EnvironmentFault, None),  # no reward worker can be started
+    (KeyboardInterrupt, None),
+    (GeneratorExit, None),
+    (asyncio.CancelledError, "environment_error"),  # unless the rollout's own task is cancelled: then it is raised
+    (BaseException, "environment_error"),  # the environment is the user's code and may raise anything
+)
+"""What a rollout counts as that ended with an exception: the first class that matches decides, None raises it."""
+
+
 class RolloutRunner:
-    """Runs attempts of one environment against one engine."""
+    """Makes rollouts of one environment with one engine."""
 
     def __init__(
         self,
@@ -85,8 +104,8 @@ class RolloutRunner:
         self._request_timeout_s = request_timeout_s
         self._run_timeout_s = run_timeout_s
         self._serial = itertools.count()
-        self.num_signs = 0
-        """Turns and rollouts that have ended; for any thread to see whether there is progress."""
+        self.num_ended = 0
+        """Turns and rollouts that have ended; any thread may read it to see whether rollouts make progress."""
 
     async def run(
         self,
@@ -98,34 +117,35 @@ class RolloutRunner:
         seed: int,
         is_urgent: bool = False,
     ) -> Rollout:
-        """The finished rollout, whatever became of it. Raises `EngineError` only when the engine cannot come back."""
-        started, turns, own_time = time.monotonic(), itertools.count(), OwnTime(self._run_timeout_s)
-        lost: list[Exception] = []
+        """Make one rollout. Raises `EngineError` or `IntegrityError` only when the engine cannot come back."""
+        started, turns, deadline = time.monotonic(), itertools.count(), EnvironmentDeadline(self._run_timeout_s)
+        engine_errors: list[Exception] = []
 
         async def generate(prompt_ids: list[int]) -> Completion:
             turn = next(turns)
 
-            def ask() -> Awaitable[Completion]:
-                # The serial keeps ids unique when a turn is asked for again; the seed does not depend on it.
-                request = GenerateRequest(
-                    id=f"{rollout_id}.{turn}-{next(self._serial)}",
-                    prompt_ids=prompt_ids,
-                    sampling=sampling,
-                    seed=seed_of(seed, turn) if turn else seed,
-                    timeout_s=self._request_timeout_s,
-                    group_id=group_id,
-                    is_urgent=is_urgent,
+            def request() -> Awaitable[Completion]:
+                # The serial number keeps ids unique when a turn is requested again; the seed does not depend on it.
+                return self._engine.generate(
+                    GenerateRequest(
+                        id=f"{rollout_id}.{turn}-{next(self._serial)}",
+                        prompt_ids=prompt_ids,
+                        sampling=sampling,
+                        seed=seed_of(seed, turn) if turn else seed,
+                        timeout_s=self._request_timeout_s,
+                        group_id=group_id,
+                        is_urgent=is_urgent,
+                    )
                 )
-                return self._engine.generate(request)
 
             try:
-                with own_time.paused():
-                    completion = await outliving(self._engine, ask)
+                with deadline.paused():
+                    completion = await retry_on_restart(self._engine, request)
             except (EngineError, IntegrityError) as error:
-                lost.append(error)
+                engine_errors.append(error)
                 raise
             finally:
-                self.num_signs += 1
+                self.num_ended += 1
             if completion.finish_reason == "abort":
                 raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}")
             return completion
@@ -135,21 +155,21 @@ class RolloutRunner:
         rollout.prompt = task.prompt[-1].content if task.prompt else ""
         rollout.answer = task.answer or ""
         try:
-            await self._play(task, policy, own_time, rollout)
-        except BaseException as error:  # noqa: BLE001 (the environment's code may raise anything; it is sorted there)
-            if lost:
-                raise lost[0] from None  # whatever the environment made of it
+            await self._play(task, policy, deadline, rollout)
+        except BaseException as error:  # noqa: BLE001 (see `_OUTCOMES`)
+            if engine_errors:
+                raise engine_errors[0] from None  # the environment may have replaced it
             rollout.outcome, rollout.error = self._outcome_of(error)
-        if lost:
-            raise lost[0]
+        if engine_errors:  # the environment suppressed it
+            raise engine_errors[0]
         rollout.seconds = time.monotonic() - started
-        self.num_signs += 1
+        self.num_ended += 1
         return rollout
 
-    async def _play(self, task: Task, policy: RecordingPolicy, own_time: OwnTime, rollout: Rollout) -> None:
-        """The episode and its grade, written into `rollout`."""
+    async def _play(self, task: Task, policy: RecordingPolicy, deadline: EnvironmentDeadline, rollout: Rollout) -> None:
+        """Run the episode and grade it; both are written into `rollout`."""
         try:
-            async with own_time:
+            async with deadline:
                 episode = await self._environment.run(task, policy)
         finally:
             policy.close()
@@ -163,53 +183,59 @@ class RolloutRunner:
         rollout.metrics |= score.metrics
 
     def _outcome_of(self, error: BaseException) -> tuple[Outcome, str]:
-        """What a rollout that ended with `error` counts as, and why; raises what is not the rollout's."""
+        """Outcome and error text of a rollout that ended with `error`, see `_OUTCOMES`; raises what is no outcome."""
+        outcome: Outcome | None = next(outcome for kind, outcome in _OUTCOMES if isinstance(error, kind))
+        if outcome is None or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
+            raise error
+        return outcome, self._text_of(error)
+
+    def _text_of(self, error: BaseException) -> str:
         name = self._environment.name
         match error:
-            case RewardTimeout():
-                return "reward_timeout", f"{error}\n{error.details}".rstrip()
-            case RewardFailed():
-                return "reward_error", f"{error}\n{error.details}".rstrip()
+            case RewardError():
+                return f"{error}\n{error.details}".rstrip()
             case RequestAborted():
-                return "engine_error", str(error)
-            case OwnTimeOver():
-                return "environment_error", (
+                return str(error)
+            case EnvironmentTimeout():
+                return (
                     f"environment {name} did nothing for {self._run_timeout_s:g} s (environment.run_timeout_s), the "
                     "engine's time not counted"
                 )
-            case EngineError() | IntegrityError() | EnvironmentFault() | KeyboardInterrupt() | GeneratorExit():
-                raise error  # the engine is gone, or no reward worker can be started any more
-            case asyncio.CancelledError() if (ours := asyncio.current_task()) is None or ours.cancelling():
-                raise error
             case asyncio.CancelledError():
                 why = "awaits a task that it has cancelled: suppress asyncio.CancelledError there"
-                return "environment_error", f"environment {name} {why}\n{_their_traceback(error)}"
-            case _:  # the environment is the user's code: its failure is an outcome, counted as such
-                return "environment_error", _their_traceback(error)
+                return f"environment {name} {why}\n{_traceback_of(error)}"
+            case _:
+                return _traceback_of(error)
 
 
-def _their_traceback(error: BaseException) -> str:
+def _is_cancelled() -> bool:
+    """Whether it is the current task itself that is being cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error, limit=-4))
 
 
 def check_failures(rollouts: Sequence[Rollout], of: str, max_failures: float) -> None:
-    """Raise with the first failure's text when more than that part of the rollouts failed: `EngineError` where most of
-    these failures are the engine's, else `EnvironmentFault`."""
+    """Raise with the first failure's text when more than the fraction `max_failures` of the rollouts failed:
+    `EngineError` where most of these failures are the engine's, else `EnvironmentFault`."""
     failed = [rollout for rollout in rollouts if rollout.outcome not in TRAINABLE_OUTCOMES]
     if len(failed) <= max_failures * len(rollouts):
         return
     by_engine = [rollout for rollout in failed if rollout.outcome == "engine_error"]
-    if is_engines := 2 * len(by_engine) > len(failed):
+    if mostly_engine := 2 * len(by_engine) > len(failed):
         failed = by_engine
     text = (
-        f"{len(failed)} of {len(rollouts)} rollouts of {of} failed{' in the engine' * is_engines}, more than "
+        f"{len(failed)} of {len(rollouts)} rollouts of {of} failed{' in the engine' * mostly_engine}, more than "
         f"environment.max_reward_failures = {max_failures:g} allows; the first ({failed[0].outcome}): {failed[0].error}"
     )
-    raise (EngineError if is_engines else EnvironmentFault)(text)
+    raise (EngineError if mostly_engine else EnvironmentFault)(text)
 
 
 def warn_of_losses(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], None]) -> None:
-    """One warning where the engine lost some: the longest are lost first, and nothing is learned of them."""
+    """Warn once where the engine lost rollouts: these are mostly the longest, so that training would miss them."""
     lost = [rollout for rollout in rollouts if rollout.outcome == "engine_error"]
     if lost:
         warn(f"{len(lost)} of {len(rollouts)} rollouts of {of} were lost in the engine; the first: {lost[0].error}")

@@ -11,12 +11,13 @@ from slipstream.records import Sequence as TokenSequence
 
 class _Tokenizer(Protocol):
     def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"]) -> TokenSequence:
-        """A conversation's tokens; the mask is set on what the assistant says."""
+        """Tokens of a conversation; the mask marks those of the assistant."""
         ...
 
 
-class GoldReader:
-    """Batches of conversations in a seeded order; what step k gets depends on k alone, so resuming needs no state."""
+class SFTReader:
+    """Reads batches of conversations in a seeded order; the batch of a step depends on the step alone, so that resuming
+    needs no state."""
 
     def __init__(
         self,
@@ -34,8 +35,8 @@ class GoldReader:
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`."""
         rollouts: list[Rollout] = []
-        for place, item in enumerate(self._items_of_step(step)):
+        for index, item in enumerate(self._items_of_step(step)):
             sequence = self._tokenizer.training_tokens(self._conversations[item], self._train_on)
-            name = f"{step}.{place}"
+            name = f"{step}.{index}"
             rollouts.append(Rollout(name, str(item), name, [sequence], reward=0.0, outcome="done"))
         return Batch(step, Version(0, step), rollouts)

@@ -1,7 +1,7 @@
-"""The teacher of distillation: what a frozen model says of the very tokens that the policy sampled.
+"""The teacher of on-policy distillation: a frozen model's log-probabilities of the tokens that the policy sampled.
 
-Guarantees: a rollout that leaves `Teacher.score` as trainable has a finite log-probability for each of its sampled
-tokens; a teacher that dies comes back, as often as it may, or its error ends the run; every wait has a deadline.
+Guarantees: a rollout that is trainable after `Teacher.score` has a finite teacher log-probability for each sampled
+token; a teacher that dies is restarted, as often as allowed, or its error ends the run; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from typing import Any, Protocol
 import aiohttp
 
 from slipstream.errors import ConfigError, DeadlineError, EngineError
-from slipstream.orchestrator.concurrency import outliving
+from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.orchestrator.rollouts import Engine
 from slipstream.patience import Patience
 from slipstream.records import GenerateRequest, Rollout, SamplingParams
 from slipstream.runlog.redaction import hide_userinfo
 
 _PATIENCE_S = 120.0
-"""How long a server that is busy, or being started again, is asked again: while the run waits for it, and before."""
+"""How long requests to a server that is busy or restarting are repeated."""
 _FIRST_PATIENCE_S = 10.0
+"""The same when a run connects for the first time."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 20.0
-_PASSING = frozenset({408, 425, 429})
-"""Answers below 500 after which the same question may be asked again."""
-_AT_ONCE = 64
-"""Requests that a server of somebody else's gets at the same time."""
+_TRANSIENT = frozenset({408, 425, 429})
+"""HTTP statuses below 500 after which a request is repeated."""
+_MAX_CONCURRENT = 64
+"""Concurrent requests to a teacher server."""
 
 
 class Refused(Exception):
@@ -38,33 +39,34 @@ class Refused(Exception):
 
 
 class Source(Protocol):
-    """Where a teacher's log-probabilities come from."""
+    """Computes a teacher's log-probabilities."""
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Of each token but the first, for which 0.0 stands. Raises `Refused` for what cannot be scored, and
-        `EngineError` when the teacher is gone."""
+        """Return one log-probability per token, 0.0 for the first. Raises `Refused` for tokens that cannot be scored,
+        and `EngineError` when the teacher cannot be reached."""
         ...
 
 
 class Scores(Protocol):
-    """A teacher, as batches need one."""
+    """Scores the rollouts of a batch."""
 
     async def score(self, rollout: Rollout) -> None:
-        """Write what it says of every sampled token into the rollout."""
+        """Write the teacher's log-probabilities of the sampled tokens into the rollout."""
         ...
 
 
 class Teacher:
-    """Scores rollouts."""
+    """Scores rollouts with log-probabilities from one source."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     async def score(self, rollout: Rollout) -> None:
-        """Write `teacher_logprobs` into every sequence. A rollout that the teacher refuses is not to be trained on."""
+        """Write `teacher_logprobs` into every sequence, 0.0 for tokens that are not trained on. A rollout that the
+        teacher refuses gets the outcome `engine_error`, and is not trained on."""
         try:
             for sequence in rollout.sequences:
-                end = max((place + 1 for place, trained in enumerate(sequence.mask) if trained), default=0)
+                end = max((index + 1 for index, trained in enumerate(sequence.mask) if trained), default=0)
                 values = await self._source.logprobs(sequence.token_ids[:end]) if end else []
                 values += [0.0] * (len(sequence) - end)
                 kept = [value if trained else 0.0 for value, trained in zip(values, sequence.mask, strict=True)]
@@ -76,11 +78,11 @@ class Teacher:
 
 
 class EngineSource:
-    """An engine of ours."""
+    """An engine of this run."""
 
     def __init__(self, engine: Engine, *, temperature: float, timeout_s: float) -> None:
         self._engine = engine
-        # The one token that vLLM draws after the last is thrown away.
+        # vLLM samples at least one token, which is discarded.
         self._sampling = SamplingParams(max_tokens=1, temperature=temperature)
         self._timeout_s = timeout_s
         self._serial = itertools.count()
@@ -98,7 +100,7 @@ class EngineSource:
             return completion.prompt_logprobs
 
         try:
-            return await outliving(self._engine, attempt)
+            return await retry_on_restart(self._engine, attempt)
         except DeadlineError as error:
             raise DeadlineError(f"the teacher's engine: {error}") from error
         except EngineError as error:
@@ -106,8 +108,8 @@ class EngineSource:
 
 
 class ServerSource:
-    """An OpenAI-compatible vLLM server that somebody else runs; it scores at temperature 1. Belongs to one event
-    loop."""
+    """An OpenAI-compatible vLLM server outside this run; its log-probabilities are those of temperature 1. Belongs to
+    one event loop."""
 
     def __init__(self, url: str, name: str, key: str, *, timeout_s: float) -> None:
         self._url = url.rstrip("/")
@@ -116,12 +118,12 @@ class ServerSource:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout_s = timeout_s
         self._patience_s = _FIRST_PATIENCE_S
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self._session: aiohttp.ClientSession | None = None
 
     async def connect(self, text: str, token_ids: list[int]) -> None:
-        """Find the model, and ask whether its tokenizer makes `token_ids` of `text`, as ours does. Raises ConfigError
-        with what is wrong."""
+        """Find the model, and check that its tokenizer encodes `text` as `token_ids`, as the policy's does. Raises
+        ConfigError with what is wrong."""
         try:
             await self._connect(text, token_ids)
             self._patience_s = _PATIENCE_S
@@ -131,7 +133,7 @@ class ServerSource:
             ) from refusal
 
     async def _connect(self, text: str, token_ids: list[int]) -> None:
-        listed = await self._ask("GET", f"{self._url}/models")
+        listed = await self._request("GET", f"{self._url}/models")
         names = [str(each.get("id")) for each in listed.get("data", [])]
         if not self._name and len(names) == 1:
             self._name = names[0]
@@ -141,7 +143,7 @@ class ServerSource:
                 f'teacher.name = "{self._name}" is not served at {self._shown}, which has {known}: name one'
             )
         body = {"model": self._name, "prompt": text, "add_special_tokens": False}
-        answer = await self._ask("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)
+        answer = await self._request("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)
         if answer.get("tokens") != token_ids:
             raise ConfigError(
                 f"the teacher at {self._shown} has another tokenizer than model.path (a text of {len(token_ids)} "
@@ -151,8 +153,8 @@ class ServerSource:
     async def logprobs(self, token_ids: list[int]) -> list[float]:
         """See `Source`."""
         body = {"model": self._name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
-        async with self._places:
-            answer = await self._ask("POST", f"{self._url}/completions", body)
+        async with self._slots:
+            answer = await self._request("POST", f"{self._url}/completions", body)
         try:
             entries: list[dict[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
             pairs = zip(entries, token_ids, strict=True)
@@ -163,22 +165,22 @@ class ServerSource:
             ) from error
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer; a connection that breaks, and a server that is busy or in trouble, is tried again for a while."""
+    async def _request(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON answer; repeats the request for a while after a broken connection or a transient status."""
         began, pause = time.monotonic(), _PAUSE_S
         while True:
             wanted = pause
             try:
-                async with Patience(self._timeout_s), self._connection().request(method, url, json=body) as said:
-                    if said.status == 200:
-                        return await said.json()
-                    why = f"status {said.status}: {hide_userinfo((await said.text())[:300])}"
-                    wanted = max(pause, _seconds(said.headers.get("Retry-After", "")))
+                async with Patience(self._timeout_s), self._connection().request(method, url, json=body) as response:
+                    if response.status == 200:
+                        return await response.json()
+                    why = f"status {response.status}: {hide_userinfo((await response.text())[:300])}"
+                    wanted = max(pause, _seconds(response.headers.get("Retry-After", "")))
             except TimeoutError:
                 raise DeadlineError(
                     f"the teacher at {hide_userinfo(url)} did not answer within {self._timeout_s:g} s"
@@ -186,9 +188,9 @@ class ServerSource:
             except (aiohttp.ClientError, ValueError) as error:
                 why = hide_userinfo(str(error)) or type(error).__name__
             else:
-                if said.status == 400:
+                if response.status == 400:
                     raise Refused(f"refused: {why}")
-                if said.status < 500 and said.status not in _PASSING:
+                if response.status < 500 and response.status not in _TRANSIENT:
                     break
             if time.monotonic() - began + wanted > self._patience_s:
                 why += f", for {time.monotonic() - began:.0f} s"
@@ -206,7 +208,7 @@ class ServerSource:
 
 
 def _seconds(retry_after: str) -> float:
-    """What the header asks for, a number of seconds or a date; 0 where it says neither."""
+    """Parse a Retry-After header, a number of seconds or a date; 0 where it is neither."""
     with contextlib.suppress(ValueError):
         return float(retry_after)
     with contextlib.suppress(ValueError, TypeError):

@@ -1,9 +1,9 @@
-"""The orchestrator's thread: an event loop of its own beside the trainer, and the trainer's handle to it.
+"""Generation in the background: an event loop in a thread of its own, and the trainer's handles to it.
 
-The trainer's thread calls `update`, `evaluate`, `release` and `take`; rollouts are made here, in the background,
-as soon as the version they need is released. Guarantees: a failure here ends the trainer's wait at once with
-the failure itself; every wait of the trainer looks at `should_stop` at least twice a second; `stop` ends the
-engine and the reward workers whatever state they are in.
+The trainer's thread calls `update`, `evaluate`, `release` and `take`; rollouts are made in the event loop's thread as
+soon as the version they need is released. Guarantees: a failure there ends the trainer's wait at once with the failure
+itself; every wait of the trainer checks `should_stop` at least twice a second; `stop` ends the engine and the reward
+workers whatever state they are in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from traceback import FrameSummary
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from slipstream.errors import DeadlineError, EngineError, Interrupted, Slipstrea
 from slipstream.orchestrator.batcher import Batcher
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.event_loop_watch import LoopWatch
+from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, Batch, Task, Ticket
 from slipstream.records import Sequence as TokenSequence
@@ -40,19 +40,19 @@ class EventLoopThread:
     def __init__(
         self, should_stop: Callable[[], bool], on_blocked: Callable[[Sequence[FrameSummary], float], None] | None = None
     ) -> None:
-        """`on_blocked`: told from a third thread of what holds up the loop, see `LoopWatch`."""
-        self._should_stop = should_stop
+        """`on_blocked` is called from a third thread when a synchronous call blocks the loop, see `LoopWatch`."""
+        self.should_stop = should_stop
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="orchestrator", daemon=True)
         self._thread.start()
         self._watch = LoopWatch(self._loop, self._thread, on_blocked) if on_blocked else None
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work` there."""
+        """Start `work` in the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float, waits_for: str, **options: Any) -> T:
-        """Run `work` there and wait for it here; see `wait`."""
+        """Run `work` in the event loop and wait for its result; see `wait`."""
         return self.wait(self.submit(work), timeout_s, waits_for, **options)
 
     def wait(
@@ -61,30 +61,30 @@ class EventLoopThread:
         timeout_s: float,
         waits_for: str,
         *,
-        signs: Callable[[], int] = lambda: 0,
+        activity: Callable[[], int] = lambda: 0,
         may_stop: bool = True,
     ) -> T:
-        """What was started there; a stop request (if it `may_stop`) or the deadline ends the wait and the work. The
-        deadline begins anew whenever `signs`, which counts signs of life, has changed."""
-        waited, seen = 0.0, signs()
+        """Wait for the result of submitted work; a stop request (if it `may_stop`) or the deadline ends the wait and
+        cancels the work. The deadline restarts whenever `activity` has changed, see `Waits`."""
+        silence = _Silence(activity)
         while True:
             try:
                 return future.result(_POLL_S)
             except FutureTimeout:
                 if future.done():
                     return future.result()
-                waited, seen = (waited + _POLL_S, seen) if signs() == seen else (0.0, signs())
-            if may_stop and self._should_stop():
+                silence.poll()
+            if may_stop and self.should_stop():
                 future.cancel()
                 raise Interrupted(f"stopped while waiting for {waits_for}: continue with --resume")
-            if waited >= timeout_s:
+            if silence.seconds >= timeout_s:
                 future.cancel()
                 raise DeadlineError(f"{waits_for} did not end within {timeout_s:.0f} s")
 
     def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> bool:
-        """Cancel everything, run `last`, end the thread; whether all of that ended within the deadline."""
+        """Cancel all work, run `last` and end the thread; returns whether that succeeded within the deadline."""
 
-        async def wind_up() -> None:
+        async def cancel_all() -> None:
             current = asyncio.current_task()
             others = [task for task in asyncio.all_tasks() if task is not current]
             for task in others:
@@ -95,8 +95,8 @@ class EventLoopThread:
         if self._watch is not None:
             self._watch.end()
         try:
-            # Work that swallows its cancellation or blocks the loop must not hide what ended the run.
-            self.submit(wind_up()).result(timeout_s)
+            # Work that suppresses its cancellation or blocks the loop must not hide the error that ended the run.
+            self.submit(cancel_all()).result(timeout_s)
         except FutureTimeout:
             return False
         else:
@@ -106,19 +106,36 @@ class EventLoopThread:
             self._thread.join(timeout_s)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Waits:
-    """Deadlines of the trainer's waits, in seconds; an update's and an evaluation's begin anew with signs of life."""
+    """Deadlines of the trainer's waits for the orchestrator, in seconds."""
 
     start_s: float
+    """For the engine to start."""
     apply_s: float
-    evaluate_s: float
-    signs: Callable[[], int] = lambda: 0
-    """Counts the signs of life of rollouts."""
+    """For a version to be applied, without activity of rollouts."""
+    rollouts_s: float
+    """For a batch or an evaluation, without activity of rollouts."""
+    activity: Callable[[], int] = lambda: 0
+    """A counter that grows whenever a turn or a rollout ends."""
+
+
+class _Silence:
+    """How long a counter of activity has not changed; `poll` is called every `_POLL_S` seconds."""
+
+    def __init__(self, activity: Callable[[], int]) -> None:
+        self._activity = activity
+        self._seen = activity()
+        self.seconds = 0.0
+
+    def poll(self) -> None:
+        seen = self._activity()
+        self.seconds = self.seconds + _POLL_S if seen == self._seen else 0.0
+        self._seen = seen
 
 
 class Orchestrator:
-    """What the training loop sees of the generating side; see the module."""
+    """Implements the training loop's `Engine`: publishes versions to the engine, evaluates them, releases them."""
 
     def __init__(
         self,
@@ -128,77 +145,65 @@ class Orchestrator:
         publish: Callable[[int, Announce], Ticket],
         probe: Callable[[], Awaitable[list[TokenSequence]]],
         evaluate: Callable[[], Awaitable[Evaluation]],
-        on_applied: Callable[[ApplyReport], None],
         start: Callable[[], Awaitable[None]],
         waits: Waits,
-        starting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        wake: Callable[[], None] = lambda: None,
-        rest: Callable[[], None] = lambda: None,
-        on_evaluated: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
-        publishes_again: Callable[[SlipstreamError], bool] = lambda error: False,
+        hooks: Hooks,
     ) -> None:
-        """`start` ends when engine and rewards are ready for the first version; awaited, within `starting`, before that
-        is applied. `wake` is called before each update and `rest` after each release, both by the trainer's thread.
-        `publishes_again` says whether an update that failed is made a second time."""
+        """`start` is awaited before the first update, and ends when engine and rewards are ready for it."""
         self._thread = thread
         self._versions = versions
         self._publish = publish
         self._probe = probe
         self._evaluate = evaluate
-        self._on_applied = on_applied
-        self._on_evaluated = on_evaluated
         self._start: Callable[[], Awaitable[None]] | None = start
-        self._starting = starting
         self._waits = waits
-        self._wake = wake
-        self._rest = rest
-        self._publishes_again = publishes_again
+        self._hooks = hooks
         self.last_evaluation: Evaluation | None = None
 
     def update(self, step: int) -> list[TokenSequence]:
         """See the loop's `Engine`."""
         if self._start is not None:
             start, self._start = self._start, None
-            with self._starting():
+            with self._hooks.waiting_for_engine():
                 self._thread.call(_awaited(start), self._waits.start_s, "the engine to start")
-        self._wake()
+        self._hooks.before_update()
         try:
-            return self._bring(step)
+            return self._publish_and_probe(step)
         except (EngineError, WeightsError) as error:
-            if not self._publishes_again(error):
+            if not self._hooks.repeats_update(error):
                 raise
-        return self._bring(step)
+        return self._publish_and_probe(step)
 
-    def _bring(self, step: int) -> list[TokenSequence]:
+    def _publish_and_probe(self, step: int) -> list[TokenSequence]:
         """Publish the live weights, have them applied, and probe."""
 
         async def apply_and_probe(ticket: Ticket) -> tuple[ApplyReport, list[TokenSequence]]:
             report = await self._versions.apply(ticket)
             return report, await self._probe()
 
-        # The bridge decides when the engine begins: after the files are whole, or before a collective.
-        under_way: list[Future[tuple[ApplyReport, list[TokenSequence]]]] = []
+        # The bridge decides when the engine begins to apply: after the files are complete, or before a collective.
+        applying: list[Future[tuple[ApplyReport, list[TokenSequence]]]] = []
 
         def announce(ticket: Ticket) -> Callable[[], bool]:
-            under_way.append(self._thread.submit(apply_and_probe(ticket)))
-            return under_way[0].done
+            applying.append(self._thread.submit(apply_and_probe(ticket)))
+            return applying[0].done
 
         try:
             ticket = self._publish(step, announce)
         except WeightsError as error:
-            # A receiver that failed is the reason, and the sender's wait only what came of it.
-            if under_way and under_way[0].done() and (cause := under_way[0].exception()) is not None:
+            # Where the receiver failed, that is the cause, and the sender's error a consequence.
+            if applying and applying[0].done() and (cause := applying[0].exception()) is not None:
                 raise cause from error
-            for future in under_way:
+            for future in applying:
                 future.cancel()
             raise
         report, sequences = self._thread.wait(
-            under_way[0],
+            applying[0],
             self._waits.apply_s,
             f"the engine to apply version {ticket.version.name}",
-            signs=self._waits.signs,
+            activity=self._waits.activity,
         )
-        self._on_applied(report)
+        self._hooks.version_applied(report)
         return sequences
 
     def fence(self) -> None:
@@ -206,8 +211,8 @@ class Orchestrator:
         self._thread.call(
             self._versions.fence(),
             self._waits.apply_s,
-            "the engine to stand still",
-            signs=self._waits.signs,
+            "the engine to pause",
+            activity=self._waits.activity,
             may_stop=False,
         )
 
@@ -216,21 +221,21 @@ class Orchestrator:
 
         self.last_evaluation = self._thread.call(
             _awaited(self._evaluate),
-            self._waits.evaluate_s,
+            self._waits.rollouts_s,
             f"the evaluation of step {step}",
-            signs=self._waits.signs,
+            activity=self._waits.activity,
         )
-        self._on_evaluated(step, self.last_evaluation)
+        self._hooks.version_evaluated(step, self.last_evaluation)
         return self.last_evaluation.metrics()
 
     def release(self, step: int) -> None:
-        """See the loop's `Engine`. Not waited for: the loop may be held up by somebody's synchronous call."""
+        """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""
         self._thread.submit(self._versions.release(step))
-        self._rest()
+        self._hooks.version_released()
 
 
 class RolloutReader:
-    """The trainer's view of the rollouts made in the background: batches, in order, over a transport."""
+    """Implements the training loop's `Reader`: batches of rollouts that are made in the background, in order."""
 
     def __init__(
         self,
@@ -238,29 +243,16 @@ class RolloutReader:
         versions: Versions,
         batcher: Batcher,
         tasks_of_step: Callable[[int], Sequence[Task]],
-        *,
-        should_stop: Callable[[], bool],
-        timeout_s: float,
-        signs: Callable[[], int] = lambda: 0,
-        staleness: int = 0,
-        on_begin: Callable[[int], None],
-        on_end: Callable[[], None],
-        on_taken: Callable[[], None] = lambda: None,
+        waits: Waits,
+        hooks: Hooks,
     ) -> None:
-        """`timeout_s`: how long a batch may be made without a change of `signs`, which counts signs of life.
-        `staleness`: the batch of step k may be begun by version k - staleness. `on_taken` is called by the trainer's
-        thread when it has a batch."""
+        """The batch of step k may be begun by version k - `batcher.staleness`."""
         self._thread = thread
         self._versions = versions
         self._batcher = batcher
         self._tasks_of_step = tasks_of_step
-        self._should_stop = should_stop
-        self._timeout_s = timeout_s
-        self._signs = signs
-        self._staleness = staleness
-        self._on_begin = on_begin
-        self._on_end = on_end
-        self._on_taken = on_taken
+        self._waits = waits
+        self._hooks = hooks
         self._transport: MemoryTransport[Batch] = MemoryTransport(
             1, producer="the rollouts of the next batch", consumer="the trainer"
         )
@@ -268,7 +260,7 @@ class RolloutReader:
         self._producer: Future[None] | None = None
 
     def start(self, step: int, num_steps: int) -> None:
-        """Begin to produce batches from `step` on, each as soon as a version that is new enough is released."""
+        """Start to make batches from `step` on, each as soon as a version that is new enough is released."""
         self._producer = self._thread.submit(self._produce(step, num_steps))
 
     async def _produce(self, first: int, num_steps: int) -> None:
@@ -276,13 +268,13 @@ class RolloutReader:
             for step in range(first, num_steps):
                 # A resumed run's first version is the one it begins with.
                 # No deadline: the trainer is in this process, and when it ends, so does this wait.
-                version = await self._versions.wait_for(max(first, step - self._staleness), None)
+                version = await self._versions.wait_for(max(first, step - self._batcher.staleness), None)
                 tasks = self._tasks_of_step(step)
-                self._on_begin(len(tasks))
+                self._hooks.round_began(len(tasks))
                 async with self._versions.generating():
                     batch = await self._batcher.make(step, version, tasks)
-                self._on_end()
-                await self._transport.put_async(batch, self._timeout_s)
+                self._hooks.batch_ended()
+                await self._transport.put_async(batch, self._waits.rollouts_s)
         except BaseException as error:
             self._failure = error
             self._transport.close("the orchestrator failed")
@@ -290,25 +282,25 @@ class RolloutReader:
 
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`."""
-        waited, seen = 0.0, self._signs()
+        silence, limit_s = _Silence(self._waits.activity), self._waits.rollouts_s
         while True:
             try:
                 receipt, batch = self._transport.take(_POLL_S)
             except DeadlineError:
-                waited, seen = (waited + _POLL_S, seen) if self._signs() == seen else (0.0, self._signs())
+                silence.poll()
             except SlipstreamError as closed:
                 raise self._failure or closed from None
             else:
                 self._transport.ack(receipt)
-                self._on_taken()
+                self._hooks.batch_taken()
                 return batch
-            if self._should_stop():
+            if self._thread.should_stop():
                 raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")
-            if waited >= self._timeout_s:
+            if silence.seconds >= limit_s:
                 raise DeadlineError(
-                    f"the rollouts of step {step} are not ready, and none has gone on for {self._timeout_s:.0f} s"
+                    f"the rollouts of step {step} are not ready, and none has gone on for {limit_s:.0f} s"
                 )
 
 
-async def _awaited(start: Callable[[], Awaitable[T]]) -> T:
-    return await start()
+async def _awaited(function: Callable[[], Awaitable[T]]) -> T:
+    return await function()

@@ -1,7 +1,7 @@
-"""Which weights the engine serves, and the proof that it does.
+"""Applies versions of the weights to the engine, and gates generation by version.
 
-Guarantees: `current` advances only when every parameter's fingerprint in the engine matches the ticket; waiting
-for a version has a deadline and says who was waited for.
+Guarantees: `current` advances only when every parameter's fingerprint in the engine matches the ticket; waiting for a
+version has a deadline, and its error says who was waited for.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from slipstream.weights.base import Fence
 
 
 class Versions:
-    """Applies tickets one at a time and gates the making of rollouts."""
+    """Applies one ticket at a time; rollouts wait until their version is released."""
 
     def __init__(self, receiver: Receiver, *, apply_timeout_s: float, fence: Fence | None = None) -> None:
         self._receiver = receiver
         self._fence = fence
-        self._standing: contextlib.AsyncExitStack | None = None
-        self._turns: AbstractAsyncContextManager[None] = asyncio.Lock()
+        self._fenced: contextlib.AsyncExitStack | None = None
+        """Holds the lock from a fence to the next `apply`."""
+        self._lock: AbstractAsyncContextManager[None] = asyncio.Lock()
+        """Held while a batch is generated or a version applied, unless both may happen at once."""
         self._apply_timeout_s = apply_timeout_s
         self._changed = asyncio.Condition()
         self._released = -1
         self.current: Version | None = None
 
     async def fence(self) -> None:
-        """Have the engine stand still until the next `apply`, where the bridge asks for it: the optimizer is about to
-        write weights that the engine computes with."""
-        if self._fence is None or self._standing is not None:
+        """Pause the engine until the next `apply`, where the bridge asks for it: the optimizer is about to write
+        weights that the engine computes with."""
+        if self._fence is None or self._fenced is not None:
             return
-        async with contextlib.AsyncExitStack() as standing:
-            await standing.enter_async_context(self._turns)
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._lock)
             await self._fence(self._apply_timeout_s)
-            self._standing = standing.pop_all()
+            self._fenced = stack.pop_all()
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
-        """Have the engine take a version; raises `WeightsError` unless it then holds exactly that."""
-        standing, self._standing = self._standing, None
-        async with standing or self._turns:
+        """Have the engine apply a version; raises `WeightsError` unless its fingerprints then match the ticket."""
+        fenced, self._fenced = self._fenced, None
+        async with fenced or self._lock:
             report = await self._receiver.apply(ticket, self._apply_timeout_s)
         check_report(report, ticket)
         async with self._changed:
@@ -50,21 +52,21 @@ class Versions:
         return report
 
     def allow_in_flight(self) -> None:
-        """From now on versions are applied while rollouts are being made, and no longer between two batches."""
-        self._turns = contextlib.nullcontext()
+        """Allow versions to be applied while rollouts are generated, not only between two batches."""
+        self._lock = contextlib.nullcontext()
 
     def generating(self) -> AbstractAsyncContextManager[None]:
-        """Held while a batch is made."""
-        return self._turns
+        """The context in which a batch is generated."""
+        return self._lock
 
     async def release(self, step: int) -> None:
-        """Rollouts may now be made with version `step`."""
+        """Allow rollouts to be made with version `step`."""
         async with self._changed:
             self._released = max(self._released, step)
             self._changed.notify_all()
 
     async def wait_for(self, step: int, timeout_s: float | None) -> Version:
-        """The current version, once `step` has been released."""
+        """Wait until version `step` is released, and return the current version."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self._released >= step)

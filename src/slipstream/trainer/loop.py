@@ -26,6 +26,7 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
 from slipstream.config.traits import num_replicas, update_phase
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
+from slipstream.progress import Progress
 from slipstream.runlog import sample_of
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.batching import StepBatch, make_step_batches
@@ -112,22 +113,6 @@ class Log(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times a part of a step."""
-        ...
-
-
-class Progress(Protocol):
-    """The terminal."""
-
-    def phase(self, name: str, total: int | None = None) -> None:
-        """What is going on now."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
-        ...
-
-    def message(self, text: str, level: str = "info") -> None:
-        """Something worth reading."""
         ...
 
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 from rich.console import Console
 
-from slipstream.view.base import NullView, RunView
+from slipstream.progress import Progress
+from slipstream.view.base import NullView
 from slipstream.view.live import RichView
 from slipstream.view.plain import PlainView
 from slipstream.view.tables import render_runs, render_table
@@ -21,7 +22,6 @@ __all__ = [
     "NullView",
     "PlainView",
     "RichView",
-    "RunView",
     "ViewKind",
     "as_duration",
     "make_view",
@@ -33,7 +33,7 @@ __all__ = [
 ViewKind = Literal["auto", "rich", "plain", "none"]
 
 
-def make_view(kind: ViewKind = "auto", console: Console | None = None) -> RunView:
+def make_view(kind: ViewKind = "auto", console: Console | None = None) -> Progress:
     """The view of that kind; `auto` is `rich` in a terminal and `plain` in a file or pipe."""
     console = console or Console(emoji=False)
     if kind == "auto":

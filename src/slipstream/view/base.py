@@ -1,4 +1,4 @@
-"""The interface of a view, the numbers it shows, and the state that views keep.
+"""The numbers that views show, and the state that they keep; their interface is `slipstream.progress`.
 
 Each thread has one phase at a time (trainer and orchestrator work at once); `advance` moves the calling
 thread's phase, or the newest one when that thread has none.
@@ -11,7 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.console import Console
 
@@ -56,42 +55,6 @@ def why_untrained(row: Mapping[str, float]) -> str:
     if row.get("train/skipped"):
         return "skipped: no group had better and worse answers"
     return "the critic alone was trained" if row.get("value/warmup") else ""
-
-
-class RunView(Protocol):
-    """How a run is shown while it goes on."""
-
-    def start(self, title: str, total_steps: int, step: int = 0) -> None:
-        """Begin. `title`: name, model, environment. `step`: steps that were done before a resume."""
-        ...
-
-    def ready(self) -> None:
-        """All is loaded: times and the pace of the steps are counted from here."""
-        ...
-
-    def phase(self, name: str, total: int | None = None) -> None:
-        """The calling thread now does something else, in `total` parts if that is known."""
-        ...
-
-    def advance(self, n: int = 1) -> None:
-        """`n` more parts of the phase are done."""
-        ...
-
-    def end_phase(self) -> None:
-        """The calling thread's phase is over, and the next has not begun."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done; ends the calling thread's phase."""
-        ...
-
-    def message(self, text: str, level: str = "info") -> None:
-        """Something worth reading; `level` is info, warning or error."""
-        ...
-
-    def stop(self) -> None:
-        """End; the last picture stays."""
-        ...
 
 
 class NullView:
@@ -165,7 +128,7 @@ class StatefulView:
         self._lock = threading.RLock()
 
     def start(self, title: str, total_steps: int, step: int = 0) -> None:
-        """See `RunView`."""
+        """See `Progress`."""
         with self._lock:
             self.title, self.total_steps = self.printable(title), total_steps
             self.steps_done = self.first_step = step
@@ -173,12 +136,12 @@ class StatefulView:
         self._show(self._on_start)
 
     def ready(self) -> None:
-        """See `RunView`."""
+        """See `Progress`."""
         with self._lock:
             self.began = self.last_step_at = self._clock()
 
     def phase(self, name: str, total: int | None = None) -> None:
-        """See `RunView`."""
+        """See `Progress`."""
         with self._lock:
             ended = self.phases.pop(threading.get_ident(), None)
             now = self._clock()
@@ -187,7 +150,7 @@ class StatefulView:
             self._show(lambda: self._on_phase_end(ended))
 
     def advance(self, n: int = 1) -> None:
-        """See `RunView`."""
+        """See `Progress`."""
         with self._lock:
             newest = next(reversed(self.phases.values()), None)
             phase = self.phases.get(threading.get_ident(), newest)
@@ -197,14 +160,14 @@ class StatefulView:
         self._show(lambda: self._on_advance(phase))
 
     def end_phase(self) -> None:
-        """See `RunView`."""
+        """See `Progress`."""
         with self._lock:
             ended = self.phases.pop(threading.get_ident(), None)
         if ended:
             self._show(lambda: self._on_phase_end(ended))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `RunView`. The time of the step is measured here unless the metrics have it."""
+        """See `Progress`. The time of the step is measured here unless the metrics have it."""
         with self._lock:
             now = self._clock()
             row = {STEP_TIME: now - self.last_step_at, **metrics}
@@ -220,7 +183,7 @@ class StatefulView:
         self._show(lambda: self._on_step(row))
 
     def message(self, text: str, level: str = "info") -> None:
-        """See `RunView`."""
+        """See `Progress`."""
         text = self.printable(text)
         with self._lock:
             self.num_messages[level] += 1
@@ -229,7 +192,7 @@ class StatefulView:
         self._show(lambda: self._on_message(text, level))
 
     def stop(self) -> None:
-        """See `RunView`."""
+        """See `Progress`."""
         with self._lock:
             ended = list(self.phases.values())
             self.phases.clear()

@@ -1,1 +1,1 @@
-"""Checks of the model's files, vLLM's options and the tasks' characters, before a process is started."""
+"""Checks before any process starts: model files, vLLM options, characters that the tokenizer lacks."""

@@ -1,25 +1,29 @@
-"""Is there a model that can be trained? Asked of the files alone, before anything starts; no weight is loaded."""
+"""Checks that the model to train, and the teacher, are complete and supported: reads files, loads no weights."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.config import ModelConfig
+from slipstream.config import ModelConfig, RunConfig
+from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.data.chat_template import ChatTokenizer
 
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece*"),
     *("spm.model", "tekken.json", "*.tiktoken", "*tokenizer*.py"),
 )
-"""Any of these holds a vocabulary."""
+"""Files that hold a vocabulary; one is enough."""
 _HUB_TIMEOUT_S = 5.0
 
 
 def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
-    """`model` with the folder that it is in and, of a hub id, the commit: asked once, so that whatever reads the model
-    reads the same. Without `weights` they are not downloaded. Raises `ConfigError` when there is none."""
+    """Resolve a hub id to the folder of its snapshot and its commit, once, so that everything reads the same files.
+    Without `weights` these are not downloaded. Raises `ConfigError` when there is no such model."""
     folder = Path(model.path)
     if folder.is_dir():
         if model.revision is not None and model.revision != folder.name:
@@ -36,7 +40,7 @@ def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
 
 
 def hub_id(path: str) -> str:
-    """The hub id whose snapshot `path` is; any other path as it is."""
+    """Return the hub id whose snapshot `path` is; any other path unchanged."""
     parts = Path(path).parts
     if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/")
@@ -44,8 +48,8 @@ def hub_id(path: str) -> str:
 
 
 def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> None:
-    """Raises `ConfigError` when the folder `model.path` is no causal language model that is all there; its weights may
-    be missing where there are to be no `weights` yet."""
+    """Raise `ConfigError` unless the folder `model.path` is a complete causal language model; without `weights`, these
+    may be missing."""
     folder = Path(model.path)
     _refuse_missing(folder)
     if not folder.is_dir():
@@ -63,12 +67,35 @@ def check_model(model: ModelConfig, *, packing: bool, weights: bool = True) -> N
         )
 
 
+def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
+    """Raise `ConfigError` when the model folder `teacher.path` cannot be a teacher of this policy."""
+    if config.teacher is None or not starts_teacher(config):
+        return
+    model = config.model.model_copy(update={"path": config.teacher.path})
+    try:
+        check_model(model, packing=False)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "teacher.path")) from error
+    try:
+        problem = tokenizer.differs_from(model.path, model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"teacher.path = {model.path}: no tokenizer can be loaded ({reason}): give a model folder or a hub id"
+        ) from error
+    if problem:
+        raise ConfigError(
+            f"teacher.path has another tokenizer than model.path ({problem}), and a teacher scores its student's own "
+            "tokens: use a teacher of the same family"
+        )
+
+
 def _refuse_missing(folder: Path) -> None:
-    """Raises `ConfigError` for a path that is no folder and cannot be a hub id."""
+    """Raise `ConfigError` for a path that is no folder and cannot be a hub id."""
     if not folder.is_dir():
         if folder.exists() or folder.is_absolute():
-            said = "is a file" if folder.exists() else "does not exist"
-            raise ConfigError(f'model.path = "{folder}" {said}: give the folder of a model, or make one first')
+            problem = "is a file" if folder.exists() else "does not exist"
+            raise ConfigError(f'model.path = "{folder}" {problem}: give the folder of a model, or make one first')
         if len(folder.parts) > 1 and folder.parent.is_dir():
             raise ConfigError(
                 f'model.path = "{folder}" does not exist, and {folder.parent}/ does: correct the name, or make the '
@@ -77,8 +104,8 @@ def _refuse_missing(folder: Path) -> None:
 
 
 def check_hub_id(name: str) -> None:
-    """Raises `ConfigError` for what is no folder and no model that the hub has or that was downloaded before. The hub
-    is asked once: the libraries ask an unreachable one for half a minute."""
+    """Raise `ConfigError` for a name that is no model of the hub and was not downloaded before. The hub is asked once,
+    with a short timeout: its own library retries an unreachable hub for half a minute."""
     from huggingface_hub import model_info, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -87,20 +114,21 @@ def check_hub_id(name: str) -> None:
         RepositoryNotFoundError,
     )
 
-    said = f'model.path = "{name}" is no folder here, and'
+    prefix = f'model.path = "{name}" is no folder here, and'
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
         model_info(name, timeout=_HUB_TIMEOUT_S)
     except (GatedRepoError, OfflineModeIsEnabled):
-        return  # whoever loads it says what is to be done
+        return  # loading it raises an error that says what to do
     except HFValidationError:
-        raise ConfigError(f"{said} no name of a model on the hub: correct the path, or give owner/name") from None
+        raise ConfigError(f"{prefix} no name of a model on the hub: correct the path, or give owner/name") from None
     except RepositoryNotFoundError:
-        raise ConfigError(f"{said} the hub has no such model: correct the path, or make the model first") from None
+        raise ConfigError(f"{prefix} the hub has no such model: correct the path, or make the model first") from None
     except Exception as error:  # whatever the network's library raises
         raise ConfigError(
-            f"{said} the hub cannot be asked for it ({type(error).__name__}): correct the path, or make the model first"
+            f"{prefix} the hub cannot be asked for it ({type(error).__name__}): correct the path, or make the model "
+            "first"
         ) from error
 
 
@@ -121,7 +149,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _check_weights(folder: Path) -> None:
-    """Every file of weights that there is, or that the index names; each whole, as its header says."""
+    """Raise `ConfigError` unless all files that the index names exist, and every file is as long as its header says."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"

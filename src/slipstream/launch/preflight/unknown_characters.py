@@ -1,4 +1,4 @@
-"""Looks for what a model has no token for in all that a run would have it learn, say or read."""
+"""Finds characters without a token in everything that the model is to learn, generate or read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def unknown_characters(
     train_tasks: Sequence[Task],
     eval_tasks: Sequence[Task],
 ) -> list[str]:
-    """See `check_vocabulary`. `conversations` are all that SFT could imitate: the rows of `data.path`, or the
-    gold answers of `train_tasks`."""
+    """Check all texts of a run, see `check_vocabulary`. `conversations` is the training set of SFT: the rows of
+    `data.path`, or the gold answers of `train_tasks`."""
     trained: list[Text] = []
     read: list[Text] = []
     for conversation in conversations:
@@ -40,21 +40,21 @@ def unknown_characters(
 def unknown_in_tasks(
     config: RunConfig, environment: Environment, vocabulary: Vocabulary, tasks: Sequence[Task]
 ) -> list[str]:
-    """The same of some training tasks."""
+    """Check the texts of some training tasks."""
     answers = gold_answers(environment, tasks)
     trained = answers if config.algorithm.kind == "sft" and config.data is None else []
     return check_vocabulary(vocabulary, trained=trained, answers=answers, read=task_prompts(config, tasks))
 
 
 def task_prompts(config: RunConfig, tasks: Sequence[Task]) -> list[tuple[str, str]]:
-    """All that the model is told before it speaks."""
+    """The prompts of `tasks` and the system prompt, each with where it comes from."""
     system = config.environment.system_prompt if config.environment else ""
     prompts = [(f"task {task.id}", "".join(turn.content for turn in task.prompt)) for task in tasks]
     return [*([("environment.system_prompt", system)] if system else []), *prompts]
 
 
 def gold_answers(environment: Environment | None, tasks: Sequence[Task]) -> list[tuple[str, str]]:
-    """Those that are known."""
+    """The gold answers of `tasks` that have one, each with where it comes from."""
     golds = [(task.id, gold_of(environment, task) if environment else task.answer) for task in tasks]
     return [(f"task {name}", gold) for name, gold in golds if gold is not None]
 
@@ -66,7 +66,7 @@ def _trained_turns(config: RunConfig, conversation: Sequence[Message]) -> list[M
 
 
 def _source(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[Message]) -> str:
-    """The row or the task that it was made of."""
+    """The row or task that a conversation comes from."""
     if config.data is not None:
         data = config.data
         columns = Columns(data.messages_column, data.prompt_column, data.completion_column)

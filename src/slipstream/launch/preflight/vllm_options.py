@@ -1,8 +1,8 @@
-"""Are the `inference.options` of a run file options of the vLLM that is installed? Asked before anything starts.
+"""Checks `inference.options` against the installed vLLM before anything starts.
 
-Importing vLLM takes many seconds, so its source is read for the names: the annotated fields of the engine arguments'
-classes. Where vLLM is not installed, or its source is built otherwise, nothing is refused here; vLLM itself will. For
-the values `slipstream plan` asks vLLM itself, in a process that ends with the answer.
+Importing vLLM takes many seconds, so names are read from its source: the annotated fields of the engine arguments'
+classes. Where vLLM is not installed, or its source looks different, nothing is refused here and vLLM itself decides.
+Values are checked by `slipstream plan`, which has vLLM parse them in a child process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
 def check_options(options: Iterable[str]) -> None:
-    """Raises `ConfigError` for the first option that vLLM's engine arguments do not have."""
+    """Raise `ConfigError` for the first option that is no engine argument of vLLM."""
     names = list(options)
     known = vllm_options() if names else frozenset[str]()
     for name in names:
@@ -43,8 +43,8 @@ def check_options(options: Iterable[str]) -> None:
 
 
 def try_options(config: RunConfig, settings: EngineSettings) -> None:
-    """Have vLLM make its configuration of `settings`, without an engine. Raises `ConfigError` with its reason and the
-    options that it names, where it refuses."""
+    """Have vLLM build its configuration from `settings`, without an engine. Raises `ConfigError` with vLLM's reason and
+    the options that it names."""
     environment = {
         **os.environ,
         **child_process.OFFLINE,
@@ -64,16 +64,16 @@ def try_options(config: RunConfig, settings: EngineSettings) -> None:
             ) from None
         finally:
             child_process.end(process, 0.0)
-        said = "" if process.returncode == 0 else child_process.last_error(log).partition(" [type=")[0]
+        reason = "" if process.returncode == 0 else child_process.last_error(log).partition(" [type=")[0]
     if process.returncode != 0:
-        named = [name for name in config.inference.options if name in said] or [*config.inference.options]
+        named = [name for name in config.inference.options if name in reason] or [*config.inference.options]
         values = ", ".join(f"inference.options.{name} = {show(config.inference.options[name])}" for name in named[:3])
-        raise ConfigError(f"{values}: the installed vLLM refuses it ({said or 'it died'}): correct or remove it")
+        raise ConfigError(f"{values}: the installed vLLM refuses it ({reason or 'it died'}): correct or remove it")
 
 
 @cache
 def vllm_options() -> frozenset[str]:
-    """The names of vLLM's engine arguments; none where they cannot be found."""
+    """The names of vLLM's engine arguments; empty where they cannot be found."""
     package = importlib.util.find_spec("vllm")
     folders = list(package.submodule_search_locations or ()) if package else []
     files = [Path(folder) / "engine" / "arg_utils.py" for folder in folders]

@@ -1,7 +1,7 @@
-"""Messages between a run and a child of it, over a pair of connected sockets that nobody else can reach.
+"""Message channel between a run and a child process, over a private pair of connected sockets.
 
-Guarantees: a message comes whole or not at all; whoever waits for one has a deadline, and learns at once when the other
-side has ended. What a message says is the business of those who send it; it is never unpickled.
+Guarantees: a message arrives complete or not at all; a receiver has a deadline, and learns at once when the other side
+has ended. Messages are bytes, and are never unpickled.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _CHUNK = 1 << 20
 
 
 class ChannelClosed(Exception):
-    """The other side has ended."""
+    """The other process has ended, or closed its end."""
 
 
 class Channel:
-    """One end."""
+    """One end of a channel."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -26,13 +26,14 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """This side's end, and the other's, which may be given to a child."""
-        ours, theirs = socket.socketpair()
-        return cls(ours), theirs
+        """Create a channel: this side's end, and the socket for the child."""
+        own_end, child_end = socket.socketpair()
+        return cls(own_end), child_end
 
     def send(self, message: bytes, timeout_s: float | None) -> None:
-        """Raises ChannelClosed when the other side has ended, TimeoutError when it takes nothing for so long. A side
-        that receives without a deadline in another thread sends with None: a socket has one timeout for both."""
+        """Send a message. Raises ChannelClosed when the other side has ended, TimeoutError when it does not read within
+        `timeout_s`. A side that receives without a deadline in another thread must send with None, since a socket has
+        one timeout for both directions."""
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(len(message).to_bytes(_LENGTH, "little") + message)
@@ -40,7 +41,8 @@ class Channel:
             raise ChannelClosed from error
 
     def receive(self, timeout_s: float | None) -> bytes:
-        """The next message. Raises ChannelClosed when none comes any more, TimeoutError when none came in time."""
+        """Return the next message. Raises ChannelClosed when the other side has ended, TimeoutError when none came in
+        time."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._next()) is None:
             self._socket.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
@@ -64,5 +66,5 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """The other side learns of it."""
+        """Close this end, which the other side notices."""
         self._socket.close()

@@ -1,7 +1,7 @@
-"""One trainer process beside the run's own: `python -m slipstream.launch.ranks.child SETTINGS DESCRIPTOR`.
+"""A trainer rank other than 0: `python -m slipstream.launch.ranks.child SETTINGS DESCRIPTOR`.
 
-It loads its share of the model and does what rank 0 says. Guarantees: it ends, with all that it started, as soon as its
-channel closes, which the kernel does however rank 0 ends; what goes wrong here is told there before this process ends.
+It loads its shard of the models and executes the commands of rank 0. Guarantees: it ends, with all that it started, as
+soon as its channel closes, which happens however rank 0 ends; an error here is sent to rank 0 before this process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.launch.ranks.processes import RankSettings, rank_threads
 
 
 def main(path: str, descriptor: str) -> int:
-    """Serve until the channel closes."""
+    """Execute commands until the channel closes."""
     file = Path(path)
     settings = msgspec.json.decode(file.read_bytes(), type=RankSettings)
     channel = Channel(socket.socket(fileno=int(descriptor)))
@@ -35,7 +35,7 @@ def main(path: str, descriptor: str) -> int:
     threading.Thread(target=_listen, args=(channel, commands, file.parent), name="listen", daemon=True).start()
     try:
         _serve(settings, channel, commands)
-    except BaseException as error:  # noqa: BLE001 (whatever it is, rank 0 must learn of it)
+    except BaseException as error:  # noqa: BLE001 (rank 0 must learn of any error)
         from slipstream.trainer.distributed.worker import Answer
 
         traceback.print_exc()
@@ -46,12 +46,12 @@ def main(path: str, descriptor: str) -> int:
 
 
 def _listen(channel: Channel, commands: queue.SimpleQueue[bytes], folder: Path) -> None:
-    """Take commands while others are carried out, so that the end of rank 0 is seen at any moment."""
+    """Receive commands in a thread of its own, so that the end of rank 0 is noticed at any moment."""
     try:
         with contextlib.suppress(ChannelClosed, OSError):
             while True:
                 commands.put(channel.receive(None))
-    finally:  # whatever it was: nobody would see the end of rank 0 any more
+    finally:  # after any error: the end of rank 0 would go unnoticed
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -83,7 +83,7 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
                 garbage_collection.leave_out()
                 is_warm = True
         except ZeroGradientError:
-            # Of all ranks alike: rank 0 decides what comes of it.
+            # The same on all ranks: rank 0 decides what follows.
             answer(Answer())
 
 

@@ -1,8 +1,8 @@
-"""The other trainer processes of a run (ranks 1 and up): started, told what to do, watched, and ended.
+"""Starts, commands, watches and ends the trainer's ranks 1 and up, from rank 0.
 
-Each is a child with its own log, `logs/rank-1.log`. Commands and answers go over a pair of sockets that only the two
-have; tensors of the model over the ranks' process group. Guarantees: a rank that fails, dies, or does not answer within
-`training.rank_timeout_s` ends the run with a sentence that names it; none outlives the run, however that ends, since
+Each rank is a child process with its own log, `logs/rank-1.log`. Commands and answers go over a private pair of
+sockets, tensors over the ranks' process group. Guarantees: a rank that fails, dies, or does not answer within
+`training.rank_timeout_s` ends the run with an error that names it; no rank outlives the run, however it ends, since
 each kills itself when its channel closes (`launch/ranks/child.py`).
 """
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from slipstream.trainer.distributed.worker import Answer, AnyCommand
 
 PROGRAM = "slipstream.launch.ranks.child"
-"""The module that a rank runs."""
+"""The module that a child process runs."""
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
 _START_S = 300.0
-"""How long a rank may take to start and import what it needs, at least."""
+"""How long a rank may take to start and import its modules, at least."""
 _GRACE_S = 5.0
-"""How long to look for who has died, once somebody must have."""
+"""How long to look for the rank that died, when its death caused an error here."""
 _POLL_S = 0.1
 
 
 class RankSettings(msgspec.Struct, frozen=True):
-    """What a rank must know before its first command."""
+    """Settings of a rank, read from a file when it starts."""
 
     config: str
     """The planned `RunConfig` as JSON."""
@@ -54,15 +54,15 @@ class RankSettings(msgspec.Struct, frozen=True):
     rank: int
     size: int
     store: str
-    """File of the rendezvous, in a folder of mode 0700 that is this run's alone."""
+    """File for the rendezvous of the process group, in a private folder (mode 0700) of this run."""
     shared: tuple[SharedWeights, ...] = ()
-    """The memory of the engine's workers, one for each rank, where the policy is in it."""
+    """Exported weights of the engine's workers, one per rank, where the policy is trained in their memory."""
     trains: bool = True
-    """Otherwise the ranks only hold the policy, for a measurement."""
+    """Without it the ranks only hold the policy, for a benchmark."""
 
 
 def rank_threads(config: RunConfig) -> int:
-    """Threads of each trainer process."""
+    """CPU threads of each trainer process."""
     assert isinstance(config.run.threads, int)
     return max(1, config.run.threads // config.training.ranks)
 
@@ -75,8 +75,8 @@ class _Rank:
     log: Path
 
 
-class RankCrew:
-    """See the module; `together` and `meanwhile` are what `trainer.sharded.Crew` asks for."""
+class RankProcesses:
+    """The other ranks, as rank 0 uses them; see the module. Implements `trainer.distributed.learner.Crew`."""
 
     def __init__(
         self,
@@ -108,29 +108,29 @@ class RankCrew:
     def _launch(self, settings: RankSettings, log: Path, threads: int) -> _Rank:
         path = self._folder / f"rank-{settings.rank}.json"
         path.write_bytes(msgspec.json.encode(settings))
-        channel, theirs = Channel.pair()
+        channel, child_end = Channel.pair()
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-        with theirs:
+        with child_end:
             process = child_process.launch(
-                [sys.executable, "-m", PROGRAM, str(path), str(theirs.fileno())],
+                [sys.executable, "-m", PROGRAM, str(path), str(child_end.fileno())],
                 environment,
                 log,
                 stdin=subprocess.DEVNULL,
-                inherits=[theirs.fileno()],
+                inherits=[child_end.fileno()],
             )
         return _Rank(settings.rank, process, channel, log)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that were started, each with a session of its own."""
+        """The child processes, each with its own session."""
         return tuple(rank.process.pid for rank in self._ranks)
 
     def join(self) -> RankGroup:
-        """Meet the others; every rank then does the same: loads its share, and says when it has (`ready`)."""
+        """Form the process group with the other ranks; every rank then loads its shard, see `loading`."""
         from slipstream.trainer.distributed.fsdp import RankGroup
 
         self._answers("start", max(_START_S, self._timeout_s))
-        with self._blaming("meet"):
+        with self._naming_failed_rank("meet"):
             self._group = RankGroup(self._store, 0, self._size, timeout_s=self._timeout_s)
         if self._group.device.type == "cuda":
             threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
@@ -138,39 +138,39 @@ class RankCrew:
 
     @contextlib.contextmanager
     def loading(self) -> Generator[None]:
-        """While this rank loads its share; waits for the others at the end."""
-        with self._blaming("load the model"):
+        """Inside, this rank loads its shard; at the end it waits for the others."""
+        with self._naming_failed_rank("load the model"):
             yield
         self._answers("load the model")
 
     def together(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
-        """Have every rank carry out its command, this one with `do`; their answers in order."""
+        """Have every rank execute its command, this one with `do`; returns their answers in order of rank."""
         doing = commands[0].doing
-        with self._blaming(doing):
-            self._tell(commands[1:])
+        with self._naming_failed_rank(doing):
+            self._send(commands[1:])
             try:
                 own = do(commands[0])
             except ZeroGradientError:
-                # Of all ranks alike: they wait for the next command.
+                # The same on all ranks: they wait for the next command.
                 self._answers(doing)
                 raise
         return [own, *self._answers(doing)]
 
     @contextlib.contextmanager
     def meanwhile(self, command: AnyCommand) -> Generator[None]:
-        """The other ranks carry out `command` while this one does its part inside."""
+        """Inside, the other ranks execute `command` while this one executes its part."""
         doing = command.doing
-        with self._blaming(doing):
-            self._tell([command] * len(self._ranks))
+        with self._naming_failed_rank(doing):
+            self._send([command] * len(self._ranks))
             try:
                 yield
             except GeneratorExit:
-                # Whoever wanted the tensors had enough: all ranks have come to the end of it nevertheless.
+                # The caller stopped iterating early; all ranks have finished the command nevertheless.
                 self._answers(doing)
                 raise
         self._answers(doing)
 
-    def _tell(self, commands: Sequence[AnyCommand]) -> None:
+    def _send(self, commands: Sequence[AnyCommand]) -> None:
         for rank, command in zip(self._ranks, commands, strict=True):
             with contextlib.suppress(ChannelClosed):
                 rank.channel.send(msgspec.msgpack.encode(command), self._timeout_s)
@@ -190,13 +190,13 @@ class RankCrew:
                     f"or look at {rank.log}"
                 ) from error
             if answer.error:
-                raise self._failure({rank.number: answer}) or self._said(rank, answer)
+                raise self._failure({rank.number: answer}) or self._error_of(rank, answer)
             found.append(answer)
         return found
 
     @contextlib.contextmanager
-    def _blaming(self, doing: str) -> Generator[None]:
-        """An error that another rank's end has caused here becomes one sentence about that rank."""
+    def _naming_failed_rank(self, doing: str) -> Generator[None]:
+        """Turn an error here that another rank's failure caused into an error that names that rank."""
         from torch import OutOfMemoryError
 
         try:
@@ -208,14 +208,15 @@ class RankCrew:
                 raise failure from error
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise RankError(
-                    f"the trainer's {self._size} processes did not come together to {doing} within {self._timeout_s:g}"
+                    f"the trainer's {self._size} processes did not all {doing} within {self._timeout_s:g}"
                     " s (training.rank_timeout_s): look at logs/rank-*.log"
                 ) from error
             raise
 
     def _failure(self, known: dict[int, Answer] | None = None) -> SlipstreamError | None:
-        """Who failed first, as far as that can be seen: one that was killed, one that says why, one that ended."""
-        said = dict(known or {})
+        """Find the rank that failed first, as far as possible: one that was killed, one that sent an error, one that
+        ended."""
+        errors_of = dict(known or {})
         deadline = time.monotonic() + _GRACE_S
         while True:
             for rank in self._ranks:
@@ -223,23 +224,23 @@ class RankCrew:
                 if code is not None and code < 0:
                     name = signal.Signals(-code).name
                     return RankError(f"{self._name(rank)} was killed ({name}): continue with --resume")
-                if rank.number not in said and (answer := _pending(rank)) is not None:
-                    said[rank.number] = answer
+                if rank.number not in errors_of and (answer := _pending(rank)) is not None:
+                    errors_of[rank.number] = answer
             for rank in self._ranks:
-                answer = said.get(rank.number)
+                answer = errors_of.get(rank.number)
                 if answer is not None and answer.kind not in ("RuntimeError", "DistBackendError", "DistNetworkError"):
-                    return self._said(rank, answer)
+                    return self._error_of(rank, answer)
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
         for rank in self._ranks:
-            if (answer := said.get(rank.number)) is not None:
-                return self._said(rank, answer)
+            if (answer := errors_of.get(rank.number)) is not None:
+                return self._error_of(rank, answer)
             if (code := rank.process.poll()) is not None:
                 return RankError(f"{self._name(rank)} {child_process.ending(code, rank.log)}")
         return None
 
-    def _said(self, rank: _Rank, answer: Answer) -> SlipstreamError:
+    def _error_of(self, rank: _Rank, answer: Answer) -> SlipstreamError:
         kind = getattr(errors, answer.kind, None)
         if isinstance(kind, type) and issubclass(kind, SlipstreamError):
             return kind(answer.error)
@@ -249,21 +250,21 @@ class RankCrew:
         return f"trainer process {rank.number} (of 0 to {self._size - 1})"
 
     def _watch(self) -> None:
-        """End NCCL's waits for a rank that has died; gloo notices by itself."""
+        """Abort NCCL's waits for a rank that has died; gloo notices by itself."""
         while not self._ended.wait(_POLL_S):
             if any(rank.process.poll() is not None for rank in self._ranks) and self._group is not None:
                 self._group.abort()
                 return
 
     def kill(self) -> None:
-        """End all at once, from any thread."""
+        """Kill all ranks at once, from any thread."""
         self._ended.set()
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End all: they go by themselves when their channel closes, and are killed if they do not."""
+        """End all ranks: each ends when its channel closes, and is killed if it does not."""
         self._ended.set()
         for rank in self._ranks:
             rank.channel.close()
@@ -286,7 +287,7 @@ def _decode(message: bytes) -> Answer:
 
 
 def _pending(rank: _Rank) -> Answer | None:
-    """What a rank that failed has said of it, if it has come."""
+    """The error that a failed rank has sent, if it has arrived."""
     try:
         answer = _decode(rank.channel.receive(0.0))
     except (ChannelClosed, TimeoutError):

@@ -1,1 +1,1 @@
-"""How a run goes on: resumed by its user, restarted by itself, or planned smaller after it ran out of memory."""
+"""Continues runs: resume by the user, restart after an engine's death, smaller plans after out of memory, fallbacks."""

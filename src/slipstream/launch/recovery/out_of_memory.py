@@ -1,8 +1,8 @@
-"""A run that ends for want of memory: one sentence with the plan's numbers, and a smaller plan for `--resume`.
+"""Reports a run that ran out of memory, with the plan's numbers and what `--resume` will plan instead.
 
-Guarantees: whoever ran out of memory (trainer, rank, engine, or a process that the kernel killed for it), the run ends
-with `OutOfMemory` and its folder has an event `out_of_memory`, which the plan of its resume rests on (`shortages.py`,
-`smaller.py`).
+Guarantees: whichever process ran out of memory (trainer, rank, engine, or one that the kernel's OOM killer ended), the
+run ends with `OutOfMemory` and its folder has an event `out_of_memory`, from which `--resume` plans smaller
+(`shortages.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SIGNS = re.compile(
     r"|No available memory for the cache blocks|larger than the available KV cache|Free memory on device",
     re.IGNORECASE,
 )
-"""What torch, CUDA, the C library and vLLM say of it."""
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]?i?B|\d+ bytes)")
+"""Error texts of torch, CUDA, the C library and vLLM."""
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]?i?B|\d+ bytes)")
 _LOWERED = (
     *("training.micro_batch_tokens", "training.gradient_checkpointing"),
     *("inference.max_num_seqs", "inference.kv_cache_gib"),
@@ -39,13 +39,13 @@ _LOWERED = (
 
 
 @contextlib.contextmanager
-def told_of_memory(prepared: Prepared, log: RunLog) -> Generator[None]:
-    """What ends the block for want of memory becomes an event and an `OutOfMemory`."""
+def reports_out_of_memory(prepared: Prepared, log: RunLog) -> Generator[None]:
+    """Turn an error that means out of memory into an event and an `OutOfMemory`."""
     kills = count_oom_kills()
     try:
         yield
     except Exception as error:
-        who = who_ran_out(error, is_kernels=count_oom_kills() > kills)
+        who = who_ran_out(error, oom_killed=count_oom_kills() > kills)
         if not who:
             raise
         failed = shortage_of(prepared.config, run_name(log.folder, log.lineage), "engine" if who != "trainer" else who)
@@ -53,15 +53,15 @@ def told_of_memory(prepared: Prepared, log: RunLog) -> Generator[None]:
         raise OutOfMemory(_sentence(prepared, failed, who, error)) from error
 
 
-def who_ran_out(error: BaseException, *, is_kernels: bool) -> Who | None:
-    """Who had too little memory, if that is what `error` comes of; `is_kernels`: the kernel has killed somebody
-    for that meanwhile."""
+def who_ran_out(error: BaseException, *, oom_killed: bool) -> Who | None:
+    """Which side ran out of memory, None where `error` has another cause. `oom_killed`: the kernel's OOM killer has
+    ended a process of this machine meanwhile."""
     text = str(error)
     if isinstance(error, EngineError):
-        died = is_kernels and ("ended with code" in text or "SIGKILL" in text)
+        died = oom_killed and ("ended with code" in text or "SIGKILL" in text)
         return ("teacher" if "/logs/teacher/" in text else "engine") if died or _SIGNS.search(text) else None
     if isinstance(error, RankError):
-        return "trainer" if _SIGNS.search(text) or (is_kernels and "was killed" in text) else None
+        return "trainer" if _SIGNS.search(text) or (oom_killed and "was killed" in text) else None
     if isinstance(error, SlipstreamError):
         return None
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -75,7 +75,7 @@ def _sentence(prepared: Prepared, failed: Shortage, who: Who, error: BaseExcepti
     planned = [f"{notes[f'memory of the {side}']} for the {side}" for side in ("trainer", "engine", "teacher")
                if f"memory of the {side}" in notes]  # fmt: skip
     device = f"the GPU's {gib(facts.gpu_memory_bytes)}" if facts.num_gpus else f"{gib(facts.memory_bytes)} of memory"
-    asked = _ASKED.search(str(error))
+    asked = _REQUESTED.search(str(error))
     reason = f"it asked for {asked[1]}" if asked else " ".join(str(error).split()).rstrip(".") or type(error).__name__
     reason = reason if len(reason) <= 400 else f"{reason[:397]}..."
     changes = [] if who == "teacher" else _changes(prepared, failed)
@@ -87,7 +87,7 @@ def _sentence(prepared: Prepared, failed: Shortage, who: Who, error: BaseExcepti
 
 
 def _changes(prepared: Prepared, failed: Shortage) -> list[str]:
-    """What the plan of a resume makes smaller by itself."""
+    """The settings that the plan of a resume lowers by itself."""
     config = prepared.config
     asked = prepared.loaded.config.model_copy(update={"model": config.model})
     asked = with_values(asked, {"training.compile": config.training.compile})
@@ -110,7 +110,7 @@ def _toml(value: Any) -> str:
 
 
 def _by_hand(config: RunConfig, failed: Shortage, who: Who) -> str:
-    """Which settings a person can change."""
+    """The settings that the user can change."""
     if who == "teacher":
         return "give the teacher a GPU of its own, or use a smaller one"
     if who == "engine":

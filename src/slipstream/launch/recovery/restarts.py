@@ -1,9 +1,8 @@
-"""A run whose engine died with the only copy of the weights goes on from its last checkpoint, by itself.
+"""Restarts a run from its last checkpoint when its engine died with the only copy of the weights.
 
-Guarantees: at most `run.max_restarts` times for one command, each time after a longer wait, and never when an attempt
-died at a step at which one before it had died: the error of the last attempt is then what ended the run. Errors of the
-run file, the data, the environment or the training end a run as ever. What has happened is read from the run folder
-alone, and the next attempt is a process that has nothing of this one, no memory of a GPU and no threads.
+Guarantees: at most `run.max_restarts` times for one command, each time after a longer wait, and never twice at the same
+step: the error of the last attempt then ends the run. Errors of the run file, the data, the environment or the training
+are not retried. Earlier attempts are read from the run folder alone, and every attempt is a new process.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from slipstream.errors import (
     TrainingError,
 )
 from slipstream.launch.engines import RunEngine
-from slipstream.launch.progress import Progress, warn
+from slipstream.launch.messages import warn
 from slipstream.launch.weight_sync import ends_soon
+from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0
-"""Before the first restart, and at most; each wait is twice the one before it."""
+"""Wait before the first restart, doubled for each further one, and its maximum."""
 _POLL_S = 0.1
 _FINAL = (ConfigError, DataError, EnvironmentFault, IntegrityError, TrainingError, Interrupted)
-"""What has its reason elsewhere, whatever became of the engine."""
+"""Errors whose cause is not the engine, even where it has died too."""
 
 
 class WeightsLost(Exception):
-    """`error` ended an attempt whose engine died with the only copy of the weights."""
+    """The engine died with the only copy of the weights, and `error` ended the attempt."""
 
     def __init__(self, error: Exception, trained_s: float) -> None:
         super().__init__(str(error))
@@ -55,7 +55,7 @@ class Restart:
 
 
 def has_lost_weights(error: Exception, engine: RunEngine | None) -> bool:
-    """Whether `error` came of the death of `engine`, and no file holds the weights that it had."""
+    """Whether `engine` died, which caused `error`, and no file holds its weights."""
     if engine is None or isinstance(error, _FINAL) or not engine.is_in_memory_only:
         return False
     if isinstance(error, EngineError) and not isinstance(error, DeadlineError):
@@ -64,8 +64,8 @@ def has_lost_weights(error: Exception, engine: RunEngine | None) -> bool:
 
 
 def earlier_attempts(events: Sequence[dict[str, Any]], lineage: int) -> list[dict[str, Any]]:
-    """How the attempts of the same command ended that came before `lineage`, the newest first: those lineages in a row
-    whose last word was that they start again."""
+    """Return the `restart` events of the attempts of the same command before `lineage`, newest first: the consecutive
+    lineages whose last event is a restart."""
     last = {event.get("lineage"): event for event in events}
     found: list[dict[str, Any]] = []
     while last.get(lineage - 1, {}).get("kind") == "restart":
@@ -75,7 +75,7 @@ def earlier_attempts(events: Sequence[dict[str, Any]], lineage: int) -> list[dic
 
 
 def next_restart(step: int, attempts: Sequence[dict[str, Any]], max_restarts: int) -> Restart | str:
-    """What follows the death of an engine at `step` after these attempts: another, or why there is none."""
+    """Decide what follows the death of an engine at `step` after these attempts: a restart, or the reason for none."""
     if len(attempts) >= max_restarts:
         return f"run.max_restarts = {max_restarts} allows no {'further ' if max_restarts else ''}restart"
     if any(attempt["step"] == step for attempt in attempts):
@@ -86,7 +86,7 @@ def next_restart(step: int, attempts: Sequence[dict[str, Any]], max_restarts: in
 def start_again(
     lost: WeightsLost, log: RunLog, progress: Progress, max_restarts: int, should_stop: Callable[[], bool]
 ) -> NoReturn:
-    """Raise `StartsAgain`, after it was told and waited for, or the error, where there is no further attempt."""
+    """Report the restart, wait and raise `StartsAgain`; raises the error itself where there is no further attempt."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 
     found = next_restart(log.step, earlier_attempts(read_events(log.folder), log.lineage), max_restarts)

@@ -1,5 +1,4 @@
-"""What is looked at before a run is resumed: whether anything is left to do, which settings changed, and whether tasks
-and frozen weights are those that it was begun with."""
+"""Checks before a run is resumed: steps left, changed settings, and the same tasks and frozen weights."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from slipstream.runlog import read_settings
 
 
 def refuse_to_resume(folder: Path, config: RunConfig) -> int:
-    """The step that a run goes on after. Raises `ConfigError` for one that cannot go on or has nothing left to do,
-    before anything of it is touched."""
+    """Return the step after which the run in `folder` continues. Raises `ConfigError`, before anything is changed, for
+    a run that cannot continue or has nothing left to do."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
     from slipstream.trainer.early_stop import EarlyStop
 
@@ -36,7 +35,7 @@ def refuse_to_resume(folder: Path, config: RunConfig) -> int:
     extra = CheckpointStore.read_extra(latest)
     step, watch = int(extra["step"]), EarlyStop(config.evaluation)
     watch.load(extra.get("early_stop", {}))
-    # A run that was stopped in its last evaluation still has that to do.
+    # A run that was stopped in its last evaluation still has to make it.
     is_evaluated = config.evaluation is None or int(extra["evaluated_step"]) >= step
     if step >= config.training.steps and is_evaluated:
         raise ConfigError(f"run {folder} has already made its {step} steps: raise training.steps to go on")
@@ -46,7 +45,7 @@ def refuse_to_resume(folder: Path, config: RunConfig) -> int:
 
 
 def same_commit(loaded: Loaded) -> Loaded:
-    """`loaded` with the commit of the hub that the run in `run.folder` began with, where the run file names none."""
+    """Set `model.revision` to the hub commit that the run in `run.folder` began with, where the run file names none."""
     config = loaded.config
     settings = read_settings(config.run.folder) if config.run.folder is not None and config.run.folder.is_dir() else {}
     recorded = settings.get("model.revision")
@@ -56,7 +55,7 @@ def same_commit(loaded: Loaded) -> Loaded:
 
 
 def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Which settings two resolved configs differ in."""
+    """List the settings in which two resolved configs differ, with both values."""
     names = [name for name in {**before, **after} if name != "run.folder" and before.get(name) != after.get(name)]
     return [f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}" for name in names]
 
@@ -64,8 +63,8 @@ def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]
 def identity_of(
     config: RunConfig, tasks: Sequence[Task], conversations: Sequence[Sequence[Message]], folder: Path
 ) -> dict[str, str]:
-    """Digests of what a run is trained on, and of the weights in `folder` where these stay in it: beside an adapter, or
-    as what a KL term measures from."""
+    """Return digests of the training set and, where the weights in `folder` stay in use (as base of an adapter or as
+    reference of a KL term), of these."""
     from slipstream.launch.build import needs_reference
 
     texts: list[Any] = (
@@ -78,8 +77,8 @@ def identity_of(
 
 
 def weights_digest(folder: Path) -> str:
-    """Of every stored tensor's name, shape and type, and of the elements of two of its rows: other weights differ
-    nearly everywhere, and reading all of them takes as long as loading them."""
+    """Digest of every stored tensor's name, shape and dtype, and of two of its rows: different weights differ nearly
+    everywhere, and reading all of them would take as long as loading them."""
     import torch
     from safetensors import safe_open
 
@@ -91,8 +90,8 @@ def weights_digest(folder: Path) -> str:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 stored = tensors.get_slice(name)
                 shape = stored.get_shape()
-                places = (0, shape[0] // 2) if shape else ()
-                rows = [stored[place : place + 1] for place in places] or [tensors.get_tensor(name)]
+                indices = (0, shape[0] // 2) if shape else ()
+                rows = [stored[index : index + 1] for index in indices] or [tensors.get_tensor(name)]
                 content = b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
                 lines.append(f"{name} {shape} {stored.get_dtype()} {hashlib.sha256(content).hexdigest()}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

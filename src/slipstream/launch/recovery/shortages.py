@@ -1,7 +1,7 @@
-"""When a run ran out of memory, as its folder tells: written by its processes, read by the plan of its resume.
+"""Records in the run folder when a run ran out of memory; the plan of its resume reads it.
 
-A process that the kernel killed wrote nothing of it: that is seen by the kernel's count of what it has killed, which
-the event `start` tells, too.
+A process that the kernel's OOM killer ended writes nothing: it is recognised by the kernel's count of OOM kills, which
+the event `start` holds too.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def run_name(folder: Path, lineage: int) -> str:
-    """What people are told of one process of a run."""
+    """Name of a run and one of its lineages, for messages."""
     return f"{folder.resolve().name} (lineage {lineage})"
 
 
 def shortage_of(config: RunConfig, run: str, side: Literal["trainer", "engine"]) -> Shortage:
-    """What a planned run had planned when that `side` of it ran out of memory."""
+    """The settings of a planned run that matter for the memory of the `side` that ran out of it."""
     checkpointing: Any = config.training.gradient_checkpointing
     max_num_seqs = int(config.inference.max_num_seqs) if uses_engine(config) else 0
     return Shortage(run, side, int(config.training.micro_batch_tokens), checkpointing, max_num_seqs)
 
 
-def begun_with(config: RunConfig) -> dict[str, Any]:
-    """For the event `start`: what tells a later process that the kernel killed this one for want of memory."""
+def memory_at_start(config: RunConfig) -> dict[str, Any]:
+    """Fields of the event `start` from which a later process can tell that the OOM killer ended this one."""
     planned = dataclasses.asdict(shortage_of(config, "", "trainer"))
     return {**planned, "oom_kills": count_oom_kills(), "boot": _boot()}
 
 
 def find_shortages(folder: Path | None) -> tuple[tuple[Shortage, ...], tuple[str, ...]]:
-    """When the run in `folder` ran out of memory, the oldest first, and sentences on what of it cannot be read."""
+    """Find when the run in `folder` ran out of memory, oldest first; also returns messages on events that cannot be
+    read."""
     if folder is None or not folder.is_dir():
         return (), ()
     damage: list[str] = []

@@ -1,9 +1,9 @@
-"""Where compilers keep what they have made, so that the next run need not make it again.
+"""Persistent compile caches of torch, Triton and vLLM, so that the next run finds what this one has compiled.
 
-Guarantees: the folder is this user's alone (0700), because code is loaded from it; nothing in it is found by a process
-for which it is not valid; a variable that is set decides for itself; without a folder that can be used everything goes
-on, in the compilers' usual places. torch and Triton write whole files under names of their content, so that runs may
-share it. It may be removed at any time.
+Guarantees: the folder belongs to this user alone (mode 0700), because code is loaded from it; a process for which its
+content is not valid uses another folder; variables that are set take precedence; without a usable folder the
+compilers use their usual ones. torch and Triton write complete files named after their content, so that runs may share
+the folder. It may be removed at any time.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from pathlib import Path
 
 from slipstream.runlog import versions
 
-_PLACES = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
-_CARDS = Path("/proc/driver/nvidia/gpus")
-_CPU = Path("/proc/cpuinfo")
-_OF_CPU = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
+_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_CPUINFO = Path("/proc/cpuinfo")
+_CPU_FIELDS = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
 _PRIVATE = 0o700
 
 
 @contextlib.contextmanager
-def lasting_caches(warn: Callable[[str], None]) -> Generator[None]:
-    """Inside, compilers of this process and of those that it starts keep what they make; `warn` is told where that
-    cannot be."""
-    wanted = {name: folder for name, folder in _PLACES.items() if os.environ.get(name) in (None, "", _torchs_own(name))}
+def persistent_caches(warn: Callable[[str], None]) -> Generator[None]:
+    """Inside, this process and its children use the persistent compile caches; `warn` is called where that is not
+    possible."""
+    unset = [name for name in _FOLDERS if os.environ.get(name) in (None, "", _default_of_torch(name))]
     try:
-        root = private_folder(cache_root(os.environ) / key()) if wanted else None
+        root = private_folder(cache_root(os.environ) / key()) if unset else None
     except (OSError, RuntimeError) as error:
-        warn(f"what is compiled is not kept for the next run ({error}): set XDG_CACHE_HOME to a folder of your own")
+        warn(f"compiled code is not kept for the next run ({error}): set XDG_CACHE_HOME to a folder of your own")
         root = None
     if root is None:
         yield
         return
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update({name: str(root / folder) for name, folder in wanted.items()})
+    before = {name: os.environ.get(name) for name in unset}
+    os.environ.update({name: str(root / _FOLDERS[name]) for name in unset})
     try:
         yield
     finally:
@@ -52,28 +52,29 @@ def lasting_caches(warn: Callable[[str], None]) -> Generator[None]:
                 os.environ[name] = value
 
 
-def _torchs_own(name: str) -> str | None:
-    """What torch itself has put into a variable that nobody had set: it does so once parts of it are imported."""
-    own = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
-    return own.default_cache_dir() if own and name == "TORCHINDUCTOR_CACHE_DIR" else None
+def _default_of_torch(name: str) -> str | None:
+    """The value that torch itself gives a variable that is not set, once its compiler is imported."""
+    module = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return module.default_cache_dir() if module and name == "TORCHINDUCTOR_CACHE_DIR" else None
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:
-    """The folder of all caches, by the rules of XDG. Raises RuntimeError where the user has no home."""
+    """The folder of all caches, by the XDG base directory specification. Raises RuntimeError where the user has no
+    home."""
     given = environment.get("XDG_CACHE_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "slipstream"
 
 
 def key() -> str:
-    """A name that changes with whatever decides whether compiled code is valid: versions, compiler, CPU and cards."""
+    """A name that changes with everything that compiled code depends on: software versions, compiler, CPU and GPUs."""
     found = [f"{name} {version}" for name, version in sorted(versions().items()) if name != "transformers"]
-    found += [platform.machine(), _compiler(), *_described(_CPU, _OF_CPU), *_cards()]
+    found += [platform.machine(), _compiler(), *_values_of(_CPUINFO, _CPU_FIELDS), *_gpu_names()]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
 def private_folder(folder: Path) -> Path:
-    """`folder`, and the one that it is in, made where they are not there. Raises OSError where one of them is not this
-    user's alone (whoever owns the outer one could put another in its place), or takes no files."""
+    """Create `folder` and its parent where they do not exist. Raises OSError where one of them is not private to this
+    user (the owner of the parent could replace the folder), or is not writable."""
     folder.parent.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE)
     for each in (folder.parent, folder):
         with contextlib.suppress(FileExistsError):
@@ -86,7 +87,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def _compiler() -> str:
-    """The one that torch calls for a CPU, as far as its file tells it apart."""
+    """Identify the C++ compiler that torch calls for CPU code by path, size and modification time."""
     path = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
     if path is None:
         return ""
@@ -97,17 +98,17 @@ def _compiler() -> str:
     return str(real)
 
 
-def _cards() -> list[str]:
-    """Names of the GPUs that the driver knows, each once; without importing torch."""
+def _gpu_names() -> list[str]:
+    """Names of the driver's GPUs, each once; without importing torch."""
     found: set[str] = set()
     with contextlib.suppress(OSError):
-        for card in _CARDS.iterdir():
-            found.update(_described(card / "information", ("Model",)))
+        for gpu in _GPUS.iterdir():
+            found.update(_values_of(gpu / "information", ("Model",)))
     return sorted(found)
 
 
-def _described(file: Path, names: tuple[str, ...]) -> list[str]:
-    """The first value of each of `names` in a file of `name : value` lines."""
+def _values_of(file: Path, names: tuple[str, ...]) -> list[str]:
+    """Read the first value of each of `names` from a file of `name : value` lines."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in file.read_text(errors="replace").split("\n"):

@@ -1,8 +1,8 @@
-"""What passes before a run's first step is made, as named stages with their seconds.
+"""Times the stages of a run's start, from the command to the end of the first step.
 
-Stages overlap: the engine starts while the trainer loads. Each is an event `stage` when it ends, one that the run does
-not come to the end of is none, and the event `startup` closes the list when the first step is made. `began_s` counts
-from the beginning of the command.
+Stages overlap: the engine starts while the trainer loads. Each is written as an event `stage` when it ends, and the
+event `startup` follows the first step. A stage that does not end is not written. `began_s` counts from the beginning of
+the command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.inference.plugin.start_marks import READY
-from slipstream.launch.progress import Progress
+from slipstream.progress import Progress
 from slipstream.runlog import REWARD, RunLog
 
 if TYPE_CHECKING:
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 ENGINE = "start vLLM"
 WAIT = "wait for vLLM"
-_LOOK_S = 0.2
-_TOLD_S = 0.1
-"""Shorter stages are not told in a terminal."""
+_POLL_S = 0.2
+_SHORTEST_SHOWN_S = 0.1
+"""Shorter stages are not shown in a terminal."""
 _FIRST_ROW = {"update": "first update", "probe": "first probe", "evaluate": "first evaluation"}
 _STEP_ROW = {"batch": "first batch", "train": "first training step"}
-"""Phases of a row's times, in order, and the stages that they are."""
+"""Times in a metrics row, in their order, and the names of their stages."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing that was done before the first step."""
+    """A stage that has ended."""
 
     name: str
     began_s: float
@@ -43,14 +43,14 @@ class Stage:
 
 
 class Stages:
-    """The stages of one run. Its methods may be called from any thread."""
+    """Records the stages of one run. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._guard = threading.Lock()
         self._done: list[Stage] = []
-        self._waiting: list[Stage] = []
-        """Those that ended before there was a run folder."""
+        self._unwritten: list[Stage] = []
+        """Stages that ended before there was a run folder."""
         self._log: RunLog | None = None
         self._progress: Progress | None = None
         self._first_step: int | None = None
@@ -59,14 +59,14 @@ class Stages:
         self._ended = threading.Event()
 
     def attach(self, log: RunLog, progress: Progress) -> None:
-        """From now on they are told there."""
+        """Write and show stages from here on, and write those that have ended."""
         self._log, self._progress = log, progress
-        for stage in self._waiting:
+        for stage in self._unwritten:
             log.event("stage", **dataclasses.asdict(stage))
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
-        """The block is a stage, and what the calling thread is doing; a failure leaves none."""
+        """Time the block as a stage, and show it as the calling thread's phase; a block that raises is no stage."""
         if self._progress is not None:
             self._progress.phase(name)
         began = time.monotonic()
@@ -80,21 +80,23 @@ class Stages:
         with self._guard:
             self._done.append(stage)
             if self._log is None:
-                self._waiting.append(stage)
+                self._unwritten.append(stage)
         if self._log is not None:
             self._log.event("stage", **dataclasses.asdict(stage))
 
     def watch(self, engine: RunEngine) -> None:
-        """Tell how far the start of an engine has come, until it can be asked or `end`."""
+        """Show the phases of an engine's start, in a thread of its own, until it is ready or `end` is called."""
         threading.Thread(target=self._watch, args=(engine,), name="engine-start", daemon=True).start()
 
     def _watch(self, engine: RunEngine) -> None:
-        told: dict[int, int] = {}
+        num_written: dict[int, int] = {}
         shown = ""
-        while not self._ended.wait(_LOOK_S):
+        while not self._ended.wait(_POLL_S):
             each = engine.phases
             for number, phases in enumerate(each):
-                told[number] = self._tell(phases, told.get(number, 0), f" {number}" if len(each) > 1 else "")
+                num_written[number] = self._add_phases(
+                    phases, num_written.get(number, 0), f" {number}" if len(each) > 1 else ""
+                )
             current = [phases[-1][0] for phases in each if phases and phases[-1][0] != READY]
             if current and self._progress is not None and current[0] != shown:
                 shown = current[0]
@@ -104,21 +106,21 @@ class Stages:
         if shown and self._progress is not None:
             self._progress.end_phase()
 
-    def _tell(self, phases: tuple[tuple[str, float], ...], told: int, which: str) -> int:
-        """Those phases of one engine that have ended since; how many there are now."""
+    def _add_phases(self, phases: tuple[tuple[str, float], ...], num_written: int, replica: str) -> int:
+        """Add the phases of one engine that have ended since the last call; returns how many have ended."""
         ended = [*itertools.pairwise(phases)]
-        for (name, began), (_, end) in ended[told:]:
-            self._add(f"{ENGINE}{which}: {name}", began, end)
-        if len(ended) > told and phases[-1][0] == READY:
-            self._add(f"{ENGINE}{which}", phases[0][1], phases[-1][1])
+        for (name, began), (_, end) in ended[num_written:]:
+            self._add(f"{ENGINE}{replica}: {name}", began, end)
+        if len(ended) > num_written and phases[-1][0] == READY:
+            self._add(f"{ENGINE}{replica}", phases[0][1], phases[-1][1])
         return len(ended)
 
     def begin_steps(self, step: int) -> None:
-        """All is loaded, and the loop begins after `step`."""
+        """Everything is loaded, and the training loop begins after `step`."""
         self._first_step, self._row_at = step, time.monotonic()
 
     def on_row(self, step: int, row: Mapping[str, float | None]) -> None:
-        """A listener to rows of metrics: the first ones say how long the first update and the first step took."""
+        """Listen to rows of metrics: the first ones hold the times of the first update and the first step."""
         if self._first_step is None or self._total_s is not None:
             return
         at, now, is_step = self._row_at, time.monotonic(), step > self._first_step
@@ -138,15 +140,15 @@ class Stages:
             self._ended.set()
             if self._log is not None and self._progress is not None:
                 self._log.event("startup", seconds=self._total_s)
-                self._progress.message(self.told())
+                self._progress.message(self.summary_line())
 
     def end(self) -> None:
-        """Look after no engine any more."""
+        """Stop watching engines."""
         self._ended.set()
 
-    def told(self) -> str:
-        """One line for people."""
-        longest = [stage for stage in self._sorted() if stage.seconds >= _TOLD_S]
+    def summary_line(self) -> str:
+        """The stages in one line, for a terminal."""
+        longest = [stage for stage in self._sorted() if stage.seconds >= _SHORTEST_SHOWN_S]
         listed = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in longest)
         return f"first step after {self._total_s or 0.0:.1f} s: {listed}"
 
@@ -155,6 +157,6 @@ class Stages:
             return sorted(self._done, key=lambda stage: (stage.began_s, -stage.seconds))
 
     def summary(self) -> dict[str, Any]:
-        """For `--json`: seconds to the end of the first step, null where there was none, and the stages by when they
-        began."""
+        """The stages as JSON: seconds to the end of the first step, None where there was none, and the stages in order
+        of their beginning."""
         return {"seconds": self._total_s, "stages": [dataclasses.asdict(stage) for stage in self._sorted()]}

@@ -1,1 +1,1 @@
-"""What the commands do that start no training: evaluate, export, verify, chat, serve."""
+"""The commands that do not train: evaluate, export, verify, chat, serve."""

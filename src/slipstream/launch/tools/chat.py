@@ -1,7 +1,7 @@
-"""A conversation with a model: an engine of ours, verified as in a run, and a policy that remembers what was said.
+"""Chat with a model: starts an engine, verified as in a run, and keeps the conversation.
 
-Guarantees: prompts are rendered as in training; the engine ends with the conversation, however that ends; every wait
-has a deadline and ends at Ctrl-C.
+Guarantees: prompts are rendered as in training; the engine ends with the session, however that ends; every wait has a
+deadline and ends at Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How to talk; what is None is taken from the run that the model comes from, or left to the model."""
+    """Options of a chat; None: as in the run that the model comes from, or the model's default."""
 
     system: str | None = None
     temperature: float = 0.7
     max_tokens: int | None = None
-    """Longest answer; None: what the context leaves."""
+    """Longest answer in tokens; None: up to the context length."""
     thinking: bool | None = None
     single_turn: bool = False
-    """Every message begins a new conversation."""
+    """Every message starts a new conversation."""
     seed: int | None = None
-    """Makes the draws repeatable."""
+    """Makes sampling repeatable."""
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.8
     trust_remote_code: bool = False
@@ -52,17 +52,17 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class Answer:
-    """One turn of the model."""
+    """The model's reply to one message."""
 
     text: str
-    """What follows its thinking; empty when the thinking never ended."""
+    """The text after its thinking; empty when the thinking did not end."""
     thinking: str
     finish_reason: Literal["stop", "length"]
     num_tokens: int
 
 
 class Conversation:
-    """The messages so far, and whom they are exchanged with."""
+    """The messages so far, and the engine that answers them."""
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, options: ChatOptions, max_model_len: int) -> None:
         self._engine = engine
@@ -73,11 +73,11 @@ class Conversation:
         self._messages: list[Message] = []
 
     def restart(self) -> None:
-        """Forget what was said."""
+        """Forget all messages."""
         self._messages = []
 
     async def ask(self, text: str) -> Answer:
-        """The model's turn after the user's `text`. Raises `DataError`, and forgets `text`, when it does not fit."""
+        """Return the model's reply to `text`. Raises `DataError`, and forgets `text`, when the context is too short."""
         if self._options.single_turn:
             self.restart()
         policy = RecordingPolicy(self._generate, self._tokenizer)
@@ -90,15 +90,15 @@ class Conversation:
         return Answer(answer or "", thinking, reply.finish_reason, policy.sequences[0].num_trainable)
 
     async def _generate(self, prompt_ids: list[int]) -> Completion:
-        room, number = self._max_model_len - len(prompt_ids), next(self._numbers)
-        if room < 1:
+        num_left, number = self._max_model_len - len(prompt_ids), next(self._numbers)
+        if num_left < 1:
             raise DataError(
                 f"the conversation has {len(prompt_ids)} tokens, which leaves no room for an answer within "
                 f"{self._max_model_len}: begin a new one with /new, or raise --max-model-len where the model allows it"
             )
         options = self._options
         sampling = SamplingParams(
-            max_tokens=min(room, options.max_tokens or room),
+            max_tokens=min(num_left, options.max_tokens or num_left),
             temperature=options.temperature,
             stop_token_ids=tuple(self._tokenizer.stop_token_ids),
         )
@@ -107,8 +107,8 @@ class Conversation:
         return await self._engine.generate(request)
 
 
-class Talk:
-    """The caller's handle to a conversation whose engine lives in another thread."""
+class ChatSession:
+    """The caller's handle to a conversation, whose engine client runs in another thread."""
 
     def __init__(self, thread: EventLoopThread, conversation: Conversation, timeout_s: float) -> None:
         self._thread = thread
@@ -125,7 +125,7 @@ class Talk:
 
 
 def chat_tokenizer(deployable: Deployable, options: ChatOptions) -> ChatTokenizer:
-    """The model's tokenizer, set as the run that made the model had it where the options do not say otherwise."""
+    """Load the model's tokenizer, with the settings of the run that made the model where the options give none."""
     run = deployable.run_settings
     system = run.get("environment.system_prompt", "") if options.system is None else options.system
     given = run.get("model.chat_template_kwargs", {})
@@ -138,8 +138,9 @@ def chat_tokenizer(deployable: Deployable, options: ChatOptions) -> ChatTokenize
 
 
 @contextlib.contextmanager
-def talk_to(deployable: Deployable, tokenizer: ChatTokenizer, options: ChatOptions) -> Generator[Talk]:
-    """Start an engine on it, verify what it loaded, and stop it at the end. SIGTERM ends it as Ctrl-C does."""
+def chat_session(deployable: Deployable, tokenizer: ChatTokenizer, options: ChatOptions) -> Generator[ChatSession]:
+    """Start an engine on the model and verify its weights; stop it at the end. SIGTERM ends the session as Ctrl-C
+    does."""
     config = engine_config(
         deployable,
         max_model_len=options.max_model_len,
@@ -150,7 +151,7 @@ def talk_to(deployable: Deployable, tokenizer: ChatTokenizer, options: ChatOptio
     )
     length = config.inference.max_model_len
     assert isinstance(length, int)
-    # Ctrl-C too: a shell that started us in the background has it ignored.
+    # SIGINT too: it is ignored where a shell started this process in the background.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with temporary("chat") as folder:
@@ -161,7 +162,7 @@ def talk_to(deployable: Deployable, tokenizer: ChatTokenizer, options: ChatOptio
                 engine.launch()
                 thread.call(engine.wait_ready(), options.start_timeout_s + _GRACE_S, "the engine")
                 conversation = Conversation(engine, tokenizer, options, length)
-                yield Talk(thread, conversation, options.request_timeout_s + _GRACE_S)
+                yield ChatSession(thread, conversation, options.request_timeout_s + _GRACE_S)
             finally:
                 with _uninterrupted():
                     if not thread.stop(engine.stop()):
@@ -177,7 +178,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Generator[None]:
-    """A second Ctrl-C must not leave behind what the first one is about to stop."""
+    """Ignore further signals inside, so that a second Ctrl-C leaves no process behind."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:

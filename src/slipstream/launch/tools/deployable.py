@@ -1,6 +1,6 @@
-"""From what a person names (a model, a run, a checkpoint, an adapter) to what an engine can be started on.
+"""Finds the model that a user names by a model folder, hub id, run, checkpoint or adapter, and plans its engine.
 
-Guarantees: nothing is started and no weight is loaded; whatever is not whole, or not there, is a ConfigError.
+Guarantees: nothing is started and no weights are loaded; anything missing or incomplete is a ConfigError.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from slipstream.launch.preflight.model_folder import check_hub_id, check_model
 from slipstream.runlog import read_settings
 
 MAX_CONTEXT, MAX_CPU_CONTEXT = 32_768, 8_192
-"""Longest conversation unless the user asks for more: the KV cache must hold it."""
+"""Default limit of a conversation in tokens: the KV cache must hold it."""
 
 
 @dataclass(frozen=True)
 class Deployable:
-    """A model that can answer: a folder or hub id, perhaps an adapter for it."""
+    """A model that an engine can serve: a folder or hub id, and optionally an adapter."""
 
     name: str
-    """What to call it."""
+    """Its name in messages and for clients."""
     model: str
     adapter: Path | None = None
     run_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings (`section.key`) of the run that it comes from; empty when it comes from none."""
+    """Settings (`section.key`) of the run that made it; empty where no run did."""
 
 
 def weights_folder(path: Path) -> Path:
-    """The folder of a model or adapter in `path`: a run (its best checkpoint, else its latest), a checkpoint, or that
-    folder itself. Raises ConfigError when it is none of them or not whole."""
+    """Find the folder of a model or adapter in `path`: a run (its best checkpoint, else its latest), a checkpoint, or
+    the folder itself. Raises ConfigError when it is none of them or incomplete."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
     from slipstream.weights.adapter_folder import is_adapter_folder
 
@@ -67,13 +67,13 @@ def weights_folder(path: Path) -> Path:
         return path
     if path.is_dir():
         raise ConfigError(f"{path} holds neither a model nor an adapter, checkpoint or run: name one of these folders")
-    said = "is a file" if path.exists() else "does not exist"
-    raise ConfigError(f"{path} {said}: name the folder of a model, adapter, checkpoint or run")
+    problem = "is a file" if path.exists() else "does not exist"
+    raise ConfigError(f"{path} {problem}: name the folder of a model, adapter, checkpoint or run")
 
 
 def with_weights_folder(loaded: Loaded) -> Loaded:
-    """The settings with a run or checkpoint in `model.path` replaced by the folder of its weights, see
-    `weights_folder`. Raises ConfigError where these are an adapter, which `lora.path` takes."""
+    """Replace a run or checkpoint in `model.path` by the folder of its weights, see `weights_folder`. Raises
+    ConfigError where these are an adapter, which belongs into `lora.path`."""
     from slipstream.weights.adapter_folder import is_adapter_folder
 
     path = Path(loaded.config.model.path).expanduser()
@@ -89,8 +89,8 @@ def with_weights_folder(loaded: Loaded) -> Loaded:
 
 
 def find_deployable(named: str, base: str | None = None, *, trust_remote_code: bool = False) -> Deployable:
-    """What `named` means: a folder, see `weights_folder`, or a hub id. `base` is the model below an adapter, where the
-    adapter's own folder does not say it or says another."""
+    """Find the model `named`: a folder, see `weights_folder`, or a hub id. `base`: the base model of an adapter,
+    instead of the one that the adapter's folder names."""
     from slipstream.trainer.model.policy import resolve_folder
     from slipstream.weights.adapter_folder import is_adapter_folder, read_adapter_config
 
@@ -124,14 +124,14 @@ def find_deployable(named: str, base: str | None = None, *, trust_remote_code: b
 
 
 def _name_of(path: Path) -> str:
-    """The last name that says something: not that of a checkpoint's insides."""
+    """The last part of the path that is not a name inside a checkpoint."""
     parts = [part for part in path.resolve().parts if part not in ("weights", "checkpoints", "best", "/")]
     names = [part for part in parts if not part.startswith("step-")]
     return (names or parts or ["model"])[-1]
 
 
 def _run_settings(weights: Path) -> dict[str, Any]:
-    """Settings of the run that these weights are a checkpoint of."""
+    """Read the settings of the run that these weights are a checkpoint of; empty where there is none."""
     run = weights.resolve().parent.parent.parent
     is_checkpoint = weights.name == "weights" and (run / "events.jsonl").is_file()
     return read_settings(run) if is_checkpoint else {}
@@ -147,7 +147,7 @@ def engine_config(
     trust_remote_code: bool = False,
     start_timeout_s: float = 600.0,
 ) -> RunConfig:
-    """The settings of an engine on it, none of them `auto`: its dtype, how long a conversation may get, its memory.
+    """Plan an engine for the model: dtype, context length and memory, without any `auto`.
 
     On a CPU it is compiled only where `enforce_eager` is False. Raises ConfigError for what does not fit.
     """
@@ -156,20 +156,20 @@ def engine_config(
     facts = read_model(deployable.model, trust_remote_code=trust_remote_code)
     on_cpu = measure_gpus()[0] == 0
     dtype = "float32" if on_cpu and facts.num_parameters < SMALL_MODEL_PARAMETERS else "bfloat16"
-    # As vLLM does by itself: beyond its original context such a model has other factors for short sequences, too.
+    # As vLLM does: beyond its original context, a model with scaled RoPE uses other factors for short sequences too.
     context = facts.original_context or facts.context_length
     length = max_model_len or min(context, MAX_CPU_CONTEXT if on_cpu else MAX_CONTEXT)
     if length > facts.context_length:
         raise ConfigError(
             f"--max-model-len {length} is above the model's context of {facts.context_length} tokens: use at most that"
         )
-    # vLLM keeps one block to itself.
+    # vLLM reserves one block.
     each = kv_bytes_per_sequence(facts, dtype, length)
     need = max_num_seqs * each + kv_bytes_per_sequence(facts, dtype, CPU_BLOCK_TOKENS)
-    if on_cpu and need > (room := usable_memory_bytes() * MAX_KV_PART):
+    if on_cpu and need > (available := usable_memory_bytes() * MAX_KV_PART):
         raise ConfigError(
             f"{max_num_seqs} conversations of {length} tokens take {gib(need)} of KV cache, more than a quarter of the "
-            f"memory ({gib(room)}): use less with --max-model-len"
+            f"memory ({gib(available)}): use less with --max-model-len"
         )
     lora = None
     if deployable.adapter is not None:

@@ -1,4 +1,4 @@
-"""Held-out accuracy of a model folder: an engine, an environment, no trainer."""
+"""Evaluates a model on held-out tasks: an engine and an environment, without a trainer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from slipstream.launch.build import load_model, with_adapter
 from slipstream.launch.engines import create_engine, engine_settings
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.prepare import Prepared
-from slipstream.launch.progress import Progress
 from slipstream.launch.signals import StopRequest
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.progress import Progress
 from slipstream.records import Version
 from slipstream.runlog.temporary import temporary
 
@@ -24,7 +24,7 @@ _POLL_S = 0.2
 
 
 def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
-    """Start an engine on the run file's model, verify what it loaded, grade the held-out tasks, stop it."""
+    """Start an engine on the run file's model, verify its weights, evaluate the held-out tasks, and stop it."""
     if prepared.environment is None or prepared.config.evaluation is None:
         raise ConfigError(
             "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
@@ -90,8 +90,9 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
 
 
 def verified_settings(config: RunConfig, scratch: Path) -> EngineSettings:
-    """An engine on the model, and on its adapter if `lora.path` names one; both to be verified. No `auto` is left in
-    `config`; what the engine loads beside the model lies in `scratch`."""
+    """Return the settings of an engine that serves the model, and the adapter `lora.path` if given, with the
+    fingerprints to verify both. `config` has no `auto`; files that the engine loads beside the model are written to
+    `scratch`."""
     import torch
 
     from slipstream.trainer.model.policy import resolve_folder
@@ -104,7 +105,7 @@ def verified_settings(config: RunConfig, scratch: Path) -> EngineSettings:
     dtype = getattr(torch, config.model.dtype)
     weights = ((name, tensor.to(dtype)) for name, tensor in read_model_folder(folder))
     if lora is None or lora.path is None:
-        # A fresh adapter changes nothing.
+        # A new adapter leaves the model equal to its base.
         config, parameters = with_values(config, {"weights.bridge": "disk"}), describe(weights)
         version = Version(0, 0, digest(parameters))
         return engine_settings(config, str(folder), on_cpu=on_cpu, version=version, parameters=parameters)

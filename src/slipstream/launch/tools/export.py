@@ -1,4 +1,4 @@
-"""Takes what can be deployed out of a checkpoint: a model, an adapter, or an adapter merged into its base."""
+"""Exports from a checkpoint what can be deployed: a model, an adapter, or an adapter merged into its base."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from slipstream.weights.model_files import whole_folder, write_model_folder
 def export(checkpoint: Path, out: Path, *, merged: bool = False, trust_remote_code: bool = False) -> Path:
     """Write the weights of `checkpoint` (its folder, the `weights` in it, or a run's folder) to the new folder `out`.
 
-    `merged`: an adapter becomes a whole model, of its own dtype; with `trust_remote_code` its base's folder may run its
-    own Python. Raises ConfigError, and writes nothing, when there is nothing to export or `out` exists.
+    `merged`: an adapter is merged into its base model, in the adapter's dtype; with `trust_remote_code` the base's
+    folder may run its own Python code. Raises ConfigError, and writes nothing, when there is nothing to export or `out`
+    exists.
     """
     source = weights_folder(checkpoint)
     is_adapter = is_adapter_folder(source)
@@ -49,6 +50,6 @@ def _write_merged(source: Path, out: Path, trust_remote_code: bool) -> None:
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     dtype = "float32" if dtypes == {"float32"} else "bfloat16"
     model = PolicyModel.load(config.base, dtype, trust_remote_code=trust_remote_code, packing=False)
-    # By the tensors' own names: a folder made elsewhere may have a pattern in the place of names.
+    # Module names from the tensors: an adapter made elsewhere may have a pattern as target_modules.
     model.add_adapter(replace(config, target_modules=adapted_modules(tensors)), source)
     write_model_folder(out, model.named_weights(), model.folder, durable=True)

@@ -1,7 +1,7 @@
-"""A model behind an OpenAI-compatible address: vLLM's own server, with the arguments that the model needs.
+"""Serves a model through vLLM's own OpenAI-compatible server, with the arguments that the model needs.
 
-Guarantees: what cannot be served is refused before anything starts; without an API key nothing listens beyond this
-machine; the server ends with this process.
+Guarantees: what cannot be served is refused before anything starts; without an API key the server listens on this
+machine only; the server ends with this process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from slipstream.runlog.temporary import temporary
 
 _POLL_S = 0.5
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM has room for."""
+"""Values of vLLM's `--max-lora-rank`."""
 KEY_SOURCE = "SLIPSTREAM_API_KEY"
-"""The environment variable that holds the key."""
+"""The environment variable that holds the API key."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class ServeOptions:
     """Where to listen and how to run vLLM."""
 
     name: str | None = None
-    """What clients call the model; None: the deployable's name."""
+    """The model's name for clients; None: the deployable's name."""
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: a free one."""
+    """0: any free port."""
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    """Conversations answered at once; None: 16 on a CPU, 256 on a GPU."""
+    """Concurrent conversations; None: 16 on a CPU, 256 on a GPU."""
     gpu_memory_utilization: float = 0.8
     trust_remote_code: bool = False
     start_timeout_s: float = 600.0
@@ -52,10 +52,10 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class Address:
-    """Where the model answers."""
+    """Where clients reach the model."""
 
     url: str
-    """The base address for clients, `/v1` included."""
+    """The base URL for clients, with `/v1`."""
     model: str
     needs_key: bool
 
@@ -85,7 +85,7 @@ def serve(
 
 
 def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions) -> list[str]:
-    """What `vllm serve` is told, but for where to listen."""
+    """The arguments of `vllm serve`, except host, port and key."""
     on_cpu = measure_gpus()[0] == 0
     config = engine_config(
         deployable,
@@ -101,7 +101,7 @@ def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: Se
         "dtype": config.model.dtype,
         "max-model-len": inference.max_model_len,
         "max-num-seqs": inference.max_num_seqs,
-        # Older versions answer the pages of every web site that the user visits.
+        # By default older versions answer requests from any web site that the user visits.
         "allowed-origins": "[]",
     }
     if on_cpu:
@@ -138,7 +138,7 @@ def _check_host(host: str, api_key: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone; a name counts by what it stands for."""
+    """Whether all addresses that `host` resolves to are loopback addresses."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host or "0.0.0.0", None)}
     except OSError as error:
@@ -148,8 +148,8 @@ def is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def held_port(host: str, port: int) -> Generator[int]:
-    """The port, or a free one for 0, which nobody else is given meanwhile. Raises ConfigError when nothing can listen
-    there."""
+    """Reserve a port, any free one for 0, so that no other process gets it meanwhile. Raises ConfigError when nothing
+    can listen there."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,8 @@
-"""Is what lies in a run's folder, and what its engine holds, what was trained? Asked on demand.
+"""Verifies the weights in a run's folder, and in its live engine, against the fingerprints of what was trained.
 
-Guarantees: nothing is changed; every parameter is compared with the fingerprint that was taken from the trainer's own
-memory when the checkpoint was written or the version published, so that one flipped bit is found and its parameter
-named; a live engine that takes a new version meanwhile is asked again, and every wait has a deadline.
+Guarantees: nothing is changed; every parameter is compared with the fingerprint of the trainer's own memory from when
+the checkpoint was written or the version published, so that a single flipped bit is found and its parameter named; a
+live engine that applies a new version meanwhile is asked again, and every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one thing that holds weights."""
+    """The result for one checkpoint, published version or engine."""
 
     what: str
     version: str
-    """Name, empty where it has none."""
+    """Name of the version; empty where there is none."""
     digest: str
     num_parameters: int
     num_bytes: int
     seconds: float
     problems: tuple[str, ...]
-    """What differs, each by name; empty when all is as it was recorded."""
+    """Differences, each with its parameter's name; empty when everything matches."""
     note: str = ""
     """Why nothing could be compared."""
 
@@ -54,8 +54,8 @@ class Verdict:
 
 
 def verify(path: Path, engine: Path | None = None, *, timeout_s: float = 120.0) -> list[Verdict]:
-    """Everything of the run in `path`, or one checkpoint or published version of it. The run's engine too while it
-    runs, or the one that answers at the socket `engine`."""
+    """Verify the run in `path`, or one checkpoint or published version; with a run also its engine while it runs, or
+    the one that answers at the socket `engine`."""
     if (path / "events.jsonl").is_file():
         return _verify_run(path, engine, timeout_s)
     if engine is not None:
@@ -67,8 +67,8 @@ def verify(path: Path, engine: Path | None = None, *, timeout_s: float = 120.0) 
         if run / "weights" / ticket.version.name == path.resolve():
             return [_published(path, ticket)]
     if not path.is_dir():
-        said = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {said}: name the folder of a run or of one of its checkpoints")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{path} {problem}: name the folder of a run or of one of its checkpoints")
     raise ConfigError(
         f"{path} holds no fingerprints to compare with: name the folder of a run or of one of its checkpoints"
     )
@@ -86,7 +86,7 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
     found: list[Verdict] = []
     for path, job in jobs:
         verdict = job()
-        # A run that goes on removes what it no longer needs.
+        # A run that is still going removes old files.
         if path.exists():
             found.append(verdict)
     base = next((ticket.base for ticket in tickets if ticket.base), ())
@@ -97,7 +97,7 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
             sockets = [engine] if engine is not None else _sockets(run)
             found += asyncio.run(_live(run, sockets, timeout_s))
         except EngineError:
-            raise_unless_right(found)  # what is wrong is worth more than what could not be asked
+            raise_unless_right(found)  # a difference matters more than an engine that does not answer
             raise
     if not found:
         raise ConfigError(f"{run} has no checkpoint and no published version yet: wait for its first")
@@ -105,7 +105,7 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
 
 
 def _digests(run: Path) -> dict[str, str]:
-    """What was published, by the name of its version."""
+    """Digests of the published versions, by version name."""
     events = read_events(run)
     return {str(event["version"]): str(event["digest"]) for event in events if event["kind"] == "publish"}
 
@@ -121,10 +121,10 @@ def _checkpoint(path: Path, digests: dict[str, str]) -> Verdict:
         extra = CheckpointStore.read_extra(path)
         version = f"{extra['lineage']}.{extra['step']}"
     except (OSError, ValueError, KeyError):
-        pass  # told by `damage`
+        pass  # `damage` reports it
     problems += _differences(path / "weights", proof.parameters)
     published = digests.get(version)
-    # An adapter is published with its scaling in it, or merged: not as it is kept.
+    # An adapter is published scaled or merged, not as it is stored in the checkpoint.
     if published is not None and published != proof.digest and not is_adapter_folder(path / "weights"):
         problems.append(f"its digest is {proof.digest}, and version {version} was published with {published}")
     seconds = time.perf_counter() - began
@@ -142,7 +142,7 @@ def _published(folder: Path, ticket: Ticket) -> Verdict:
 
 
 def _base(folder: Path, base: tuple[ParameterSpec, ...]) -> Verdict:
-    """The frozen model below an adapter, as it was loaded."""
+    """Verify the frozen base model of an adapter, in the dtype in which it was loaded."""
     what = f"base model {folder}"
     if not folder.is_dir():
         return Verdict(what, "", "", 0, 0, 0.0, (), "is not a folder here: not looked at")
@@ -176,7 +176,7 @@ def _differences(
     parameters: Sequence[ParameterSpec],
     read: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> list[str]:
-    """What in the safetensors files of `folder` is not as `parameters` say."""
+    """Compare the safetensors files of `folder` with `parameters`, and list what differs."""
     missing = {spec.name: spec for spec in parameters}
     problems: list[str] = []
     try:
@@ -195,7 +195,7 @@ def _differences(
 
 
 def _sockets(run: Path) -> list[Path]:
-    """Where the engines of a run that goes on answer, of its last start."""
+    """The sockets of a run's engines, from its last start."""
     paths: list[Path] = []
     for event in read_events(run):
         if event["kind"] == "engine_socket" and event.get("path"):
@@ -206,7 +206,7 @@ def _sockets(run: Path) -> list[Path]:
 
 
 async def _live(run: Path, sockets: Sequence[Path], timeout_s: float) -> list[Verdict]:
-    """The weights in each engine's memory against the ticket of the version that it says it holds."""
+    """Verify the weights in each engine's memory against the ticket of the version that it reports."""
     names = [LIVE] if len(sockets) == 1 else [f"{LIVE} {number}" for number in range(len(sockets))]
     return await asyncio.gather(*(_live_one(run, *each, timeout_s) for each in zip(sockets, names, strict=True)))
 
@@ -240,7 +240,7 @@ async def _ask(run: Path, client: EngineClient, timeout_s: float) -> Verdict:
             except DeadlineError:
                 raise
             except EngineError as error:
-                # It fell asleep, takes another version, or has died: who can tell that it will not answer again?
+                # It may be asleep, applying another version, or restarting: ask again until the deadline.
                 if time.monotonic() > deadline or not is_running(run):
                     raise
                 why = str(error)
@@ -250,7 +250,7 @@ async def _ask(run: Path, client: EngineClient, timeout_s: float) -> Verdict:
             problems = [f"{name} differs" for name in report.mismatched]
             problems += [f"{name} cannot be verified" for name in report.unverified]
             after = await client.health() if problems else health
-            # What an update changed meanwhile is no fault.
+            # A difference after an update in between is no fault.
             if not problems or (after is not None and (after.status, after.version) == ("ready", health.version)):
                 parameters, held = (*ticket.parameters, *ticket.base), ticket.version
                 return _verdict(LIVE, held.name, held.digest, parameters, seconds, problems)
@@ -265,7 +265,7 @@ def _name(version: Any) -> str:
 
 
 def raise_unless_right(verdicts: Sequence[Verdict]) -> None:
-    """Raises `WeightsError` that names what differs, shortly."""
+    """Raise `WeightsError`, with the first differences, unless everything matches."""
     wrong = [verdict for verdict in verdicts if verdict.problems]
     if wrong:
         first = wrong[0]

@@ -8,15 +8,15 @@ import sys
 import pytest
 
 from slipstream.launch.startup import compile_caches
-from slipstream.launch.startup.compile_caches import cache_root, key, lasting_caches, private_folder
+from slipstream.launch.startup.compile_caches import cache_root, key, persistent_caches, private_folder
 
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
 COMPILE = """
 import torch
-from slipstream.launch.startup.compile_caches import lasting_caches
+from slipstream.launch.startup.compile_caches import persistent_caches
 from torch._dynamo.utils import counters
 import slipstream.trainer.model.compilation
-with lasting_caches(print):
+with persistent_caches(print):
     weight = torch.ones(5, 3, requires_grad=True)
     made = torch.compile(lambda x: torch.tanh(x @ weight) * x.sum(), dynamic=True)(torch.ones(7, 5))
     made.sum().backward()
@@ -40,7 +40,7 @@ def values():
 
 def test_a_folder_of_the_users_own_for_the_length_of_a_run(tmp_path):
     said = []
-    with lasting_caches(said.append):
+    with persistent_caches(said.append):
         root = tmp_path / "cache" / "slipstream" / key()
         assert values() == [str(root / name) for name in ("torch", "triton", "vllm")]
         assert root.stat().st_mode & 0o777 == 0o700
@@ -49,7 +49,7 @@ def test_a_folder_of_the_users_own_for_the_length_of_a_run(tmp_path):
 
 def test_what_is_set_decides_for_itself(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
-    with lasting_caches(print):
+    with persistent_caches(print):
         assert values()[1] == "/elsewhere"
         assert values()[2].startswith(str(tmp_path))
     assert values() == [None, "/elsewhere", None]
@@ -60,7 +60,7 @@ def test_what_torch_has_set_by_itself_was_set_by_nobody(monkeypatch, tmp_path):
 
     default = cache_dir()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default
-    with lasting_caches(print):
+    with persistent_caches(print):
         assert values()[0].startswith(str(tmp_path))
         assert cache_dir() == values()[0]
     assert values()[0] == default
@@ -76,7 +76,7 @@ def test_where_it_is_follows_xdg(monkeypatch):
 def test_a_folder_that_cannot_be_used_is_a_warning(monkeypatch, tmp_path):
     (tmp_path / "cache").touch()
     said = []
-    with lasting_caches(said.append):
+    with persistent_caches(said.append):
         assert values() == [None] * 3
     assert len(said) == 1
     assert "XDG_CACHE_HOME" in said[0]
@@ -104,12 +104,12 @@ def test_the_name_changes_with_what_decides_whether_code_is_valid(monkeypatch, t
     names.add(key())
     (tmp_path / "0000:01").mkdir()
     (tmp_path / "0000:01" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
-    monkeypatch.setattr(compile_caches, "_CARDS", tmp_path)
+    monkeypatch.setattr(compile_caches, "_GPUS", tmp_path)
     names.add(key())
     monkeypatch.setenv("CXX", sys.executable)
     names.add(key())
     (tmp_path / "cpu").write_text("model name : A CPU\nflags\t: avx2 fma\n\nmodel name : another\n")
-    monkeypatch.setattr(compile_caches, "_CPU", tmp_path / "cpu")
+    monkeypatch.setattr(compile_caches, "_CPUINFO", tmp_path / "cpu")
     names.add(key())
     assert len(names) == 5
 

@@ -9,6 +9,7 @@ from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batcher import Batcher
 from slipstream.orchestrator.dynamic_sampling import Refills, choose
+from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Message, Rollout, Version
 from tests.orchestrator.test_orchestrator import END, SAMPLING, Odd, make_runner
 
@@ -33,7 +34,8 @@ def answer(prompt, seed):
 
 async def make(first, refills, max_refills=9, threshold=None, group_size=8, max_failures=0.5):
     """The batch whose tasks are the letters `first`, and the tasks that each round began."""
-    begun = []
+    begun, hooks = [], Hooks()
+    hooks.round_began = begun.append
     offered = [[task(letter) for letter in letters] for letters in refills]
     batcher = Batcher(
         make_runner(ScriptedEngine(answer), Worth()),
@@ -42,7 +44,8 @@ async def make(first, refills, max_refills=9, threshold=None, group_size=8, max_
         seed=0,
         max_reward_failures=max_failures,
         needs_logprobs=True,
-        refills=Refills(lambda step, number: offered[number - 1], max_refills, threshold, begun.append),
+        refills=Refills(lambda step, number: offered[number - 1], max_refills, threshold),
+        hooks=hooks,
     )
     return await batcher.make(3, Version(0, 3), [task(letter) for letter in first]), begun
 

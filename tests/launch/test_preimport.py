@@ -1,4 +1,4 @@
-"""For which runs vLLM is imported ahead, and with how many threads."""
+"""For which runs vLLM is imported early, and with how many threads."""
 
 import contextlib
 
@@ -14,14 +14,14 @@ from slipstream.config import (
     TrainingConfig,
     with_values,
 )
+from slipstream.launch import startup
 from slipstream.launch.plan.machine import usable_cpus
-from slipstream.launch.startup import preimport
 
 
 @pytest.fixture
 def asked(monkeypatch):
     found = []
-    monkeypatch.setattr(preimport, "EngineAhead", lambda threads: contextlib.nullcontext(found.append(threads)))
+    monkeypatch.setattr(startup, "EngineAhead", lambda threads: contextlib.nullcontext(found.append(threads)))
     return found
 
 
@@ -37,17 +37,17 @@ def run_of(algorithm, **changes):
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_threads_are_those_that_the_plan_will_most_likely_give(has_gpu, asked, monkeypatch):
-    monkeypatch.setattr(preimport, "HAS_GPU", has_gpu)
+    monkeypatch.setattr(startup, "HAS_GPU", has_gpu)
     for changes in ({}, {"run.threads": 6}, {"run.threads": 6, "inference.tensor_parallel_size": 2}):
-        with preimport.engine_ahead(run_of(RLConfig(), **changes)):
+        with startup.preimport_vllm(run_of(RLConfig(), **changes)):
             pass
     assert asked == ([None] * 3 if has_gpu else [usable_cpus(), 6, 3])
 
 
 def test_a_run_that_generates_nothing_imports_no_vllm(asked):
     sft = run_of(SFTConfig()).model_copy(update={"evaluation": None})
-    with preimport.engine_ahead(sft) as nothing:
+    with startup.preimport_vllm(sft) as nothing:
         assert nothing is None
-    with preimport.engine_ahead(sft.model_copy(update={"evaluation": EvaluationConfig()})):
+    with startup.preimport_vllm(sft.model_copy(update={"evaluation": EvaluationConfig()})):
         pass
     assert len(asked) == 1

@@ -5,7 +5,7 @@ import torch
 
 from slipstream.config import ModelConfig, RunConfig, SFTConfig, TrainingConfig, with_values
 from slipstream.errors import ConfigError
-from slipstream.launch.build import build, compile_ahead
+from slipstream.launch.build import build, precompile_layers
 from slipstream.trainer.model import compilation, layers
 from slipstream.trainer.model.layers import LayerOptions
 from slipstream.trainer.model.tiny_qwen3 import new_model
@@ -53,7 +53,7 @@ def test_a_compiler_that_fails_ends_the_run(config, monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_what_is_compiled_ahead_serves_the_model_and_draws_nothing(config, monkeypatch):
+def test_precompiled_layers_serve_the_model_and_use_no_random_numbers(config, monkeypatch):
     graphs = []
 
     def compiler(graph, _inputs):
@@ -63,8 +63,8 @@ def test_what_is_compiled_ahead_serves_the_model_and_draws_nothing(config, monke
     monkeypatch.setattr(layers, "COMPILER", compiler)
     asked = with_values(config, {"training.compile": True, "inference.max_model_len": 64})
     before = torch.get_rng_state()
-    compile_ahead(asked)
-    assert torch.equal(torch.get_rng_state(), before), "a run draws the same, whatever was compiled ahead"
+    precompile_layers(asked)
+    assert torch.equal(torch.get_rng_state(), before), "compiling early must not change the random numbers of a run"
     num_graphs = len(graphs)
     assert num_graphs > 0
     assert build(asked, (), 123).learner.model.layers.compiled
@@ -72,20 +72,20 @@ def test_what_is_compiled_ahead_serves_the_model_and_draws_nothing(config, monke
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_what_cannot_be_compiled_ahead_ends_nothing(config, monkeypatch, caplog):
+def test_a_failed_precompilation_does_not_end_the_run(config, monkeypatch, caplog):
     def compiler(_graph, _inputs):
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(layers, "COMPILER", compiler)
     caplog.set_level("INFO", "slipstream")
-    compile_ahead(with_values(config, {"training.compile": True}))
-    assert "not compiled ahead" in caplog.text
+    precompile_layers(with_values(config, {"training.compile": True}))
+    assert "not compiled before the model is loaded" in caplog.text
     assert "out of order" in caplog.text
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_rows_as_long_as_the_runs_are_compiled_ahead(config, monkeypatch):
+def test_precompilation_covers_rows_of_the_runs_length(config, monkeypatch):
     asked = []
     monkeypatch.setattr(compilation, "compile_layers", lambda *_, row_tokens, **__: asked.append(row_tokens) or "")
-    compile_ahead(with_values(config, {"training.compile": True}))
+    precompile_layers(with_values(config, {"training.compile": True}))
     assert asked == [256]

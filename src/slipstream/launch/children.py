@@ -1,0 +1,159 @@
+"""What a run starts beside its trainer: engine, teacher, trainer ranks, reward workers, the orchestrator's thread.
+
+Guarantees: all of them end with the run, in the opposite order of their start, whatever ends it; `kill` ends the
+processes at once, from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary
+from typing import Self
+
+from slipstream.config import RunConfig
+from slipstream.envs.scoring.pool import ScorerPool
+from slipstream.launch.engines import EngineMaker, RunEngine, engine_settings
+from slipstream.launch.messages import warn
+from slipstream.launch.prepare import Prepared
+from slipstream.launch.ranks.processes import RankProcesses
+from slipstream.launch.signals import StopRequest
+from slipstream.launch.startup.stages import Stages
+from slipstream.launch.teacher import RunTeacher, launch_teacher
+from slipstream.orchestrator.event_loop_watch import blame
+from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.progress import Progress
+from slipstream.records import EngineHealth, SamplingParams
+from slipstream.runlog import RunLog
+from slipstream.weights.bridges.single_copy import SharedWeights
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What all parts of a run need: its plan, and where to write and show what happens."""
+
+    prepared: Prepared
+    log: RunLog
+    progress: Progress
+    stages: Stages
+    should_stop: StopRequest
+    make_engine: EngineMaker
+
+    @property
+    def config(self) -> RunConfig:
+        """The planned config."""
+        return self.prepared.config
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.log.folder
+
+    def warn(self, text: str) -> None:
+        """Write a warning into `events.jsonl` and show it."""
+        warn(self.log, self.progress, text)
+
+
+class Children:
+    """The processes and the thread of one run; leaving the context ends those that were started."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._exits = contextlib.ExitStack()
+        self.engine: RunEngine | None = None
+        self.teacher: RunTeacher | None = None
+        self._ranks: RankProcesses | None = None
+        self._scorer: ScorerPool | None = None
+        self._thread: EventLoopThread | None = None
+        self._health: EngineHealth | None = None
+        run.should_stop.at_once = self.kill
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._exits.close()
+
+    def kill(self) -> None:
+        """End all processes at once, from any thread."""
+        with contextlib.ExitStack() as stack:  # the others too when one of them raises
+            for child in (self.engine, self.teacher, self._ranks):
+                if child is not None:
+                    stack.callback(child.kill)
+
+    def at_exit(self, end: Callable[[], None]) -> None:
+        """Call `end` when the run ends, before what was started earlier ends."""
+        self._exits.callback(end)
+
+    def create_engine(self) -> RunEngine:
+        """Create the run's engine, not launched yet; the same one in every call."""
+        from slipstream.trainer.model.policy import resolve_folder
+
+        if self.engine is None:
+            import torch
+
+            run, config = self._run, self._run.config
+            folder, on_cpu = resolve_folder(config.model.path), not torch.cuda.is_available()
+            settings = engine_settings(config, str(folder), on_cpu=on_cpu)
+            self.engine = run.make_engine(config, settings, run.folder / "logs", run.log.event)
+            self.at_exit(self.engine.kill)
+            run.stages.watch(self.engine)
+            for replica, path in enumerate(self.engine.sockets):
+                run.log.event("engine_socket", path=path, replica=replica)
+        return self.engine
+
+    async def engine_ready(self) -> EngineHealth:
+        """Wait until the engine has started; its health then. Asked once: an engine that shares its weights is out of
+        service for a while afterwards."""
+        if self._health is None:
+            self._health = await self.create_engine().wait_ready()
+        return self._health
+
+    def launch_teacher(self) -> RunTeacher:
+        """Begin to start the teacher."""
+        run = self._run
+        self.teacher = launch_teacher(run.prepared, run.folder, run.log, run.progress, run.make_engine)
+        self.at_exit(self.teacher.kill)
+        return self.teacher
+
+    def start_ranks(self, sampling: SamplingParams, shared: tuple[SharedWeights, ...]) -> RankProcesses:
+        """Start the trainer's ranks 1 and up; `shared`: the engine's weights that they train in place, if any."""
+        self._ranks = RankProcesses(self._run.config, sampling, self._run.folder / "logs", shared)
+        self.at_exit(self._ranks.close)
+        return self._ranks
+
+    def create_scorer(self) -> ScorerPool:
+        """Create the pool of reward workers, which the caller enters in the event loop."""
+        assert self._run.config.environment is not None
+        self._scorer = ScorerPool(self._run.config.environment, warn=self._run.warn)
+        return self._scorer
+
+    def event_loop(self) -> EventLoopThread:
+        """The orchestrator's thread, started in the first call. Its end ends reward workers, engine and teacher."""
+        if self._thread is None:
+            thread = self._thread = EventLoopThread(self._run.should_stop, self._loop_blocked)
+
+            async def close() -> None:
+                if self._scorer is not None:
+                    await self._scorer.__aexit__(None, None, None)
+                for child in (self.engine, self.teacher):
+                    if child is not None:
+                        await child.stop()
+
+            def stop() -> None:
+                if not thread.stop(close()):
+                    self._run.log.warning(
+                        "work of the environment did not end when it was cancelled: the engine is killed now"
+                    )
+
+            self.at_exit(stop)
+        return self._thread
+
+    def _loop_blocked(self, stack: Sequence[FrameSummary], seconds: float) -> None:
+        """Report a synchronous call that blocks the event loop."""
+        where, warning = blame(stack, seconds, self._run.prepared.environment)
+        self._run.log.event("loop_held_up", seconds=seconds, where=where)
+        if warning:
+            self._run.warn(warning)

@@ -1,0 +1,54 @@
+"""Plans a run again, without what the plan had chosen by itself and this machine turns out not to support."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from slipstream.config import Derived, dump_resolved, with_values
+from slipstream.launch.build import CompilerFailed
+from slipstream.launch.messages import warn
+from slipstream.launch.plan.derive import make_plan
+from slipstream.launch.prepare import Prepared
+from slipstream.progress import Progress
+from slipstream.runlog import RunLog
+from slipstream.weights.bridges.single_copy import CannotShare
+
+T = TypeVar("T")
+
+
+def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: RunLog, progress: Progress) -> T:
+    """Carry out the plan; where layers cannot be compiled or the engine's weights not be shared, and the run file asks
+    for neither, plan again without that and repeat. `carry_out` leaves nothing running when it raises."""
+    asked = prepared.loaded.config
+    replaced: dict[str, Derived] = {}
+    while True:
+        try:
+            return carry_out(prepared)
+        except CompilerFailed as error:
+            if asked.training.compile != "auto":
+                raise
+            path, value, reason = "training.compile", False, f"the compiler failed ({error.problem})"
+            warning = f"training.compile = false, as {reason}: layers are not compiled, and the run is slower"
+        except CannotShare as error:
+            if asked.weights.bridge != "auto" or asked.training.ranks > 1:  # ranks by another bridge need more GPUs
+                raise
+            path, value, reason = "weights.bridge", "disk", f"single_copy cannot be ({error.problem})"
+            warning = f"weights.bridge = disk, as {reason}: updates go through files, and the run is slower"
+        gc.collect()  # what was loaded for this plan
+        replaced[path] = Derived(path, value, reason)
+        prepared = _planned_again(prepared, replaced, warning)
+        log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
+        warn(log, progress, warning)
+
+
+def _planned_again(prepared: Prepared, replaced: dict[str, Derived], warning: str) -> Prepared:
+    """Plan the run again with these settings fixed, and add `warning` to the plan."""
+    asked = prepared.loaded.config.model_copy(update={"model": prepared.config.model})
+    plan = make_plan(with_values(asked, {item.name: item.value for item in replaced.values()}), prepared.facts)
+    # `prepare` finds the revision before it plans, so it is in no plan.
+    found = [item for item in prepared.plan.derived if item.name == "model.revision"]
+    plan = replace(plan, derived=(*found, *replaced.values(), *plan.derived), warnings=(*plan.warnings, warning))
+    return replace(prepared, plan=plan)

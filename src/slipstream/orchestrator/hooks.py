@@ -1,0 +1,52 @@
+"""What a run does at certain points of generation: progress, log events, warnings, sleep and wake of the engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from slipstream.errors import SlipstreamError
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.records import ApplyReport
+
+
+class Hooks:
+    """Methods that do nothing unless a subclass overrides them."""
+
+    # Called by the orchestrator's thread.
+
+    def round_began(self, num_tasks: int) -> None:
+        """A round of generation for a batch begins: one group of rollouts for each of `num_tasks` tasks."""
+
+    def rollout_ended(self) -> None:
+        """A rollout of a batch has ended, with whatever outcome."""
+
+    def batch_ended(self) -> None:
+        """The batch is complete."""
+
+    def warn(self, text: str) -> None:
+        """Something happened that a person should know."""
+
+    # Called by the trainer's thread.
+
+    def waiting_for_engine(self) -> AbstractContextManager[None]:
+        """Entered while the first update waits for the engine to start."""
+        return nullcontext()
+
+    def before_update(self) -> None:
+        """A version is about to be published."""
+
+    def repeats_update(self, error: SlipstreamError) -> bool:
+        """Whether an update that failed with `error` is published a second time."""
+        return False
+
+    def version_applied(self, report: ApplyReport) -> None:
+        """The engine has taken a version and proved it."""
+
+    def version_evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Version `step` was evaluated on the held-out tasks."""
+
+    def version_released(self) -> None:
+        """Rollouts may be made with the newest version."""
+
+    def batch_taken(self) -> None:
+        """The trainer has taken a batch."""

@@ -1,0 +1,45 @@
+"""How a run reports its progress to whoever watches it; the views in `slipstream.view` implement this.
+
+Each thread has one phase at a time, since trainer and orchestrator work at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Shows a run while it goes on. Any thread may call any method; none raises into the run."""
+
+    def start(self, title: str, total_steps: int, step: int = 0) -> None:
+        """Begin. `title`: model, algorithm and environment. `step`: steps done before a resume."""
+        ...
+
+    def ready(self) -> None:
+        """Everything is loaded: elapsed time and the pace of the steps count from here."""
+        ...
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """Begin a phase of the calling thread, of `total` parts if their number is known."""
+        ...
+
+    def advance(self, n: int = 1) -> None:
+        """Count `n` more parts of the phase as done."""
+        ...
+
+    def end_phase(self) -> None:
+        """End the calling thread's phase; the next has not begun."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report a finished step; ends the calling thread's phase."""
+        ...
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Show a message; `level` is info, warning or error."""
+        ...
+
+    def stop(self) -> None:
+        """End; what was shown last stays."""
+        ...
