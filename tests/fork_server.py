@@ -44,6 +44,7 @@ KINDS = {
     "slipstream.inference.plugin.try_settings": "engine",
     "slipstream.cli": "trainer",
     "slipstream.launch.ranks.child": "trainer",
+    "benchmarks.weight_sync": "trainer",
     "tests.launch.quick_rank": "trainer",
 }
 """Modules whose processes are forked, and the server that forks them."""

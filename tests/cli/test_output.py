@@ -63,7 +63,7 @@ def test_an_output_that_is_full(arguments, tmp_path):
 
 
 def test_what_looks_like_markup_is_text(slipstream):
-    code, _, err = slipstream("bench", "sync", "--rank", "[/red]a:b:c")
+    code, _, err = slipstream("model", "new", "model", "--num-heads", "[/red]a:b:c")
     assert code == 2
     assert "[/red]a:b:c" in err
     assert slipstream("report", "no:smile:run")[2].startswith("error: no:smile:run holds no run")

@@ -38,7 +38,7 @@ _BEFORE, _TRAIN, _LOOK, _USE = (
     Group(title, sort_key=place)
     for place, title in enumerate(("Before a run", "Train", "Look at runs", "Use what came of it"))
 )
-for part in (commands.env_app, commands.model_app, proof.bench_app):
+for part in (commands.env_app, commands.model_app):
     part.group = (_BEFORE,)
     app.command(part)
 app.command(commands.init, group=_BEFORE)

@@ -8,13 +8,19 @@ import json
 import os
 import select
 import sys
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 CLOSED_PIPE_EXIT_CODE = 141
 """What a shell says of a program that ended because nobody read on."""
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM}
+_FILE_WIDTH = 140
+"""Columns of a table that goes to a file or a pipe."""
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON and nothing else.")]
 
 
 class Printed:
@@ -27,6 +33,18 @@ def print_json(value: Any) -> None:
     """One line of JSON on standard output."""
     print(json.dumps(value, default=str))
     Printed.json = True
+
+
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print a table with the keys of the first row as columns."""
+    from rich.console import Console
+
+    from slipstream.view import render_table
+
+    console = Console(emoji=False)
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH, emoji=False)
+    console.print(render_table(rows, list(rows[0])))
 
 
 def flush() -> None:

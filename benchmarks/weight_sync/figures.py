@@ -1,4 +1,4 @@
-"""What `slipstream bench sync` is asked, and what it finds; see `sync_bench`."""
+"""The options and the result types of the weight update benchmark."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+BridgeName = Literal[
+    "disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta", "single_copy+lora"
+]
+BRIDGES: tuple[BridgeName, ...] = get_args(BridgeName)
+TOGETHER: tuple[BridgeName, ...] = ("disk", "disk+delta", "broadcast", "broadcast+delta")
+"""The bridges that one engine can use one after the other."""
 MAX_CONTEXT, PROMPT_TOKENS, WORD_IDS = 2048, 32, 90
 
 
