@@ -58,7 +58,14 @@ def parse(arguments: Sequence[str]) -> Request:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--bridges", nargs="+", choices=BRIDGES, metavar="NAME", default=(), help=f"of {', '.join(BRIDGES)}; else all")
+    add(
+        "--bridges",
+        nargs="+",
+        choices=BRIDGES,
+        metavar="NAME",
+        default=(),
+        help=f"default: all of {', '.join(BRIDGES)}",
+    )
     add("--model", default=default.model, help=f"model folder, hub id, or a shape: {', '.join(shapes.SHAPES)}")
     add("--updates", type=int, default=default.updates, help="counted updates, after 2 to warm up; restart: 3 at most")
     add("--streams", type=int, default=default.streams, help="requests that generate during the updates")
@@ -80,7 +87,7 @@ def parse(arguments: Sequence[str]) -> Request:
         help="running requests: recompute their KV cache, keep it, or wait until they end",
     )
     add("--context", type=int, default=default.context, help="tokens of a request at its end")
-    add("--together", action="store_true", help=f"use one engine for all of {', '.join(TOGETHER)}: starts only once")
+    add("--together", action="store_true", help=f"start one engine for all of {', '.join(TOGETHER)}")
     add("--timeout", type=float, default=default.timeout_s, dest="timeout_s", help="seconds for a start or an update")
     add("--scratch", type=Path, help="folder for temporary files; else the system's")
     add("--json", action="store_true", help="print JSON instead of a table")

@@ -23,94 +23,100 @@ class SyncOptions:
     """What is measured."""
 
     model: str
-    """A model's folder or hub id."""
+    """A model folder or a hub id."""
     updates: int = 20
+    """Number of updates in the statistics; warm-up updates are extra."""
     streams: int = 4
-    """Generations that go on meanwhile."""
+    """Requests that generate during the updates."""
     placement: Literal["auto", "shared", "separate"] = "auto"
     replicas: int = 1
-    """Engines that are updated together."""
+    """Engines that receive each update."""
     changed: float = 1.0
-    """Part of the elements that each update changes; see DELTA_CHANGED."""
+    """Fraction of the elements that each update changes; capped at DELTA_CHANGED for deltas."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
-    """What becomes of the generations; see weights.in_flight."""
+    """How running requests continue after an update: the setting `weights.in_flight`."""
     context: int = MAX_CONTEXT
-    """Tokens that each generation grows to."""
+    """Tokens of a request at its end, prompt included."""
     rank: int = 16
-    """Of the adapter, under `lora`."""
+    """LoRA rank, for `lora` and `single_copy+lora`."""
     tensor_parallel_size: int = 1
-    """Workers that each engine divides the weights among."""
+    """Tensor-parallel workers of each engine."""
     ranks: int | None = None
-    """Processes of the trainer; None: one, or over `single_copy` one for each worker."""
+    """Trainer processes; None: one, or for `single_copy` one for each worker."""
     pause_s: float = 0.2
-    """Between two updates."""
+    """Seconds between two updates."""
     scratch: Path | None = None
-    """Where files are written; None: where temporary files are."""
+    """Folder for temporary files; None: the system's."""
     timeout_s: float = 600.0
-    """Longest start of the engine, and longest update."""
+    """Limit of an engine's start and of one update."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of all counted updates, in seconds."""
+    """Statistics of all counted updates, in seconds."""
 
     median: float
     p95: float
-    """The smallest that 95 % of them do not exceed."""
+    """The smallest value that at least 95 % of the updates do not exceed."""
     largest: float
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of all processes of one side together, in bytes; None where nobody says."""
+    """Memory of all processes of the trainer or of the engine together, in bytes; None: unknown."""
 
     rss: int
     pss: int
     torch: int | None
     """Allocated by torch on GPUs."""
     gpu: int | None
-    """In use on GPUs as nvidia-smi sees it."""
+    """In use on GPUs according to nvidia-smi."""
 
 
 @dataclass(frozen=True)
 class SyncFigures:
-    """One bridge. `publish` is the trainer's call, with its fingerprints; `transfer` is from the engine's first byte
-    to loaded weights (under `restart` the engine's start); `commit` is the writing of weights while the engine stands
-    still, where it does; `update` is all of it up to the verified version."""
+    """The results of one bridge.
+
+    `publish` is the trainer's call, fingerprints included. `transfer` lasts from the first byte that the engine
+    receives until its weights are loaded (`restart`: the engine's start). `commit` is the time in which the trainer
+    writes weights that the paused engine shares. `update` is the whole update, until the engine's fingerprints are
+    verified.
+    """
 
     bridge: str
     model: str
     num_parameters: int
     dtype: str
     placement: str
-    """`cpu`, or who is on which GPU: `shared` or `separate`."""
+    """`cpu`; on GPUs `shared` or `separate`."""
     tensor_parallel_size: int
-    """Workers of each engine."""
+    """Tensor-parallel workers of each engine."""
     ranks: int
-    """Processes of the trainer."""
+    """Trainer processes."""
     in_flight: str
     context: int
-    """Tokens that a generation grows to, at most."""
+    """Tokens of a request at its end, prompt included."""
     num_updates: int
     num_bytes: int
-    """That moved in an update, over `single_copy` to all workers from ranks that have a part of their own."""
+    """Bytes moved by one update; for `single_copy` with several ranks, the parts that ranks copy to their workers."""
     first_update_s: float
     publish: Spread
     transfer: Spread
     verify: Spread
     commit: Spread | None
+    """None for bridges that do not write into the engine's memory."""
     stall: Spread | None
-    """From the last token before to the first one after; None where nothing was being generated."""
+    """From the last token before an update to the first one after it; None if no request was running."""
     update: Spread
     raw_s: float | None
-    """The same bytes by the collective alone to as many receivers; None of other bridges."""
+    """Time in which the bare collective broadcasts as many bytes to as many receivers; None except for `broadcast`."""
     raw_share: float | None
-    """Part of the raw bandwidth that the transfer reached."""
+    """`raw_s` divided by the median transfer: the fraction of the collective's bandwidth that was reached."""
     gather_s: float | None
-    """What several ranks have brought together in the first, and nothing sent; None of one, and of `single_copy`."""
+    """Time to gather all published weights on rank 0 without sending them; None for one rank and for `single_copy`."""
     from_one_s: float | None
-    """The transfer of what was brought together before, by `broadcast`: what it is shorter is gathering that the
-    sending does not hide."""
+    """Transfer of weights that were gathered beforehand, for `broadcast` from several ranks: the difference to
+    `transfer` is the gathering that does not overlap with sending."""
     trainer: Memory
     engine: Memory
     gpus: list[int]
@@ -118,6 +124,6 @@ class SyncFigures:
 
 
 def spread(seconds: Sequence[float]) -> Spread:
-    """Of at least one."""
+    """Return median, 95th percentile and maximum of at least one value."""
     ordered = sorted(seconds)
     return Spread(statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1], ordered[-1])
