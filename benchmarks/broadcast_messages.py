@@ -26,12 +26,12 @@ from typing import Any
 
 import msgspec
 import torch
+from weight_sync.collective import passes
 
 from slipstream.records import ParameterSpec, Ticket, Version
 from slipstream.weights.bridges import broadcast
 from slipstream.weights.bridges.broadcast import Group, Rendezvous, copy_all, flat_bytes
 from slipstream.weights.fingerprint import Slice, fingerprints
-from slipstream.weights.raw import passes
 
 MIB = 1 << 20
 TIMEOUT_S = 120.0
@@ -39,9 +39,8 @@ TIMEOUT_S = 120.0
 
 def parameters_of(shape: str) -> list[ParameterSpec]:
     """The parameters of a Qwen2 of that shape; a tied head is no parameter of its own."""
+    from shapes import shape_config
     from transformers import Qwen2ForCausalLM
-
-    from slipstream.trainer.shapes import shape_config
 
     with torch.device("meta"):
         network: Any = Qwen2ForCausalLM(shape_config(shape, eos_token_id=2, pad_token_id=0))

@@ -86,7 +86,7 @@ def measure(number: int, case: str, options: argparse.Namespace, folder: Path) -
     """Run one case and read its run folder."""
     model = folder / "model"
     if not model.exists():
-        from slipstream.trainer.shapes import shaped_model
+        from shapes import shaped_model
 
         shaped_model(model, options.shape)
     environment = folder / "environment.py"

@@ -337,7 +337,7 @@ def main() -> int:
 
             new_model(model, hidden_size=64, num_layers=2)
         elif not model.exists():
-            from slipstream.trainer.shapes import shaped_model
+            from shapes import shaped_model
 
             shaped_model(model, options.shape)
         length = options.prompt + options.tokens

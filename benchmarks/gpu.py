@@ -96,8 +96,9 @@ class PeakMemory:
 
 def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one case and read its run folder."""
+    from shapes import shaped_model
+
     from slipstream.runlog import read_metrics
-    from slipstream.trainer.shapes import shaped_model
 
     shape, _, kind = case.partition("-")
     model = folder / f"model-{shape}"

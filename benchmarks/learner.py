@@ -83,9 +83,8 @@ def flops(config: Any, parameters: int, segments: list[int]) -> float:
 def make_network(shape: str, device: str, implementation: str) -> Any:
     """Random weights, made where they are used."""
     import torch
+    from shapes import shape_config
     from transformers import Qwen2ForCausalLM
-
-    from slipstream.trainer.shapes import shape_config
 
     make: Any = Qwen2ForCausalLM
     torch.manual_seed(0)

@@ -283,10 +283,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/patches"))
     options = parser.parse_args()
     import torch
+    from shapes import shaped_model
 
     from slipstream.launch.plan.measure import read_model
     from slipstream.trainer.model.tiny_qwen3 import new_model
-    from slipstream.trainer.shapes import shaped_model
 
     if options.what == "exact" and len(options.settings) != 2:
         parser.error("exact compares two settings")

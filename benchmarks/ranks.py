@@ -178,7 +178,7 @@ def main() -> int:
     if options.case is not None:
         print(json.dumps(measure(options, options.model, options.case)))
         return 0
-    from slipstream.trainer.shapes import shaped_model
+    from shapes import shaped_model
 
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model or Path(scratch) / "model"

@@ -305,7 +305,7 @@ def main() -> int:
         folder = Path(temporary)
         options.model = options.model or folder / "model"
         if not options.model.exists():
-            from slipstream.trainer.shapes import shaped_model
+            from shapes import shaped_model
 
             shaped_model(options.model, options.shape)
         for system in options.systems:

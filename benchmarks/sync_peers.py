@@ -6,7 +6,8 @@
 For two GPUs and vLLM 0.26 or 0.27: the trainer's weights are on the first, the engine on the second, and `--streams`
 generations of up to `--context` tokens go on, one after the other. Two updates are not counted.
 
-- slipstream: `slipstream bench sync --bridges broadcast`; each version is verified inside transfer-to-first-token.
+- slipstream: `python -m benchmarks.weight_sync --bridges broadcast`; each version is verified inside
+  transfer-to-first-token.
 - vllm: a `vllm serve` of its own, told over HTTP to pause (`keep`), then `start_weight_update`, `update_weights`
   (packed) against `NCCLWeightTransferEngine.trainer_send_weights`, `finish_weight_update`, and to go on. Nothing is
   verified.
@@ -42,8 +43,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slipstream.launch.sync_figures import PROMPT_TOKENS, WORD_IDS, spread
+from weight_sync.figures import PROMPT_TOKENS, WORD_IDS, spread
 
+FOLDER = Path(__file__).resolve().parent
 WARM_UP, PATIENCE_S, PAUSE_S = 2, 5.0, 0.2
 SYSTEMS = ("slipstream", "vllm", "trl", "pause")
 Post = Callable[..., Any]
@@ -266,11 +268,17 @@ def measure(system: str, url: str, folder: str, options: argparse.Namespace) -> 
 
 def ours(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """Slipstream's row."""
-    command = [sys.executable, "-m", "slipstream.cli", "bench", "sync", "--bridges", "broadcast", "--model", folder]
+    command = [sys.executable, "-m", "benchmarks.weight_sync", "--bridges", "broadcast", "--model", folder]
     for name in ("updates", "streams", "context", "timeout", "in_flight"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    paths = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, timeout=3 * options.timeout, check=False
+        [*command, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=3 * options.timeout,
+        check=False,
+        env=dict(os.environ, PYTHONPATH=paths),
     )
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-3000:])
@@ -358,14 +366,14 @@ def main() -> int:
     if options.role:
         print(json.dumps(measure(options.role, options.url, options.model, options)), flush=True)
         os._exit(0)  # the group of another process may be gone: nothing is waited for
-    from slipstream.trainer.shapes import SHAPES
+    from shapes import SHAPES
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended with us
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model
         if folder in SHAPES:
             folder = str(Path(scratch) / "model")
-            subprocess.run([sys.executable, "-m", "slipstream.trainer.shapes", folder, options.model], check=True)
+            subprocess.run([sys.executable, str(FOLDER / "shapes.py"), folder, options.model], check=True)
         rows: list[dict[str, Any]] = []
         for row in rows_of(folder, options):
             rows.append(row)

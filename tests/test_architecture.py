@@ -125,6 +125,13 @@ def test_the_import_reader_sees_every_form(tmp_path, monkeypatch):
     assert [error.split(": ")[-1] for error in too_long(path)] == ["a noun is missing, split it", "f has 501 lines"]
 
 
+def test_the_package_imports_no_benchmark():
+    benchmarks = {path.stem for path in (ROOT / "benchmarks").iterdir()} | {"benchmarks"}
+    assert "weight_sync" in benchmarks
+    found = [(label(path), name) for path in FILES for _, name in imports(path)]
+    assert [(file, name) for file, name in found if name.split(".")[0] in benchmarks] == []
+
+
 def test_trainer_inference_and_environments_do_not_know_each_other():
     apart = {"trainer", "inference", "envs"}
     for path in FILES:

@@ -2,21 +2,40 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+
+PATH = Path(__file__).parents[1] / "benchmarks" / "sync_peers.py"
 
 
 @pytest.fixture(scope="module")
 def peers() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks/sync_peers.py"
-    spec = importlib.util.spec_from_file_location("sync_peers", path)
+    spec = importlib.util.spec_from_file_location("sync_peers", PATH)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PATH.parent))  # as for a program that runs there
+        spec.loader.exec_module(module)
     return module
+
+
+def test_it_runs_from_any_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(PATH), "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_slipstreams_row_is_of_the_benchmark_of_weight_updates(peers, tmp_path, monkeypatch):
+    options = SimpleNamespace(updates=0, streams=2, context=128, timeout=60.0, in_flight="keep")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match=r"^error: --updates 0 leaves nothing to measure: use 1 or more$"):
+        peers.ours("model", options)
 
 
 def test_a_stall_is_the_longest_gap_that_the_update_is_in(peers):

@@ -143,12 +143,6 @@ COMMAND_LINE = [
     ("trace none 0:0", 2, "none holds no run: name a folder that `slipstream train` wrote"),
     ("trace finished 0:0", 2, "finished kept no sample: name a run of reinforcement learning"),
     ("trace finished", 2, "(?i)requires an argument"),
-    ("bench sync --updates 0", 2, "--updates 0 leaves nothing to measure: use 1 or more"),
-    ("bench sync --changed 2", 2, "--changed 2 leaves nothing to measure: use a part above 0 and up to 1"),
-    ("bench sync --scratch none", 2, "--scratch none is not a folder: make it first"),
-    ("bench sync --bridges disc", 2, "(?i)invalid value .*disc"),
-    ("bench sync --bridges disk --model ./none", 2, "none does not exist: name the folder of a model"),
-    ("bench sync --bridges disk --placement separate --model model", 2, "needs two GPUs, and there are"),
 ]
 DATA_CASES = [
     ("sft sft.toml --data none.jsonl", 3, "none.jsonl cannot be read .*: correct data.path"),

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from slipstream.cli import main
+from slipstream.cli import main, output
 from slipstream.runlog import RunLog
 from slipstream.trainer.model.tiny_qwen3 import new_model
 
@@ -63,7 +63,7 @@ def test_an_output_that_is_full(arguments, tmp_path):
 
 
 def test_what_looks_like_markup_is_text(slipstream):
-    code, _, err = slipstream("bench", "sync", "--rank", "[/red]a:b:c")
+    code, _, err = slipstream("model", "new", "model", "--num-heads", "[/red]a:b:c")
     assert code == 2
     assert "[/red]a:b:c" in err
     assert slipstream("report", "no:smile:run")[2].startswith("error: no:smile:run holds no run")
@@ -79,6 +79,17 @@ def test_a_failure_is_json_where_json_was_asked_for(slipstream, arguments, kind)
     assert found["error"].startswith(kind)
     assert found["exit_code"] == code == 2
     assert err.split() == ["error:", *found["message"].split()]
+
+
+def test_a_json_line_that_others_follow_is_not_the_result(capsys, monkeypatch):
+    monkeypatch.setattr(output.Printed, "json", False)
+    output.print_json({"answer": "höher 😀"}, is_result=False)
+    assert not output.Printed.json, "an error after it is JSON as well"
+    output.print_json([1])
+    assert output.Printed.json
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.isascii(), "so that every locale can write it"
+    assert (json.loads(first), json.loads(second)) == ({"answer": "höher 😀"}, [1])
 
 
 def test_an_address_is_told_without_its_password(slipstream, tmp_path):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from benchmarks.weight_sync.process_memory import session_of
 
 from slipstream.launch.build import build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
-from slipstream.launch.usage import session_of
 from slipstream.records import SamplingParams, Ticket
 from slipstream.trainer.learner import Learner
 from slipstream.weights import check_report, create_bridge

@@ -1,4 +1,4 @@
-"""Parses the command line, and turns a failure into one sentence and an exit code."""
+"""Defines the command `slipstream`: parses its arguments and turns a failure into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ app = App(
     version=slipstream.__version__,
     help="""Post-trains language models: vLLM generates, PyTorch trains, new weights slip into the running engine.
 
-    A first run, in this order; five minutes on a CPU, and docs/tutorial.md explains it:
+    Run these commands in this order for a first run of five minutes on a CPU; docs/tutorial.md explains them:
 
         slipstream init first
         cd first
 {commands}
     """.format(commands=textwrap.indent(COMMANDS.rstrip(), 8 * " ")),
 )
-_BEFORE, _TRAIN, _LOOK, _USE = (
+_BEFORE, _TRAIN, _INSPECT, _USE = (
     Group(title, sort_key=place)
-    for place, title in enumerate(("Before a run", "Train", "Look at runs", "Use what came of it"))
+    for place, title in enumerate(("Before a run", "Train", "Inspect runs", "Use the trained model"))
 )
-for part in (commands.env_app, commands.model_app, proof.bench_app):
+for part in (commands.env_app, commands.model_app):
     part.group = (_BEFORE,)
     app.command(part)
 app.command(commands.init, group=_BEFORE)
 app.command(commands.plan, group=_BEFORE)
 app.command(commands.sft, group=_TRAIN)
 app.command(commands.train, group=_TRAIN)
-app.command(commands.evaluate, name="eval", group=_LOOK)
-app.command(commands.report, group=_LOOK)
-app.command(commands.runs, group=_LOOK)
-app.command(proof.trace, group=_LOOK)
-app.command(proof.verify, group=_LOOK)
+app.command(commands.evaluate, name="eval", group=_INSPECT)
+app.command(commands.report, group=_INSPECT)
+app.command(commands.runs, group=_INSPECT)
+app.command(proof.trace, group=_INSPECT)
+app.command(proof.verify, group=_INSPECT)
 app.command(chat.chat, group=_USE)
 app.command(commands.export, group=_USE)
 app.command(chat.serve_model, group=_USE)
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run one command and end the process with its exit code; with `arguments`, raise `SystemExit` instead."""
-    # Read when torch is loaded. OpenMP threads that spin while they wait make a step many times longer wherever
-    # something else needs the cores: the engine at staleness 1, or another program.
+    """Run one command and exit the process with its exit code; with `arguments`, raise `SystemExit` instead."""
+    # OpenMP reads this when torch is loaded. By default its idle threads spin, which slows a step many times where
+    # other work needs the cores: the engine at staleness 1, or another program.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if arguments is not None:
-        sys.exit(_run_to_the_end(arguments))
+        sys.exit(_run_with_restarts(arguments))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot encode
     try:
         code = _run(sys.argv[1:])
     except StartsAgain as again:
@@ -71,8 +71,8 @@ def main(arguments: list[str] | None = None) -> Any:
     leave(code)
 
 
-def _run_to_the_end(arguments: list[str]) -> int:
-    """The same within a process that is somebody else's."""
+def _run_with_restarts(arguments: list[str]) -> int:
+    """Run one command in the caller's process, again with new arguments whenever it asks for a restart."""
     while True:
         try:
             return _run(arguments)
@@ -81,7 +81,7 @@ def _run_to_the_end(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run one command; its exit code."""
+    """Run one command and return its exit code."""
     output.Printed.json = False
     try:
         _check_process()
@@ -94,22 +94,22 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt as error:
         return _fail(arguments, error, "interrupted", Interrupted.exit_code)
     except (OSError, SystemExit) as error:
-        cause = error.__context__ if isinstance(error, SystemExit) else error  # rich exits on a broken pipe
+        cause = error.__context__ if isinstance(error, SystemExit) else error  # rich raises SystemExit on a broken pipe
         if isinstance(cause, BrokenPipeError) and (isinstance(error, SystemExit) or output.is_closed()):
             output.discard()
             return output.CLOSED_PIPE_EXIT_CODE
-        if not isinstance(error, OSError) or (said := output.told(error)) is None:
+        if not isinstance(error, OSError) or (explanation := output.explain_os_error(error)) is None:
             raise
-        return _fail(arguments, error, *said)
+        return _fail(arguments, error, *explanation)
     return code if isinstance(code, int) else 0
 
 
 def _fail(arguments: list[str], error: BaseException, message: str, exit_code: int) -> int:
-    """Say on standard error why it ended, and with --json also on standard output, unless it has its result there."""
+    """Print the error on standard error and, with --json and no result printed yet, as JSON on standard output."""
     message = hide_userinfo(message)
-    wished = isinstance(error, (KeyboardInterrupt, Interrupted))
-    said = Text(message) if wished else Text.assemble(("error:", "red"), " ", message)
-    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(said)
+    by_user = isinstance(error, (KeyboardInterrupt, Interrupted))
+    text = Text(message) if by_user else Text.assemble(("error:", "red"), " ", message)
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(text)
     if "--json" in arguments and not output.Printed.json:
         with contextlib.suppress(OSError):
             output.print_json({"error": type(error).__name__, "message": message, "exit_code": exit_code})
@@ -118,7 +118,7 @@ def _fail(arguments: list[str], error: BaseException, message: str, exit_code: i
 
 
 def _check_process() -> None:
-    """Raises `ConfigError` for a process in which no command could work."""
+    """Raise `ConfigError` in a process in which no command can work."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""The commands that let a model answer: `chat` in the terminal, `serve-model` over HTTP."""
+"""The commands that run a model with vLLM: `chat` in the terminal and `serve-model` over HTTP."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from slipstream.cli.commands import TrustRemoteCode
+from slipstream.cli.output import Json, print_json
 from slipstream.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -22,44 +23,48 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    Parameter(help="A run (its best checkpoint, else its latest), a checkpoint, a model, a LoRA adapter, or a hub id."),
+    Parameter(help="A run (its best, or else latest checkpoint), a checkpoint, a model, a LoRA adapter, or a hub id."),
 ]
-Base = Annotated[str | None, Parameter(help="The model below a LoRA adapter, if not the one that the adapter names.")]
+Base = Annotated[str | None, Parameter(help="Base model of a LoRA adapter; default: the one that the adapter names.")]
 Thinking = Annotated[
     bool | None,
-    Parameter(help="Have the model think before it answers, or not; else as in the run, or as its template does."),
+    Parameter(help="Think before answering, or not; default: as in the run, or as the chat template does."),
 ]
 MaxModelLen = Annotated[
     int | None,
-    Parameter(help="Longest conversation in tokens; else the model's context, at most 8192 (on a GPU 32768)."),
+    Parameter(help="Maximum tokens of a conversation; default: the model's context, at most 8192 (on a GPU 32768)."),
 ]
-GpuMemory = Annotated[float, Parameter(help="Part of the card's memory that vLLM takes, on a GPU.")]
-StartTimeout = Annotated[float, Parameter(help="Seconds that vLLM may take to start.")]
+GpuMemory = Annotated[float, Parameter(help="Fraction of GPU memory for vLLM.")]
+StartTimeout = Annotated[float, Parameter(help="Seconds to wait for vLLM to start.")]
 
 
 def chat(
     model: Model,
     /,
     *,
-    message: Annotated[str | None, Parameter(help="Say this, print the answer, and end.")] = None,
-    system: Annotated[str | None, Parameter(help="System prompt; else that of the run, if the model has one.")] = None,
-    temperature: Annotated[float, Parameter(help="Logits are divided by it; 0 is greedy.")] = 0.7,
-    max_tokens: Annotated[int | None, Parameter(help="Longest answer; else what the context leaves.")] = None,
+    message: Annotated[str | None, Parameter(help="Send this message, print the answer, and exit.")] = None,
+    system: Annotated[
+        str | None, Parameter(help="System prompt; default: that of the run, if the model is from one.")
+    ] = None,
+    temperature: Annotated[float, Parameter(help="Sampling temperature; 0 is greedy.")] = 0.7,
+    max_tokens: Annotated[
+        int | None, Parameter(help="Maximum tokens of an answer; default: the rest of the context.")
+    ] = None,
     thinking: Thinking = None,
-    single_turn: Annotated[bool, Parameter(negative="", help="Forget each message once it is answered.")] = False,
+    single_turn: Annotated[bool, Parameter(negative="", help="Answer each message without the earlier ones.")] = False,
     base: Base = None,
-    seed: Annotated[int | None, Parameter(help="The same seed gives the same answers.")] = None,
+    seed: Annotated[int | None, Parameter(help="Sampling seed: the same seed gives the same answers.")] = None,
     max_model_len: MaxModelLen = None,
     gpu_memory_utilization: GpuMemory = 0.8,
     trust_remote_code: TrustRemoteCode = False,
     start_timeout: StartTimeout = 600.0,
-    json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object for each answer.")] = False,
+    json: Annotated[Json, Parameter(help="Print one JSON object for each answer.")] = False,
 ) -> int:
-    """Talk to a model in the terminal, through vLLM.
+    """Chat with a model in the terminal; vLLM generates the answers.
 
-    Starting vLLM takes about half a minute on a CPU. Then every line is a message and the model remembers the
-    conversation; /new begins another one, Ctrl-D ends it. From a pipe, every line is a message and the answers, without
-    the thinking, are all that is written to standard output.
+    vLLM takes about half a minute to start on a CPU. Every line is a message of one conversation; /new begins another
+    conversation, Ctrl-D exits. Input from a pipe is read the same way, and standard output gets the answers only,
+    without the thinking.
 
         slipstream chat runs/my-run
         slipstream chat runs/my-run --message "Hello" --temperature 0
@@ -93,33 +98,33 @@ def chat(
             talk = stack.enter_context(chat_session(deployable, tokenizer, options))
         unknown = tokenizer.vocabulary.unknown_in
         if is_terminal:
-            return _talk_in_terminal(
+            return _chat_in_terminal(
                 talk, unknown, deployable.name, Console(highlight=False, soft_wrap=True, emoji=False)
             )
         for text in [message] if message is not None else _lines():
             if text == "/new":
                 talk.restart()
                 continue
-            _warn_of(unknown(text), screen)
+            _warn_of_unknown(unknown(text), screen)
             _print_answer(text, talk.ask(text), screen, as_json=json)
     return 0
 
 
 def _lines() -> Iterator[str]:
-    """Messages from a pipe; blank lines say nothing."""
+    """Read messages from standard input, without blank lines."""
     return (line.strip() for line in sys.stdin if line.strip())
 
 
 def _print_answer(text: str, answer: Answer, screen: Console, *, as_json: bool) -> None:
     if as_json:
-        _print_line({"message": text} | _as_dict(answer))
+        print_json({"message": text} | _as_dict(answer), is_result=False)
         return
     print(answer.text, flush=True)
     if answer.finish_reason == "length":
         screen.print(f"warning: the answer was cut at {answer.num_tokens} tokens", markup=False)
 
 
-def _warn_of(unknown: Sequence[str], screen: Console) -> None:
+def _warn_of_unknown(unknown: Sequence[str], screen: Console) -> None:
     if unknown:
         named = ", ".join(map(repr, unknown))
         screen.print(f"warning: the model does not see {named}: its tokenizer has no token for it", markup=False)
@@ -130,12 +135,12 @@ def _as_dict(answer: Answer) -> dict[str, Any]:
     return {"answer": found.pop("text")} | found
 
 
-def _talk_in_terminal(talk: ChatSession, unknown: Callable[[str], Sequence[str]], name: str, screen: Console) -> int:
+def _chat_in_terminal(talk: ChatSession, unknown: Callable[[str], Sequence[str]], name: str, screen: Console) -> int:
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - `input` gets a line editor
+        import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - gives `input` line editing
 
     screen.print(f"[dim]{escape(name)}: /new begins a new conversation, Ctrl-D ends it[/]")
-    # Ctrl-C is how many people leave.
+    # Many users leave with Ctrl-C instead of Ctrl-D.
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             text = input("> ").strip()
@@ -143,7 +148,7 @@ def _talk_in_terminal(talk: ChatSession, unknown: Callable[[str], Sequence[str]]
                 talk.restart()
                 screen.print("[dim]a new conversation[/]")
             elif text:
-                _warn_of(unknown(text), screen)
+                _warn_of_unknown(unknown(text), screen)
                 _show_answer(talk, text, screen)
     screen.print()
     return 0
@@ -167,24 +172,29 @@ def serve_model(
     model: Model,
     /,
     *,
-    host: Annotated[str, Parameter(help="Address to listen on; any but this machine's own needs a key.")] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="Port to listen on; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, Parameter(help="What clients call the model; else its folder's or run's name.")] = None,
+    host: Annotated[
+        str, Parameter(help="Address to listen on; one that other machines can reach needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port to listen on; 0 chooses a free one.")] = 8000,
+    name: Annotated[
+        str | None, Parameter(help="Model name for clients; default: the name of its folder or run.")
+    ] = None,
     thinking: Thinking = None,
     base: Base = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[
-        int | None, Parameter(help="Conversations answered at once; else 16 on a CPU, 256 on a GPU.")
+        int | None, Parameter(help="Maximum concurrent requests; default: 16 on a CPU, 256 on a GPU.")
     ] = None,
     gpu_memory_utilization: GpuMemory = 0.8,
     trust_remote_code: TrustRemoteCode = False,
     start_timeout: StartTimeout = 600.0,
-    json: Annotated[bool, Parameter(name="--json", negative="", help="One line of JSON when it answers.")] = False,
+    json: Annotated[Json, Parameter(help="Print one line of JSON when the server is ready.")] = False,
 ) -> int:
-    """Serve a model at an OpenAI-compatible address, with vLLM's own server, until Ctrl-C.
+    """Serve a model over an OpenAI-compatible API with vLLM's own server, until Ctrl-C.
 
-    Clients send the key in the environment variable SLIPSTREAM_API_KEY, if it is set; without one the server listens
-    on this machine alone. A LoRA adapter is served beside its base, which then is called NAME-base.
+    Prints the address and an example request when the server is ready. If the environment variable SLIPSTREAM_API_KEY
+    is set, clients must send its value as the API key; without it the server accepts only connections from this
+    machine. A LoRA adapter is served together with its base model, which clients call NAME-base.
 
         slipstream serve-model runs/my-run
         slipstream serve-model runs/my-run --port 0 --json
@@ -216,22 +226,14 @@ def serve_model(
     def on_ready(address: Address) -> None:
         waiting.stop()
         if json:
-            _print_line({"url": address.url, "model": address.model, "needs_key": address.needs_key})
+            print_json({"url": address.url, "model": address.model, "needs_key": address.needs_key}, is_result=False)
             return
         body = {"model": address.model, "messages": [{"role": "user", "content": "Hello"}]}
         key = f' -H "Authorization: Bearer ${KEY_SOURCE}"' if address.needs_key else ""
         print(f"serving {address.model} at {address.url}; Ctrl-C stops it")
         print(f"  curl {address.url}/chat/completions{key} -H 'Content-Type: application/json' \\")
-        print(f"    -d {shlex.quote(_as_json(body))}", flush=True)
+        print(f"    -d {shlex.quote(dumps(body, ensure_ascii=False))}", flush=True)
 
     with waiting:
         serve(deployable, tokenizer, options, on_ready)
     return 0
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _print_line(value: Any) -> None:
-    print(_as_json(value), flush=True)

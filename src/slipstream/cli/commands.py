@@ -1,4 +1,7 @@
-"""The commands. Each docstring is what `--help` shows. Called from Python, they take a path as text too."""
+"""The commands that check, train, evaluate, list, report and export; `--help` shows their docstrings.
+
+Called from Python, they also accept a path as `str`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from slipstream.cli.output import outlives_its_reader, print_json
+from slipstream.cli.output import Json, print_json
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, StartsAgain
 
 if TYPE_CHECKING:
@@ -24,27 +27,30 @@ Overrides = Annotated[
     Parameter(
         allow_leading_hyphen=True,
         show=True,
-        help="--section.key VALUE replaces a setting of the run file; --no-evaluation turns that section off.",
+        help="--section.key VALUE overrides a setting of the run file; --no-evaluation turns that section off.",
     ),
 ]
 RunFile = Annotated[Path, Parameter(help="The run file, TOML.")]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON and nothing else.")]
 Plain = Annotated[bool, Parameter(name="--plain", negative="", help="Print plain lines instead of the live view.")]
 Resume = Annotated[
-    bool, Parameter(name="--resume", negative="", help="Continue the run in run.folder after its last checkpoint.")
+    bool, Parameter(name="--resume", negative="", help="Continue the run in run.folder from its last checkpoint.")
 ]
-TrustRemoteCode = Annotated[bool, Parameter(negative="", help="Let the model folder run its own Python code.")]
+TrustRemoteCode = Annotated[bool, Parameter(negative="", help="Allow the model folder's own Python code to run.")]
 
 MIN_SIGNAL = 0.25
-"""Part of the groups with reward variance below which a run without a gain is told why."""
-env_app = App(name="env", help="Check an environment before anything is trained on it.")
-model_app = App(name="model", help="Make a small model to train.")
+"""A run without a gain whose mean fraction of groups with reward variance is lower gets a hint about it."""
+env_app = App(name="env", help="Check an environment before training on it.")
+model_app = App(name="model", help="Create a small model to train.")
 
 
 def train(
     run_file: RunFile, /, *overrides: Overrides, resume: Resume = False, plain: Plain = False, json: Json = False
 ) -> int:
-    """Train as the run file says, with SFT or reinforcement learning; all that comes of it is in the run folder."""
+    """Train a model by SFT or reinforcement learning, as the run file says.
+
+    Writes metrics, events, sampled rollouts and checkpoints to the run folder. Prints that folder, the folder of the
+    final weights and, if the run evaluates, the accuracy on held-out tasks.
+    """
     return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json)
 
 
@@ -52,12 +58,16 @@ def sft(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    data: Annotated[str | None, Parameter(help="File or folder of conversations to imitate; sets data.path.")] = None,
+    data: Annotated[str | None, Parameter(help="File or folder of conversations; sets data.path.")] = None,
     resume: Resume = False,
     plain: Plain = False,
     json: Json = False,
 ) -> int:
-    """Train with SFT, on an environment's gold answers or on the conversations of a file or folder."""
+    """Train a model by supervised fine-tuning (SFT).
+
+    The training data are the gold answers of the run file's environment, or the conversations in --data or data.path.
+    The run file may leave out algorithm.kind. Writes and prints what `train` does.
+    """
     extra = ("--data.path", data) if data else ()
     return _train(run_file, (*overrides, *extra), "sft", resume=resume, plain=plain, as_json=json)
 
@@ -83,7 +93,7 @@ def _train(
         flags = [*(["--plain"] if plain else []), *(["--json"] if as_json else [])]
         again.arguments = [algorithm or "train", str(run_file), *overrides, *where, "--resume", *flags]
         raise
-    with outlives_its_reader():
+    with ignore_closed_pipe():
         if as_json:
             print_json(summary)
             return 0
@@ -94,13 +104,13 @@ def _train(
             print(f"best:       {result.best}")
         if result.evaluation is not None:
             print(_accuracy_line(summary))
-            if text := _what_was_gained(result.folder):
+            if text := _gain_line(result.folder):
                 print(text)
     return 0
 
 
-def _what_was_gained(folder: Path) -> str:
-    """The last measurement against the first; what to do when nothing sure came of the run."""
+def _gain_line(folder: Path) -> str:
+    """Compare the last evaluation with the first, with a hint if the gain is not significant; empty without both."""
     from slipstream.report.headline import headline
     from slipstream.runlog import read_run
 
@@ -132,11 +142,15 @@ def evaluate(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    model: Annotated[str | None, Parameter(help="Model folder to evaluate instead of the run file's.")] = None,
+    model: Annotated[str | None, Parameter(help="Model folder to evaluate; default: the run file's.")] = None,
     plain: Plain = False,
     json: Json = False,
 ) -> int:
-    """Measure a model's accuracy on held-out tasks, with its 95 % confidence interval; train nothing."""
+    """Measure a model's accuracy on held-out tasks, with its 95 % confidence interval.
+
+    Starts vLLM with the run file's model, or with --model. Needs [environment]; [evaluation] sets the number of tasks
+    and the temperature.
+    """
     from slipstream.config import load_config
 
     extra = ("--model.path", model) if model else ()
@@ -156,7 +170,10 @@ def evaluate(
 
 
 def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /, *, json: Json = False) -> int:
-    """Write a first task and its run files: environment.py, sft.toml and rl.toml, for five minutes on a CPU."""
+    """Write a first task and its run files: environment.py, sft.toml and rl.toml.
+
+    The folder must be new or empty. Prints the commands to run next, which take five minutes together on a CPU.
+    """
     from slipstream.cli.init_files import COMMANDS, FILES, write_first_run
 
     path = write_first_run(Path(folder))
@@ -168,7 +185,10 @@ def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /
 
 
 def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int:
-    """Check a run file and show every setting that is derived from it, and why; start nothing."""
+    """Check a run file and print every setting that is derived from it, with the reason.
+
+    Reads the model's configuration, the tokenizer and the training data; starts neither a trainer nor an engine.
+    """
     from slipstream.config import load_config
 
     loaded = load_config(Path(run_file), overrides)
@@ -189,9 +209,9 @@ def plan(run_file: RunFile, /, *overrides: Overrides, json: Json = False) -> int
 
 
 def runs(
-    root: Annotated[Path, Parameter(help="Folder that holds run folders.")] = Path("runs"), *, json: Json = False
+    root: Annotated[Path, Parameter(help="Folder that contains run folders.")] = Path("runs"), *, json: Json = False
 ) -> int:
-    """List the runs in a folder, with their state and last numbers."""
+    """List the runs in a folder and its subfolders, newest first, with their state and latest metrics."""
     from slipstream.runlog import list_runs
     from slipstream.view import render_runs
 
@@ -209,15 +229,18 @@ def runs(
 
 
 def export(
-    checkpoint: Annotated[Path, Parameter(help="A checkpoint, or a run: its best checkpoint, else its latest.")],
-    out: Annotated[Path, Parameter(help="New folder to write.")],
+    checkpoint: Annotated[Path, Parameter(help="A checkpoint, or a run: its best checkpoint, or else its latest.")],
+    out: Annotated[Path, Parameter(help="New folder for the weights.")],
     /,
     *,
-    merged: Annotated[bool, Parameter(negative="", help="Merge a LoRA adapter into its base: a whole model.")] = False,
+    merged: Annotated[bool, Parameter(negative="", help="Merge a LoRA adapter into its base model.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> int:
-    """Take what can be deployed out of a checkpoint: a model, a LoRA adapter, or both merged into one model."""
+    """Copy a checkpoint's weights to a new folder, as a model or a LoRA adapter that other tools can load.
+
+    With --merged, merges the adapter into its base and writes a whole model. Prints the new folder.
+    """
     from slipstream.launch.tools.export import export as write
 
     path = write(Path(checkpoint), Path(out), merged=merged, trust_remote_code=trust_remote_code)
@@ -226,11 +249,14 @@ def export(
 
 
 def report(
-    *folders: Annotated[Path, Parameter(help="Run folders; several are compared.", show=True)],
-    out: Annotated[Path | None, Parameter(help="The HTML file to write; report.html if not given.")] = None,
+    *folders: Annotated[Path, Parameter(help="Run folders; several are compared in one report.", show=True)],
+    out: Annotated[Path | None, Parameter(help="HTML file to write; default: report.html in this folder.")] = None,
     json: Json = False,
 ) -> int:
-    """Write one HTML file that shows a run whole, or several side by side; it opens without a network."""
+    """Write one HTML file that shows a run, or compares several.
+
+    The file needs no network and no other file. Prints its path.
+    """
     if not folders:
         raise ConfigError("report needs a run folder: name one or more, as `slipstream runs` lists them")
     from slipstream.report import write_report
@@ -242,7 +268,7 @@ def report(
 
 _UNGRADED = {"mean_reward": None, "accuracy": None}
 _SLOW_REWARDS_S = 10.0
-"""A batch's rewards that take longer are worth a word."""
+"""A batch whose rewards take longer gets a warning."""
 
 
 @env_app.command(name="test")
@@ -250,12 +276,13 @@ def env_test(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    num_tasks: Annotated[int, Parameter(help="How many training tasks to grade.")] = 64,
+    num_tasks: Annotated[int, Parameter(help="Training tasks to grade.")] = 64,
     json: Json = False,
 ) -> int:
-    """Grade gold answers and deliberate junk; fails when the rewards cannot tell them apart.
+    """Grade gold answers and deliberately wrong ones; fail if the rewards cannot tell them apart.
 
-    It also fails when the model's tokenizer has no token for what is to be learnt, if the model is there already.
+    Also fails if the model's tokenizer has no token for a character that the answers need; a missing model folder skips
+    that check. Prints mean reward and accuracy for each kind of answer.
     """
     import asyncio
 
@@ -289,9 +316,9 @@ def env_test(
 
     result, seconds = asyncio.run(check())
     rate = sum(r.num_scored + r.num_failed for r in result.results) / seconds
-    notes, unsaid = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
-    notes += _slow_rewards(config, rate, num_workers)
-    failures = [*result.failures, *([unsaid] if unsaid else [])]
+    notes, unknown = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
+    notes += _slow_reward_warnings(config, rate, num_workers)
+    failures = [*result.failures, *([unknown] if unknown else [])]
     if json:
         kinds = [
             {"kind": r.kind, "num_scored": r.num_scored}
@@ -322,8 +349,8 @@ def env_test(
     return 0
 
 
-def _slow_rewards(config: RunConfig, rate: float, num_workers: int) -> list[str]:
-    """A warning where a batch's rewards, at `rate` a second, would take long."""
+def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: int) -> list[str]:
+    """Warn if the rewards of one batch, at `rate` per second, take longer than `_SLOW_REWARDS_S`."""
     from slipstream.config.schema import RLConfig
 
     group = config.algorithm.group_size if isinstance(config.algorithm, RLConfig) else 1
@@ -337,7 +364,7 @@ def _slow_rewards(config: RunConfig, rate: float, num_workers: int) -> list[str]
 
 
 def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:
-    """Warnings, and what the model cannot learn of the environment."""
+    """Return warnings about characters without a token, and an error (or "") if the tasks cannot be learned."""
     from slipstream.data.unknown_characters import read_vocabulary
     from slipstream.launch.preflight.unknown_characters import unknown_in_tasks
 
@@ -357,25 +384,28 @@ def model_new(
     /,
     *,
     tokenizer: Annotated[
-        Literal["byte", "char"], Parameter(help="A token is a byte (any text) or a character (printable ASCII).")
+        Literal["byte", "char"], Parameter(help="One token for each byte (any text) or character (printable ASCII).")
     ] = "char",
     hidden_size: Annotated[int, Parameter(help="Width of the residual stream.")] = 128,
     num_layers: Annotated[int, Parameter(help="Decoder layers.")] = 4,
     num_heads: Annotated[int, Parameter(help="Attention heads.")] = 4,
-    num_kv_heads: Annotated[int, Parameter(help="Key-value heads; must divide the attention heads.")] = 2,
-    head_dim: Annotated[int, Parameter(help="Size of a head, a multiple of 32.")] = 32,
+    num_kv_heads: Annotated[int, Parameter(help="Key-value heads; must divide --num-heads.")] = 2,
+    head_dim: Annotated[int, Parameter(help="Dimension of a head, a multiple of 32.")] = 32,
     intermediate_size: Annotated[
-        int | None, Parameter(help="Width of the MLP; three times the hidden size if not given.")
+        int | None, Parameter(help="Width of the MLP; default: three times the hidden size.")
     ] = None,
-    context_length: Annotated[int, Parameter(help="Longest prompt and completion together, in tokens.")] = 512,
+    context_length: Annotated[int, Parameter(help="Maximum tokens of prompt and completion together.")] = 512,
     rope_theta: Annotated[
-        float | None, Parameter(help="Base of the rotary embedding; fitted to the context if not given.")
+        float | None, Parameter(help="Base of the rotary embeddings; default: derived from --context-length.")
     ] = None,
     seed: Annotated[int, Parameter(help="The same seed gives the same weights.")] = 0,
-    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Type of the weights.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Data type of the weights.")] = "float32",
     json: Json = False,
 ) -> int:
-    """Make a small model from scratch: Qwen3 architecture, byte- or character-level tokenizer, chat template."""
+    """Create a small Qwen3 with random weights, a byte- or character-level tokenizer and a chat template.
+
+    The folder must be new or empty. Prints it.
+    """
     from slipstream.trainer.model.tiny_qwen3 import new_model
 
     path = new_model(

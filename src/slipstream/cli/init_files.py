@@ -1,4 +1,4 @@
-"""The files that `slipstream init` writes: a task and two run files, for five minutes on a CPU; to be changed."""
+"""The files that `slipstream init` writes: an environment and two run files, as a starting point for one's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 
-ENVIRONMENT = '''"""The task: put digits in order. docs/environments.md says what else an environment can be."""
+ENVIRONMENT = '''"""The task: sort digits. docs/environments.md describes other kinds of environments."""
 
 import random
 
@@ -15,19 +15,19 @@ from slipstream.envs import split_of
 
 
 def tasks(split, num_tasks, seed, num_digits=5):
-    """Questions and their right answers. What comes after `seed` are settings, `[environment] settings` sets them."""
+    """Return questions and their right answers. Parameters after `seed` are settings: `[environment] settings`."""
     draw = random.Random(seed)
     found = {}
     for _ in range(20 * num_tasks):
         digits = "".join(draw.choices("0123456789", k=num_digits))
-        # `split` is "train" or "eval"; a question belongs to one of them, by its text alone.
+        # `split` is "train" or "eval"; the text of a question alone decides which of them it belongs to.
         if split_of(digits) == split:
             found[digits] = {"prompt": f"Sort: {digits}", "answer": "".join(sorted(digits))}
     return list(found.values())[:num_tasks]
 
 
 def reward(task, completion):
-    """How good an answer is. RL is told `reward`; all else is only shown."""
+    """Grade an answer. RL maximises `reward`; the other values are only logged."""
     in_place = sum(a == b for a, b in zip(task.answer, completion, strict=False))
     return {"reward": float(completion == task.answer), "in_place": in_place / len(task.answer)}
 '''
@@ -38,23 +38,23 @@ SFT = """# Supervised fine-tuning: the model imitates right answers.
 path = "models/new" # slipstream model new models/new
 
 [environment]
-name = "environment.py" # this folder's; reasoning_gym/<task> and "rows" are others
+name = "environment.py" # in this folder; others: reasoning_gym/<task>, "rows"
 # settings = { num_digits = 5 }
 
 [algorithm]
 kind = "sft"
 
 [training]
-steps = 45 # about a minute; held-out accuracy goes from 0 to about 35 %
+steps = 45 # about a minute; held-out accuracy rises from 0 to about 35 %
 prompts_per_batch = 64
-learning_rate = 4e-3 # for a model of 0.8 M parameters; a large one wants about 1e-5
+learning_rate = 4e-3 # for 0.8 M parameters; large models need about 1e-5
 schedule = "linear"
 warmup_steps = 10
 
 [evaluation]
-num_tasks = 200 # before the first and after the last step
+num_tasks = 200 # evaluated before the first and after the last step
 """
-RL = """# Reinforcement learning from there: the model tries, and is only told which of its answers were right.
+RL = """# Reinforcement learning from the SFT model: it samples answers and learns from their rewards alone.
 #   slipstream train rl.toml --run.folder runs/rl
 [model]
 path = "models/after-sft" # slipstream export runs/sft models/after-sft
@@ -65,10 +65,10 @@ name = "environment.py"
 
 [algorithm]
 kind = "grpo"
-group_size = 8 # attempts at each question; RL learns where some are better than others
+group_size = 8 # completions per question; RL learns where their rewards differ
 
 [training]
-steps = 60 # about two minutes; held-out accuracy goes to about 80 %
+steps = 60 # about two minutes; held-out accuracy rises to about 80 %
 prompts_per_batch = 64
 updates_per_batch = 2
 learning_rate = 1e-3
@@ -88,11 +88,11 @@ slipstream train rl.toml --run.folder runs/rl
 slipstream report runs/rl
 slipstream chat runs/rl --single-turn
 """
-"""What to do with them, in this order, in their folder."""
+"""The commands to run in that folder, in this order."""
 
 
 def write_first_run(folder: Path) -> Path:
-    """Write the files into `folder`, which is new or empty. Raises `ConfigError` otherwise, or where it cannot."""
+    """Write the files into `folder`. Raises `ConfigError` if it is not empty or cannot be written."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder: give a new one")

@@ -1,4 +1,4 @@
-"""What a command writes to standard output, and what becomes of it when nobody takes it."""
+"""Writes a command's results to standard output, and handles an output that cannot be written."""
 
 from __future__ import annotations
 
@@ -8,35 +8,53 @@ import json
 import os
 import select
 import sys
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 CLOSED_PIPE_EXIT_CODE = 141
-"""What a shell says of a program that ended because nobody read on."""
+"""128 + SIGPIPE: a shell's exit code for a program whose reader closed the pipe."""
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM}
+_FILE_WIDTH = 140
+"""Columns of a table that goes to a file or a pipe."""
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON and nothing else.")]
 
 
 class Printed:
-    """Whether this process printed JSON: whoever reads it expects one value."""
+    """Whether this process has printed a command's JSON result, after which no JSON error may follow."""
 
     json = False
 
 
-def print_json(value: Any) -> None:
-    """One line of JSON on standard output."""
-    print(json.dumps(value, default=str))
-    Printed.json = True
+def print_json(value: Any, *, is_result: bool = True) -> None:
+    """Print one line of JSON at once; `is_result=False` for a line that others, or an error, may follow."""
+    print(json.dumps(value, default=str), flush=True)
+    Printed.json |= is_result
+
+
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print a table with the keys of the first row as columns."""
+    from rich.console import Console
+
+    from slipstream.view import render_table
+
+    console = Console(emoji=False)
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH, emoji=False)
+    console.print(render_table(rows, list(rows[0])))
 
 
 def flush() -> None:
-    """Write what waits. Raises OSError when it cannot be written."""
+    """Flush standard output. Raises OSError if it cannot be written."""
     if sys.stdout is not None and not sys.stdout.closed:  # pyright: ignore[reportUnnecessaryComparison]
         sys.stdout.flush()
 
 
 def is_closed() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
+    """Return whether standard output is a pipe without a reader."""
     with contextlib.suppress(OSError, ValueError):
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -45,7 +63,7 @@ def is_closed() -> bool:
 
 
 def discard() -> None:
-    """Have nothing more written to standard output, what waits included."""
+    """Redirect standard output to /dev/null, and with it what is still buffered."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -53,8 +71,8 @@ def discard() -> None:
 
 
 @contextlib.contextmanager
-def outlives_its_reader() -> Generator[None]:
-    """What a command says of work that is done: a pipe that was closed meanwhile is no failure."""
+def ignore_closed_pipe() -> Generator[None]:
+    """Let a command that has done its work succeed although the reader of its output has closed the pipe."""
     try:
         yield
         flush()
@@ -62,8 +80,8 @@ def outlives_its_reader() -> Generator[None]:
         discard()
 
 
-def told(error: OSError) -> tuple[str, int] | None:
-    """A sentence and an exit code for what the system refused a person; None for what only a bug can cause."""
+def explain_os_error(error: OSError) -> tuple[str, int] | None:
+    """Return a sentence and an exit code for a full disk or a missing permission; None for any other error."""
     reason = error.strerror or str(error)
     if error.filename is None and error.errno in _DISK:
         try:

@@ -1,9 +1,9 @@
-"""What an update of the weights costs by each bridge: bytes, time, stall of generation, proof and memory.
+"""Starts a trainer and an engine, updates the engine's weights again and again, and times each update.
 
-As in a run, this process is the trainer (`sync_trainer`) and the engine a child of it, which generates all the while;
-what is published, applied and verified is what a run would. Nothing is trained: between two updates every so-many-th
-element changes its sign. Guarantees: every update that is counted was verified; the engine, and ranks, end with the
-measurement, however that ends.
+As in a run, this process is the trainer (`trainer`) and the engine is its child, which generates during all updates.
+Versions are published, applied and verified by the same code as in a run. Nothing is trained: between two updates some
+elements change their sign. Guarantees: every counted update was verified; the engine and all ranks end with the
+measurement, however it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from slipstream.config import LoraConfig, RunConfig, with_values
 from slipstream.config.traits import engine_workers, publishes_adapter
@@ -31,10 +31,7 @@ from slipstream.launch.plan.memory.gpu_shares import num_cards, place
 from slipstream.launch.plan.summary import check_divided
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.signals import StopRequest
-from slipstream.launch.sync_figures import PROMPT_TOKENS, WORD_IDS, Memory, SyncFigures, SyncOptions, spread
-from slipstream.launch.sync_trainer import SyncTrainer, sync_trainer
 from slipstream.launch.tools.deployable import engine_config, find_deployable
-from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, session_of
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.runlog.temporary import temporary
@@ -42,28 +39,30 @@ from slipstream.weights import Bridge, check_report, create_adapter_bridge, crea
 from slipstream.weights.base import Fence, NamedWeights
 from slipstream.weights.bridges.single_copy import SharedWeights
 
-BridgeName = Literal[
-    "disk", "restart", "broadcast", "single_copy", "lora", "disk+delta", "broadcast+delta", "single_copy+lora"
-]
-BRIDGES: tuple[BridgeName, ...] = get_args(BridgeName)
-TOGETHER: tuple[BridgeName, ...] = ("disk", "disk+delta", "broadcast", "broadcast+delta")
-"""Those that one engine can take its weights by, one after the other."""
+from .collective import raw_broadcast_s
+from .figures import PROMPT_TOKENS, TOGETHER, WORD_IDS, BridgeName, Memory, SyncFigures, SyncOptions, spread
+from .process_memory import gpu_memory, gpus_in_use, host_memory, session_of
+from .trainer import SyncTrainer, sync_trainer
+
 DELTA_CHANGED = 0.02
-"""Part of the elements that change, at most, where only these travel: about what a step in bfloat16 does."""
+"""Largest fraction of changed elements under `weights.delta`: about that of one optimizer step in bfloat16."""
 WARM_UP = 2
-"""Updates that are not counted: the first makes maps and groups."""
-APART = 5
-"""Times that what several ranks do is measured apart: that they gather, and a transfer without it."""
+"""Updates that are not counted: the first one builds tensor maps and process groups."""
+GATHER_REPEATS = 5
+"""Repeats of the two measurements for several ranks: gathering alone, and a transfer of gathered weights."""
 MAX_RESTARTS = 3
-"""Under `restart`, which has nothing to warm up and takes as long as an engine's start, so many are enough."""
+"""Most updates by `restart`, each of which takes as long as an engine's start; it needs no warm-up."""
 _GRACE_S = 60.0
 
 
 def measure_sync(
-    names: Sequence[BridgeName], options: SyncOptions, tell: Callable[[SyncFigures], None] = lambda _: None
+    names: Sequence[BridgeName], options: SyncOptions, on_result: Callable[[SyncFigures], None] = lambda _: None
 ) -> list[SyncFigures]:
-    """Start an engine, update it by each of these bridges as often as asked while it generates, and stop it. Several
-    must all be in TOGETHER. `tell` hears of each as soon as it is measured."""
+    """Start one engine, measure each of these bridges on it while it generates, and stop it.
+
+    Calls `on_result` with each bridge's figures as soon as they are known. Raises `ConfigError` if one of several
+    bridges is not in TOGETHER, or if the options do not fit the model or this machine.
+    """
     if len(names) > 1 and (others := [name for name in names if name not in TOGETHER]):
         raise ConfigError(f"{others[0]} needs an engine of its own: leave out --together, or use {', '.join(TOGETHER)}")
     configs = [_config(name, options) for name in names]
@@ -71,20 +70,20 @@ def measure_sync(
     with (
         StopRequest() as stop,
         temporary("sync", options.scratch) as folder,
-        _started(names[0], configs[0], options, Path(folder), stop) as sides,
+        _running(names[0], configs[0], options, Path(folder), stop) as sides,
     ):
         for number, (name, config) in enumerate(zip(names, configs, strict=True)):
             bridge = _bridge(name, config, Path(folder) / f"weights-{number}", sides)
             try:
-                found.append(_Bench(name, config, options, sides, bridge, number).measure())
+                found.append(_Measurement(name, config, options, sides, bridge, number).measure())
             finally:
                 bridge.publisher.close()
-            tell(found[-1])
+            on_result(found[-1])
     return found
 
 
 def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
-    """The settings of a run that would use this bridge on this machine."""
+    """Return the settings of a run that uses this bridge on this machine."""
     bridge, _, variant = name.partition("+")
     placement, ranks = _placement(bridge, variant, options)
     deployable = find_deployable(options.model)
@@ -101,7 +100,7 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
         deployable,
         max_model_len=length,
         max_num_seqs=options.streams,
-        # vLLM asks for this part of the card to be free at its start, whatever it takes of it.
+        # vLLM requires this fraction of the GPU memory to be free at its start.
         gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
         start_timeout_s=options.timeout_s,
     )
@@ -126,7 +125,10 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
 
 
 def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal["shared", "separate"], int]:
-    """Who is on which GPU, and how many trainer processes there are: over `single_copy` one for each worker."""
+    """Return whether trainer and engine share GPUs, and the number of trainer processes (`single_copy`: one a worker).
+
+    Raises `ConfigError` for options that contradict one another or need more GPUs than there are.
+    """
     num_gpus, _ = measure_gpus()
     placement, size, shares = options.placement, options.tensor_parallel_size, bridge == "single_copy"
     ranks = options.ranks or (size if shares else 1)
@@ -160,20 +162,20 @@ def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal
 
 @dataclass(frozen=True)
 class _Sides:
-    """The trainer and an engine, both ready."""
+    """A trainer and an engine that are both ready."""
 
     trainer: SyncTrainer
     engine: RunEngine
     thread: EventLoopThread
-    """The engine's."""
+    """Runs the engine's coroutines."""
     should_stop: Callable[[], bool]
 
 
 @contextlib.contextmanager
-def _started(
+def _running(
     name: BridgeName, config: RunConfig, options: SyncOptions, folder: Path, stop: StopRequest
 ) -> Generator[_Sides]:
-    """Both sides, as `launch.local` starts them."""
+    """Start the engine and the trainer in the order of `slipstream.launch.run`, yield them, and stop them."""
     import torch
 
     torch.set_num_threads(rank_threads(config))
@@ -230,11 +232,11 @@ def _between_gpus(config: RunConfig, trainer: SyncTrainer) -> bool:
 
 @dataclass(frozen=True)
 class _Update:
-    """One update, in seconds."""
+    """Times of one update, in seconds."""
 
     report: ApplyReport
     copied_bytes: int
-    """To the engine, by the trainer as it wrote the weights."""
+    """Bytes that the trainer copied to the engine while it wrote the weights."""
     publish_s: float
     commit_s: float
     stall_s: float
@@ -242,7 +244,7 @@ class _Update:
 
 
 class _Load:
-    """A few long generations at any time, between `start` and `stop`."""
+    """Keeps `options.streams` long requests running between `start` and `stop`."""
 
     def __init__(self, engine: RunEngine, thread: EventLoopThread, options: SyncOptions, length: int) -> None:
         self._engine = engine
@@ -253,21 +255,21 @@ class _Load:
         self._running: Future[None] | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the requests; each is followed by another one."""
 
-        async def all_of_them() -> None:
+        async def all_streams() -> None:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._options.streams):
-                    group.create_task(one_after_the_other())
+                    group.create_task(one_stream())
 
-        async def one_after_the_other() -> None:
+        async def one_stream() -> None:
             while True:
                 await self._engine.generate(self._request(self._length - PROMPT_TOKENS))
 
-        self._running = self._thread.submit(all_of_them())
+        self._running = self._thread.submit(all_streams())
 
     def stop(self) -> None:
-        """End them, and tell if one had failed."""
+        """Cancel the requests; raises the error of one that has failed."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -276,7 +278,7 @@ class _Load:
         running.cancel()
 
     def first_token(self) -> None:
-        """Wait for a token of a new request."""
+        """Send a new request and wait for its first token."""
         timeout_s = self._options.timeout_s
         self._thread.call(self._engine.generate(self._request(1)), timeout_s, "the engine's first token")
 
@@ -287,8 +289,8 @@ class _Load:
         return GenerateRequest(f"load-{number}", prompt, sampling, number, self._options.timeout_s)
 
 
-class _Bench:
-    """Both sides, ready."""
+class _Measurement:
+    """The updates of one bridge."""
 
     def __init__(
         self, name: BridgeName, config: RunConfig, options: SyncOptions, sides: _Sides, bridge: Bridge, lineage: int
@@ -297,7 +299,7 @@ class _Bench:
         self._config = config
         self._options = options
         self._lineage = lineage
-        """Of its versions, which no other bridge's may have."""
+        """Lineage of this bridge's versions, so that no two bridges of one engine publish the same version."""
         self._trainer = sides.trainer
         self._engine = sides.engine
         self._thread = sides.thread
@@ -306,11 +308,11 @@ class _Bench:
         assert isinstance(config.inference.max_model_len, int)
         self._length = config.inference.max_model_len
         self._load = _Load(sides.engine, sides.thread, options, self._length)
-        # A new engine knows nothing of the requests of the one before.
+        # Under `restart` an update starts a new engine, which does not have the running requests.
         self._keeps_requests = bridge.name != "restart"
 
     def measure(self) -> SyncFigures:
-        """All updates, and the memory after the last."""
+        """Run all updates, read the memory after the last one, and return the figures."""
         first = self._update(0)
         self._load.start()
         updates: list[_Update] = []
@@ -321,7 +323,7 @@ class _Bench:
             if self._should_stop():
                 raise Interrupted("the measurement was stopped: start it again")
             if self._bridge.name == "lora":
-                # The engine has room for two adapters: a third would wait for requests of the first to end.
+                # The engine holds two adapters: a third one would wait until all requests of the first have ended.
                 self._load.stop()
                 self._load.start()
             time.sleep(self._options.pause_s)
@@ -333,22 +335,24 @@ class _Bench:
         return self._figures(first, counted, memory, gathered)
 
     def _gathered(self, step: int) -> tuple[float | None, float | None]:
-        """Seconds to gather the weights of several ranks, and of a transfer without it; see `SyncFigures`."""
+        """Return `SyncFigures.gather_s` and `SyncFigures.from_one_s`."""
         if self._config.training.ranks == 1 or self._bridge.fence is not None:
             return None, None
-        alone = [self._trainer.gather_s() for _ in range(1 + APART)][1:]
+        alone = [self._trainer.gather_s() for _ in range(1 + GATHER_REPEATS)][1:]
         if self._name != "broadcast":
             return statistics.median(alone), None
         transfers: list[float] = []
-        for number in range(APART):
+        for number in range(GATHER_REPEATS):
             time.sleep(self._options.pause_s)
             update = self._update(step + number, [(name, tensor.clone()) for name, tensor in self._trainer.published()])
             transfers.append(update.report.transfer_s)
         return statistics.median(alone), statistics.median(transfers)
 
     def _update(self, step: int, weights: NamedWeights | None = None) -> _Update:
-        """As the training loop does it: write the live weights, publish, apply, verify. With `weights` these are
-        published, and nothing is written."""
+        """Do one update as the training loop does: write new weights, publish, apply and verify.
+
+        With `weights`, publish these and write nothing.
+        """
         timeout_s = self._options.timeout_s
         if not self._keeps_requests:
             self._load.stop()
@@ -358,7 +362,7 @@ class _Bench:
         began = time.perf_counter()
         commit_s = 0.0
         if self._bridge.fence is not None:
-            self._thread.call(_called(self._bridge.fence, timeout_s), timeout_s, "the engine to stand still")
+            self._thread.call(_await_fence(self._bridge.fence, timeout_s), timeout_s, "the engine to pause")
             fenced = time.perf_counter()
             copied_bytes = self._change(step)
             commit_s = time.perf_counter() - fenced
@@ -388,7 +392,7 @@ class _Bench:
         return _Update(report, copied_bytes, publish_s, commit_s, stall_s, total_s)
 
     def _change(self, step: int) -> int:
-        """Every so-many-th element of each row gets the other sign."""
+        """Flip the sign of the configured fraction of columns; returns the bytes copied to the engine for it."""
         changed = self._options.changed
         stride = max(1, round(1 / (min(changed, DELTA_CHANGED) if self._config.weights.delta else changed)))
         return self._trainer.change(step % stride, stride)
@@ -404,11 +408,9 @@ class _Bench:
         return ours, others
 
     def _raw_s(self, num_bytes: int) -> float | None:
-        """Seconds that the collective of `broadcast` takes by itself, to as many receivers."""
+        """Return `SyncFigures.raw_s`."""
         if self._name != "broadcast":
             return None
-        from slipstream.weights.raw import raw_broadcast_s
-
         receivers: list[tuple[str, ...]] = [()] * engine_workers(self._config)
         backend: Literal["gloo", "nccl"] = "gloo"
         if _between_gpus(self._config, self._trainer):
@@ -458,5 +460,5 @@ class _Bench:
         )
 
 
-async def _called(fence: Fence, timeout_s: float) -> None:
+async def _await_fence(fence: Fence, timeout_s: float) -> None:
     await fence(timeout_s)

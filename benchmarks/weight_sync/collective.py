@@ -1,5 +1,5 @@
-"""The collective of the bridge `broadcast` by itself: how fast the same number of bytes travels when nothing is packed,
-loaded or verified. Each receiver is a process of its own, as an engine is.
+"""Times the bare collective of the bridge `broadcast`: the same number of bytes, without packing, loading or
+fingerprints. Each receiver is a process of its own, as an engine is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.weights.bridges.broadcast import Group, Rendezvous
 
 _POLL_S = 0.5
 MESSAGE_BYTES = 1 << 30
-"""More than any bridge sends at once: what a message costs by itself does not count."""
+"""Larger than any message of a bridge, so that the cost per message is negligible."""
 
 
 def raw_broadcast_s(
@@ -34,14 +34,17 @@ def raw_broadcast_s(
     repeats: int = 9,
     timeout_s: float,
 ) -> float:
-    """Median seconds to send `num_bytes` to some processes, each of which sees these GPUs (CUDA_VISIBLE_DEVICES; empty:
-    those of this one). Raises `WeightsError` when one of them does not come or ends early."""
+    """Return the median seconds that broadcasting `num_bytes` to all `receivers` takes.
+
+    A receiver is the tuple of GPUs that its process sees as CUDA_VISIBLE_DEVICES; empty: this process's GPUs. Raises
+    `WeightsError` if a receiver does not join or ends early.
+    """
     folder = make_temporary("raw")
     rendezvous = Rendezvous(str(folder / "store"), len(receivers), timeout_s, backend)
     arguments = [str(os.getpid()), msgspec.json.encode(rendezvous).decode(), str(num_bytes), str(repeats)]
     children = [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "slipstream.weights.raw", *arguments, str(rank)],
+            [sys.executable, "-P", __file__, *arguments, str(rank)],
             stdout=subprocess.PIPE,
             env=dict(os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})),
         )
@@ -51,7 +54,7 @@ def raw_broadcast_s(
         group = Group(rendezvous, rank=0)
         ours = passes(group, num_bytes, repeats)
         answers = [child.communicate(timeout=timeout_s)[0] for child in children]
-        group.leave()  # now that the others have all of it
+        group.leave()  # after all receivers have answered
         theirs: list[list[float]] = [json.loads(answer) for answer in answers]
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         reason = str(error).strip().split("\n")[0]
@@ -68,11 +71,11 @@ def raw_broadcast_s(
 
 
 def passes(group: Group, num_bytes: int, repeats: int) -> list[float]:
-    """Send or receive it that often, after once for nothing; the seconds of each."""
+    """Send or receive `num_bytes` once to warm up and then `repeats` times; return the seconds of each repeat."""
     buffer = torch.zeros(min(num_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=group.device)
     seconds: list[float] = []
     for _ in range(repeats + 1):
-        group.broadcast(buffer[:1])  # both begin together
+        group.broadcast(buffer[:1])  # synchronises sender and receivers
         group.finish()
         began = time.perf_counter()
         for start in range(0, num_bytes, MESSAGE_BYTES):
@@ -82,16 +85,17 @@ def passes(group: Group, num_bytes: int, repeats: int) -> list[float]:
     return seconds[1:]
 
 
-def _follow(parent: int) -> None:
+def _exit_with(parent: int) -> None:
+    """End this process once its parent, process `parent`, has ended."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)
 
 
 def main() -> None:
-    """A receiving process: prints its seconds as JSON. It ends with the one that started it."""
+    """Run a receiver: print its seconds as JSON. The process ends when its parent does."""
     parent, rendezvous, num_bytes, repeats, rank = sys.argv[1:]
-    threading.Thread(target=_follow, args=(int(parent),), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(int(parent),), daemon=True).start()
     group = Group(msgspec.json.decode(rendezvous, type=Rendezvous), rank=int(rank))
     print(json.dumps(passes(group, int(num_bytes), int(repeats))))
     group.leave()

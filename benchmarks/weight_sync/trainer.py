@@ -1,5 +1,7 @@
-"""The trainer's side of `slipstream bench sync`: a model in this process, or spread over ranks as in a run, be it in
-the memory of an engine's workers. Nothing is trained: a new version is made by changing signs.
+"""The trainer's side of the weight update benchmark.
+
+Loads the model as a run would: in this process or sharded over ranks, in memory of its own or in that of the engine's
+workers. Nothing is trained: a new version has the signs of some elements flipped.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from slipstream.launch.build import POLICY, build_parts, load_model, open_shared
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.signals import StopRequest
-from slipstream.launch.usage import session_of
 from slipstream.records import SamplingParams
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.bridges.single_copy import SharedWeights
+
+from .process_memory import session_of
 
 if TYPE_CHECKING:
     from slipstream.trainer.distributed.learner import SpreadModel
@@ -28,37 +31,39 @@ if TYPE_CHECKING:
 
 
 class SyncTrainer(ABC):
-    """Who has the weights that are published; `model` is this process's part of it."""
+    """Owns the weights that are published; `model` is this process's shard of them, or all."""
 
     def __init__(self, model: PolicyModel) -> None:
         self.model = model
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the weights are on a GPU."""
+        """Return whether the weights are on a GPU."""
         return self.model.device.type == "cuda"
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Return the number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.model.network.parameters())
 
     @property
     @abstractmethod
     def pids(self) -> list[int]:
-        """All its processes."""
+        """Return the ids of all trainer processes."""
 
     @abstractmethod
     def change(self, first: int, stride: int) -> int:
-        """Change the sign of every `stride`-th column from `first` on; returns when all of it is written, with the
-        number of bytes that were copied to the engine for it."""
+        """Flip the sign of every `stride`-th column from column `first` on, and wait until all is written.
+
+        Returns the bytes that were copied to the engine for it.
+        """
 
     @abstractmethod
     def published(self) -> NamedWeights:
-        """What a version is: an adapter where there is one, or the model."""
+        """Return what a version consists of: the adapter if there is one, else the model's weights."""
 
     def gather_s(self) -> float:
-        """Seconds until all that is published has been in this process, and was let go of."""
+        """Gather all published weights in this process, one after the other, and return the seconds that it took."""
         began = time.perf_counter()
         for _ in self.published():
             pass
@@ -66,7 +71,7 @@ class SyncTrainer(ABC):
         return time.perf_counter() - began
 
     def settle(self) -> None:
-        """Returns when this process's GPU has done what it was told."""
+        """Wait until this process's GPU is idle."""
         import torch
 
         if self.on_gpu:
@@ -74,11 +79,11 @@ class SyncTrainer(ABC):
 
     @abstractmethod
     def allocated_bytes(self) -> int:
-        """By torch on GPUs, of all its processes."""
+        """Return the bytes that torch has allocated on GPUs in all trainer processes."""
 
 
-class _Alone(SyncTrainer):
-    """One process."""
+class _SingleProcess(SyncTrainer):
+    """A trainer of one process."""
 
     @property
     def pids(self) -> list[int]:
@@ -101,8 +106,8 @@ class _Alone(SyncTrainer):
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
 
-class _Ranks(SyncTrainer):
-    """Several processes, each with a share."""
+class _ShardedTrainer(SyncTrainer):
+    """A trainer of several ranks, each with a shard of the weights."""
 
     def __init__(self, spread: SpreadModel, crew: RankProcesses) -> None:
         super().__init__(spread.part.model)
@@ -131,13 +136,15 @@ class _Ranks(SyncTrainer):
 def sync_trainer(
     config: RunConfig, workers: Sequence[SharedWeights], logs: Path, stop: StopRequest
 ) -> Generator[SyncTrainer]:
-    """The trainer that `config` asks for, in the memory of `workers` where there are such; whoever else belongs to it
-    ends with the block, or when `stop` ends all at once."""
+    """Start the trainer that `config` asks for and yield it; `workers` are the engine's weights that it shares, if any.
+
+    Its other ranks end with the block, or when `stop.at_once` is called.
+    """
     if config.training.ranks == 1:
         model = load_model(config, open_shared(config, workers))
         if config.lora is not None:
             model.add_adapter(adapter_config(config))
-        yield _Alone(model)
+        yield _SingleProcess(model)
         return
     from slipstream.trainer.distributed.learner import SpreadModel
 
@@ -154,6 +161,6 @@ def sync_trainer(
         group = crew.join()
         with crew.loading():
             part = build_parts(config, sampling, group, crew.shared, trains=False)[POLICY]
-        yield _Ranks(SpreadModel(POLICY, part, crew), crew)
+        yield _ShardedTrainer(SpreadModel(POLICY, part, crew), crew)
     finally:
         crew.close()

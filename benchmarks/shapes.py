@@ -1,7 +1,9 @@
-"""Models of well-known shapes with random weights: for measuring what does not depend on what a model has learned.
+"""Writes models of well-known sizes with random weights, for measurements that do not depend on what a model learned.
 
-Guarantees: a Qwen2 that transformers and vLLM load, with the biases and grouped queries of the real one, and a
-tokenizer that has a word for every number of its vocabulary; the same shape gives the same weights on the same device.
+    python benchmarks/shapes.py FOLDER tiny|0.5b|1.5b|7b
+
+The model is a Qwen2 that Transformers and vLLM load, with the biases and the grouped-query attention of the real one.
+Its tokenizer has a token for every id of the vocabulary. The same shape gives the same weights on the same device.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
     "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18_944},
 }
-"""Qwen2.5's, and one that any machine can hold."""
+"""The sizes of Qwen2.5, and `tiny`, which fits on any machine."""
 _KV_HEADS = {"tiny": 2, "0.5b": 2, "1.5b": 2, "7b": 4}
 
 
 def shape_config(shape: str, **changes: Any) -> Any:
-    """The Qwen2 configuration of that shape, with `changes`."""
+    """Return the Qwen2 configuration of `shape`, with `changes` applied."""
     from transformers import Qwen2Config
 
     given: dict[str, Any] = {
@@ -37,8 +39,11 @@ def shape_config(shape: str, **changes: Any) -> Any:
 
 
 def shaped_model(folder: Path, shape: str, spread: float | None = None) -> Path:
-    """Write a bfloat16 model of that shape into `folder` and return it. `spread`: standard deviation of the logits, 0.6
-    to 0.8 if left as transformers draws them."""
+    """Write a bfloat16 model of `shape` into `folder` and return the folder.
+
+    `spread` is the standard deviation of the logits; None keeps the LM head as Transformers initialises it, which
+    gives 0.6 to 0.8.
+    """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM

@@ -1,27 +1,88 @@
-"""`slipstream bench sync` through the real command, with real engines."""
+"""`python -m benchmarks.weight_sync`: its command line, and the real program with real engines."""
 
 from __future__ import annotations
 
 import json
-from typing import get_args
+import re
+import subprocess
+import sys
 
+import psutil
 import pytest
+from benchmarks.weight_sync import __main__ as program
+from benchmarks.weight_sync import measure
+from benchmarks.weight_sync.collective import raw_broadcast_s
+from benchmarks.weight_sync.figures import BRIDGES, TOGETHER, SyncOptions
+from benchmarks.weight_sync.measure import measure_sync
 
-from slipstream.cli import proof
 from slipstream.errors import ConfigError
-from slipstream.launch import sync_bench
-from slipstream.launch.sync_bench import BRIDGES, BridgeName, measure_sync
-from slipstream.launch.sync_figures import SyncOptions
 from slipstream.trainer.model.tiny_qwen3 import new_model
-from slipstream.weights.raw import raw_broadcast_s
 
 from .conftest import Command
 
 pytestmark = pytest.mark.engine
 
 
-def test_the_command_knows_every_bridge():
-    assert get_args(proof.Bridge) == BRIDGES == get_args(BridgeName)
+def weight_sync(*arguments):
+    return Command(*arguments, module="benchmarks.weight_sync")
+
+
+def test_help_names_every_bridge_and_option():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.weight_sync", "--help"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert all(name in done.stdout for name in BRIDGES)
+    assert done.stdout.startswith("usage: python -m benchmarks.weight_sync ")
+    assert "What one weight update costs by each bridge" in done.stdout
+
+
+def test_the_command_line():
+    assert program.parse([]) == program.Request(BRIDGES, False, False, SyncOptions("tiny"))
+    assert program.parse(["--together"]).bridges == TOGETHER
+    line = "--bridges disk broadcast+delta --model m --updates 3 --streams 2 --placement shared --replicas 2 --json"
+    line += " --changed 0.5 --rank 4 --tensor-parallel-size 2 --ranks 2 --in-flight keep --context 128 --timeout 9"
+    options = SyncOptions(
+        *("m", 3, 2, "shared", 2, 0.5, "keep", 128, 4), tensor_parallel_size=2, ranks=2, timeout_s=9.0
+    )
+    assert program.parse(line.split()) == program.Request(("disk", "broadcast+delta"), False, True, options)
+    again = program.parse([*line.split(), "--model", "made", "--json", "--bridges", "disk"])
+    assert (again.bridges, again.options.model) == (("disk",), "made"), "as each bridge's own process is started"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--updates 0", "--updates 0 leaves nothing to measure: use 1 or more"),
+        ("--ranks 0", "--ranks 0 leaves nothing to measure: use 1 or more"),
+        ("--changed 2", "--changed 2 leaves nothing to measure: use a fraction above 0 and up to 1"),
+        ("--timeout 0", "--timeout 0 leaves no time: use some hundred seconds"),
+        ("--scratch none", "--scratch none is not a folder: make it first"),
+        ("--bridges disk --model ./none", "none does not exist: name the folder of a model"),
+        ("--bridges disk --placement separate --model model", "needs two GPUs, and there are"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence_and_nothing_is_left(arguments, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "measure_gpus", lambda: (0, None))
+    new_model(tmp_path / "model", hidden_size=32, num_layers=1)
+    before, children = sorted(tmp_path.rglob("*")), psutil.Process().children(recursive=True)
+    code = program.main(arguments.split())
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), err
+    assert re.match("error: ", err)
+    assert re.search(said, err), err
+    assert len(err.strip().splitlines()) == 1, err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert psutil.Process().children(recursive=True) == children
+
+
+def test_an_unknown_bridge_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--bridges", "disc"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert "invalid choice: 'disc'" in err
 
 
 @pytest.mark.parametrize("num_receivers", [1, 2])
@@ -33,8 +94,8 @@ def test_the_collective_alone_is_timed(num_receivers):
 def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     (tmp_path / "scratch").mkdir()
-    command = Command(
-        *("bench", "sync", "--model", model, "--bridges", "broadcast", "lora", "--updates", 3, "--streams", 2),
+    command = weight_sync(
+        *("--model", model, "--bridges", "broadcast", "lora", "--updates", 3, "--streams", 2),
         *("--scratch", tmp_path / "scratch", "--json"),
     )
     code, out, err = command.wait()
@@ -62,8 +123,8 @@ def test_bridges_are_measured_one_after_the_other_and_nothing_is_left(tmp_path):
 @pytest.mark.full
 def test_one_engine_takes_its_weights_by_several_bridges(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    command = Command(
-        *("bench", "sync", "--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
+    command = weight_sync(
+        *("--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
         *("--updates", 2, "--streams", 2, "--in-flight", "keep", "--context", 128, "--timeout", 120, "--json"),
     )
     code, out, err = command.wait()
@@ -83,8 +144,8 @@ def test_an_adapter_needs_an_engine_of_its_own():
 @pytest.mark.full
 def test_an_adapter_over_a_base_that_is_shared(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    command = Command(
-        *("bench", "sync", "--model", model, "--bridges", "single_copy+lora", "--updates", 2, "--streams", 2, "--json")
+    command = weight_sync(
+        *("--model", model, "--bridges", "single_copy+lora", "--updates", 2, "--streams", 2, "--json")
     )
     code, out, err = command.wait()
     assert code == 0, err
@@ -98,8 +159,8 @@ def test_an_adapter_over_a_base_that_is_shared(tmp_path):
 def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
     (tmp_path / "scratch").mkdir()
-    command = Command(
-        *("bench", "sync", "--model", model, "--bridges", "single_copy", "--tensor-parallel-size", 2, "--updates", 3),
+    command = weight_sync(
+        *("--model", model, "--bridges", "single_copy", "--tensor-parallel-size", 2, "--updates", 3),
         *("--streams", 2, "--context", 128, "--scratch", tmp_path / "scratch", "--json"),
     )
     command.until(lambda: len(command.engines()) == 1)
@@ -121,8 +182,8 @@ def test_ranks_write_what_the_workers_of_one_engine_have(tmp_path):
 @pytest.mark.full
 def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    command = Command(
-        *("bench", "sync", "--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
+    command = weight_sync(
+        *("--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
         *("--tensor-parallel-size", 2, "--updates", 2, "--streams", 2, "--context", 128, "--timeout", 300, "--json"),
     )
     code, out, err = command.wait()
@@ -137,8 +198,8 @@ def test_other_bridges_reach_all_workers_of_an_engine(tmp_path):
 @pytest.mark.full
 def test_ranks_publish_to_two_engines(tmp_path):
     model = new_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    command = Command(
-        *("bench", "sync", "--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
+    command = weight_sync(
+        *("--model", model, "--together", "--bridges", "disk", "broadcast", "broadcast+delta"),
         *("--ranks", 2, "--replicas", 2, "--updates", 2, "--streams", 2, "--context", 128, "--timeout", 300, "--json"),
     )
     code, out, err = command.wait()
@@ -172,12 +233,12 @@ def test_ranks_publish_to_two_engines(tmp_path):
     ],
 )
 def test_who_is_on_which_gpu(bridge, num_gpus, options, found, monkeypatch):
-    monkeypatch.setattr(sync_bench, "measure_gpus", lambda: (num_gpus, 1 << 37))
+    monkeypatch.setattr(measure, "measure_gpus", lambda: (num_gpus, 1 << 37))
     if isinstance(found, tuple):
-        assert sync_bench._placement(bridge, "", SyncOptions("nowhere", **options)) == found
+        assert measure._placement(bridge, "", SyncOptions("nowhere", **options)) == found
         return
     with pytest.raises(ConfigError, match=found):
-        sync_bench._placement(bridge, "", SyncOptions("nowhere", **options))
+        measure._placement(bridge, "", SyncOptions("nowhere", **options))
 
 
 def test_what_cannot_be_divided_is_said_before_anything_starts(tmp_path):

@@ -1,4 +1,4 @@
-"""Memory in use by processes that run: the kernel's figures, and the GPU driver's where there is one."""
+"""Reads the memory use of running processes from /proc and, for GPUs, from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _TIMEOUT_S = 10.0
 
 
 def session_of(leader: int) -> list[int]:
-    """The processes of the session that `leader` began, it among them."""
+    """Return the ids of all processes in the session of `leader`, itself included."""
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name, in parentheses, may hold anything; session is the fourth field after it.
+            # The process name, in parentheses, may contain any character; the session is the fourth field after it.
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
@@ -24,7 +24,7 @@ def session_of(leader: int) -> list[int]:
 
 
 def host_memory(pids: Iterable[int]) -> dict[str, int]:
-    """Bytes in use together: `rss`, which counts shared pages in each process, and `pss`, which divides them."""
+    """Return the bytes that `pids` use: `rss` counts a shared page in every process, `pss` divides it among them."""
     total = {"rss": 0, "pss": 0}
     for pid in pids:
         try:
@@ -39,7 +39,7 @@ def host_memory(pids: Iterable[int]) -> dict[str, int]:
 
 
 def gpu_memory(pids: Iterable[int]) -> int | None:
-    """Bytes that these processes hold on GPUs, as nvidia-smi sees them; None where it does not know them."""
+    """Return the GPU memory of these processes in bytes; None if nvidia-smi lists none of them."""
     rows = _nvidia_smi("--query-compute-apps=pid,used_memory")
     wanted = set(pids)
     used = [int(row[1]) << 20 for row in rows if row[0].isdigit() and int(row[0]) in wanted and row[1].isdigit()]
@@ -47,7 +47,7 @@ def gpu_memory(pids: Iterable[int]) -> int | None:
 
 
 def gpus_in_use() -> list[int]:
-    """Bytes in use on each GPU, whoever uses them; empty without nvidia-smi."""
+    """Return the bytes in use on each GPU, by any process; empty without nvidia-smi."""
     return [int(row[0]) << 20 for row in _nvidia_smi("--query-gpu=memory.used") if row[0].isdigit()]
 
 

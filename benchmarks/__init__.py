@@ -1,0 +1,1 @@
+"""Programs that measure Slipstream; each module's docstring says how to run it."""
