@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_MAX_CHARACTERS = 300
+
 
 class SlipstreamError(Exception):
     """Base of every error whose message is meant for the user."""
@@ -95,3 +97,16 @@ class StartsAgain(Exception):
         self.folder = folder
         self.arguments: list[str] = []
         """Of the command that does it, where there is one."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, at most 300 characters; the name of its class if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:_MAX_CHARACTERS] if lines else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """The error's class and its whole message on one line, the message cut at 300 characters: for errors of compilers
+    and of the Hugging Face Hub, whose first line often does not hold the reason."""
+    message = " ".join(str(error).split())[:_MAX_CHARACTERS]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

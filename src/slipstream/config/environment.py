@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slipstream.config import bounds
-from slipstream.config.section import Section
+from slipstream.config.bounds import Section
 
 
 class EnvironmentConfig(Section):

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from slipstream.config import bounds
+from slipstream.config.bounds import Section
 from slipstream.config.environment import EnvironmentConfig
-from slipstream.config.section import Section
 
 
 class ModelConfig(Section):

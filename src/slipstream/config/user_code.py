@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, one_line
 
 
 def import_file(path: Path, setting: str) -> ModuleType:
@@ -34,13 +34,8 @@ def import_file(path: Path, setting: str) -> ModuleType:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         number = error.lineno if isinstance(error, SyntaxError) and not frames else None
         place = f", line {frames[-1].lineno if frames else number}" if frames or number else ""
-        raise ConfigError(f"{setting}: importing {path}{place} failed: {last_line(error)}") from error
+        raise ConfigError(f"{setting}: importing {path}{place} failed: {one_line(error)}") from error
     return module
-
-
-def last_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return " ".join(traceback.format_exception_only(error)[-1].split())
 
 
 def place_of(error: BaseException) -> str:

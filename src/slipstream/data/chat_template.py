@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from slipstream.data.message_fields import Watched
 from slipstream.data.unknown_characters import Vocabulary
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, first_line
 from slipstream.records import Message
 from slipstream.records import Sequence as TokenSequence
 
@@ -60,8 +60,9 @@ class ChatTokenizer:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ConfigError(f"model.path = {self.path}: no tokenizer can be loaded ({reason}): correct it") from error
+            raise ConfigError(
+                f"model.path = {self.path}: no tokenizer can be loaded ({first_line(error)}): correct it"
+            ) from error
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
         given = dict(template_kwargs or {})

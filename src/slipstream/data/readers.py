@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, first_line
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 SUFFIXES = (".parquet", *JSON_SUFFIXES)
@@ -112,11 +112,11 @@ def _arrow_rows(path: Path, setting: str, *, parquet: bool) -> Iterator[Row]:
                 number += 1
                 yield Row(f"row {number} of {path}", values)
     except OSError as error:
-        reason = error.strerror or _first_line(error)
+        reason = error.strerror or first_line(error)
         raise DataError(f"{path} cannot be read ({reason}): correct {setting}, or save the file again") from error
     except pa.ArrowException as error:
         kind = "parquet" if parquet else "arrow"
-        said = f"{path} is not a whole {kind} file ({_first_line(error)})"
+        said = f"{path} is not a whole {kind} file ({first_line(error)})"
         raise DataError(f"{said}: save or download it again, or correct {setting}") from error
 
 
@@ -143,12 +143,8 @@ def _plain_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
                     column[place].as_py()
                 except (ValueError, OverflowError) as error:
                     where = f"row {before + place + 1} of {path}, column {name}"
-                    raise DataError(f"{where} cannot be read ({_first_line(error)}): correct it") from error
+                    raise DataError(f"{where} cannot be read ({first_line(error)}): correct it") from error
         raise
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def splits_of(folder: Path, setting: str = "data.path") -> dict[str, list[Path]]:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.config.user_code import import_file, last_line, place_of
+from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import Rows
 from slipstream.envs.single_turn import FunctionEnvironment, said_settings
 from slipstream.envs.suggest import did_you_mean
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError, one_line
 
 GROUP = "slipstream.environments"
 _FORMS = f"{PREFIX}<task>, {ROWS}, path/to/file.py, path/to/file.py:Class, or an entry point of the group {GROUP}"
@@ -55,7 +55,7 @@ def _load(config: EnvironmentConfig) -> Environment:
     try:
         found = points[name].load()
     except (Exception, SystemExit) as error:  # the package's code, whatever it raises
-        raise ConfigError(f"environment.name: entry point {name!r} cannot be loaded: {last_line(error)}") from error
+        raise ConfigError(f"environment.name: entry point {name!r} cannot be loaded: {one_line(error)}") from error
     return _make(found, name, config)
 
 
@@ -103,7 +103,7 @@ def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
         raise
     except Exception as error:  # the user's code, whatever it raises
         raise ConfigError(
-            f"environment.settings: class {name} refused its settings: {last_line(error)} ({place_of(error)}"
+            f"environment.settings: class {name} refused its settings: {one_line(error)} ({place_of(error)}"
             f"{said_settings(config.settings)})"
         ) from error
     if not hasattr(environment, "seed"):

@@ -17,11 +17,11 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
-from slipstream.config.user_code import last_line, place_of
+from slipstream.config.user_code import place_of
 from slipstream.data.plain_values import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, scored
-from slipstream.errors import DataError, EnvironmentFault, SlipstreamError
+from slipstream.errors import DataError, EnvironmentFault, SlipstreamError, one_line
 from slipstream.records import Message, Role, Task
 from slipstream.runlog.redaction import redact
 
@@ -124,7 +124,7 @@ def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[T
         raise
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises
         raise EnvironmentFault(
-            f"tasks({split!r}, {num_tasks}) of {environment.name} raised {last_line(error)} ({place_of(error)}"
+            f"tasks({split!r}, {num_tasks}) of {environment.name} raised {one_line(error)} ({place_of(error)}"
             f"{said_settings(environment.given_settings)}): correct it"
         ) from error
 
@@ -137,7 +137,7 @@ def gold_of(environment: Environment, task: Task) -> str | None:
         raise
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises
         raise EnvironmentFault(
-            f"gold() of {environment.name} raised {last_line(error)} on task {task.id} ({place_of(error)}"
+            f"gold() of {environment.name} raised {one_line(error)} on task {task.id} ({place_of(error)}"
             f"{said_settings(environment.given_settings)}): correct it"
         ) from error
     if answer is not None and not isinstance(answer, str):

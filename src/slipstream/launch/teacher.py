@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import RunConfig, with_values
 from slipstream.config.traits import starts_teacher
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, first_line
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import EngineMaker, RunEngine
 from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherRoom
@@ -153,7 +153,7 @@ def check_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> None:
     try:
         problem = tokenizer.differs_from(model.path, model.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise ConfigError(
             f"teacher.path = {model.path}: no tokenizer can be loaded ({reason}): give a model folder or a hub id"
         ) from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, one_line
 from slipstream.sinks.targets import TARGETS, Run, Sink
 
 __all__ = ["MetricSinks", "Run", "Sink", "require_sinks", "run_of"]
@@ -135,7 +135,7 @@ class _Worker:
         try:
             sink = self._make(self._run)
         except BaseException as error:  # noqa: BLE001 (a library that exits must not end the run; it is told)
-            self._fail(f"cannot be opened ({_short(error)})")
+            self._fail(f"cannot be opened ({one_line(error)})")
             return
         while not (self._ends.is_set() and self._rows.empty()):
             try:
@@ -146,11 +146,11 @@ class _Worker:
                 sink.write(step, when, row)
                 self.num_written += 1
             except BaseException as error:  # noqa: BLE001 (foreign code: its failure is counted, the run goes on)
-                self._fail(f"did not take step {step} ({_short(error)})")
+                self._fail(f"did not take step {step} ({one_line(error)})")
         try:
             sink.close()
         except BaseException as error:  # noqa: BLE001 (the same)
-            self._fail(f"could not be closed ({_short(error)})")
+            self._fail(f"could not be closed ({one_line(error)})")
 
     def _fail(self, what: str) -> None:
         # An abandoned thread may come back after the log was closed.
@@ -159,10 +159,6 @@ class _Worker:
             self._log.warning(
                 f"the metric sink {self.name} {what}: training goes on, and metrics.jsonl has every row", sink=self.name
             )
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def run_of(folder: Path, lineage: int, settings: Mapping[str, Any]) -> Run:

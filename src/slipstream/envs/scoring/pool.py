@@ -19,6 +19,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
+from slipstream.config.bounds import GIB
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardTimeout, Score, judge
 from slipstream.envs.scoring.process import Answer, Request, Setup, Worker, WorkerDied, frame
@@ -119,7 +120,7 @@ class ScorerPool:
         self._timeout_s = config.reward_timeout_s if timeout_s is None else timeout_s
         self._start_timeout_s = start_timeout_s
         self._memory_gib = config.reward_memory_gib if memory_limit_gib is None else memory_limit_gib
-        self._setup = Setup(config.model_dump_json(), self._timeout_s, int(self._memory_gib * 2**30))
+        self._setup = Setup(config.model_dump_json(), self._timeout_s, int(self._memory_gib * GIB))
         planned = 1 if config.reward_workers == "auto" else config.reward_workers
         self._num_workers = planned if num_workers is None else num_workers
         self._warn = warn
