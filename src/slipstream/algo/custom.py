@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algo.losses import LossInputs, PolicyLoss
-from slipstream.config.parse.keys import closest
+from slipstream.config.parse.suggestions import closest
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.user_code import import_file, place_of
 from slipstream.errors import ConfigError, one_line

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.config.parse.keys import Key, all_keys, optional_sections, sections, suggestion
+from slipstream.config.parse.aliases import ALSO, REFUSED, TAKEN, alias_of, converted, refusal
+from slipstream.config.parse.keys import Key, all_keys, optional_sections, sections
 from slipstream.config.parse.run_file import MAX_DEPTH, unusable
+from slipstream.config.parse.suggestions import suggestion
 from slipstream.errors import ConfigError
 
 
@@ -26,6 +28,8 @@ class Override:
     value: Any
     flag: str
     """The flag as it was typed, without its value."""
+    alias: str = ""
+    """The name in another tool that the flag has, if it has one."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -49,7 +53,21 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
             overrides.append(override)
         except ConfigError as error:
             problems.append(str(error))
-    return overrides, problems
+    problems += _given_twice(overrides)
+    second = [replace(it, path=tuple(ALSO[it.alias].split("."))) for it in overrides if it.alias in ALSO]
+    return [*second, *overrides], problems
+
+
+def _given_twice(overrides: Sequence[Override]) -> list[str]:
+    """A sentence for each setting that has both an alias and another flag."""
+    flags: dict[tuple[str, ...], dict[str, str]] = {}
+    for override in overrides:
+        flags.setdefault(override.path, {})[override.flag] = override.alias
+    return [
+        f"{' and '.join(given)} are the same setting: give one of them"
+        for given in flags.values()
+        if len(given) > 1 and any(given.values())
+    ]
 
 
 def parse_value(text: str) -> Any:
@@ -80,6 +98,28 @@ def _override(flag: str, text: str | None) -> Override:
         raise ConfigError(f"{flag[:60]} is not a setting: write --section.key VALUE")
     if len(names) > MAX_DEPTH:
         raise ConfigError(f"{flag[:60]}... has {len(names)} parts: use at most {MAX_DEPTH}")
+    alias, names = _ours(flag, names)
+    override = _of_our_names(flag, names, text)
+    return replace(override, value=converted(alias, override.value), alias=alias)
+
+
+def _ours(flag: str, names: list[str]) -> tuple[str, list[str]]:
+    """The alias that the flag's names are, if they are one, and our own names for it. Raises ConfigError for a name of
+    another tool that has no equal setting here."""
+    *above, last = (name.replace("-", "_") for name in names)
+    for prefix in ("", "no-"):
+        if not names[-1].startswith(prefix):
+            continue
+        alias = alias_of(".".join([*above, last[len(prefix) :]]))
+        if alias in REFUSED:
+            raise ConfigError(f"{flag[:60]} {refusal(alias)}")
+        if alias:
+            section, name = TAKEN[alias].split(".")
+            return alias, [section, prefix + name]
+    return "", names
+
+
+def _of_our_names(flag: str, names: list[str], text: str | None) -> Override:
     if len(names) == 1:
         return _section_switch(flag, names[0], text)
     section, name = names[0].replace("-", "_"), names[1].replace("-", "_")

@@ -16,11 +16,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
+from slipstream.config.parse.aliases import FOREIGN_SECTIONS, note, translated
 from slipstream.config.parse.command_line import Override, parse_overrides, place
-from slipstream.config.parse.keys import all_keys, dotted, leaves, optional_sections, sections, suggestion
+from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections
 from slipstream.config.parse.messages import located, rewrite, shortened, show
 from slipstream.config.parse.paths import path_problems, unusable_path
 from slipstream.config.parse.run_file import RunFile, read_run_file
+from slipstream.config.parse.suggestions import suggestion
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RunConfig
 from slipstream.errors import ConfigError
@@ -39,7 +41,7 @@ class Loaded:
     config: RunConfig
     origins: dict[str, str]
     warnings: tuple[str, ...] = ()
-    """Keys of the file that the command line leaves without effect."""
+    """Notes on names of other tools, and keys of the file that the command line leaves without effect."""
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: str | None = None) -> Loaded:
@@ -47,14 +49,15 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: s
 
     `algorithm` is the kind that the command itself implies (`slipstream sft`). Raises ConfigError.
     """
-    file = read_run_file(path)
-    settings, problems = parse_overrides(overrides)
+    file, warnings, problems = translated(read_run_file(path))
+    settings, problems_of_flags = parse_overrides(overrides)
+    problems += problems_of_flags
+    warnings += dict.fromkeys(note(setting.flag, setting.alias) for setting in settings if setting.alias)
     sources = _Sources(file, settings)
     tree = copy.deepcopy(file.tables)
     for setting in settings:
         place(tree, setting)
     problems += _force_algorithm(tree, algorithm, sources)
-    warnings: list[str] = []
     problems += _take_out_unknown(tree, sources, warnings)
     for section in optional_sections():
         if tree.get(section) is False:
@@ -162,7 +165,11 @@ def _take_out_unknown(tree: dict[str, Any], sources: _Sources, warnings: list[st
 
     for section in list(tree):
         content = tree[section]
-        if section not in sections():
+        if section in FOREIGN_SECTIONS and isinstance(content, dict):
+            for path, _ in flatten((section,), content):
+                refuse(path, f"is not a known setting: {suggestion(path)}")
+            del tree[section]
+        elif section not in sections():
             refuse(dotted((section,)), f"is not a known section: {suggestion(section)}")
             del tree[section]
         elif section in optional_sections() and content is False:
