@@ -1,7 +1,7 @@
-"""The exception tree: every failure a person can meet, each with the exit code of the process it ends.
+"""Exceptions: each is a failure that the user can meet, with the exit code of the process that it ends.
 
-A message is one sentence with the value, the reason and the remedy. Anything that is not a
-`SlipstreamError` and reaches the command line is a bug and shows its traceback.
+A message is one sentence with the value, the reason and the remedy. Any other exception that reaches the command line
+is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DataError(SlipstreamError):
 
 
 class EnvironmentFault(SlipstreamError):
-    """The environment's own code failed or cannot tell right from wrong."""
+    """The environment's own code failed, or its rewards do not separate right from wrong answers."""
 
     exit_code = 4
 
@@ -42,29 +42,29 @@ class EngineError(SlipstreamError):
 
 
 class DeadlineError(EngineError):
-    """Something was waited for past its deadline; the message names who was waited for."""
+    """A wait exceeded its deadline; the message names the process that was waited for."""
 
 
 class WeightsError(SlipstreamError):
-    """What the engine holds is not what was published."""
+    """The engine's weights are not the ones that were published."""
 
     exit_code = 6
 
 
 class IntegrityError(SlipstreamError):
-    """What the engine said of its tokens contradicts itself: nothing that it says can be trained on."""
+    """The engine's report on its tokens contradicts itself, so none of it can be trained on."""
 
     exit_code = 6
 
 
 class TrainingError(SlipstreamError):
-    """The optimizer step would train on nothing, or on something that is not a number."""
+    """The optimizer step would have no signal, or a value is not finite."""
 
     exit_code = 7
 
 
 class ZeroGradientError(TrainingError):
-    """No parameter has a gradient other than zero."""
+    """All gradients are zero."""
 
 
 class MismatchError(TrainingError):
@@ -78,25 +78,25 @@ class RankError(SlipstreamError):
 
 
 class OutOfMemory(SlipstreamError):
-    """The trainer, an engine or another process of the run needed more memory than there was."""
+    """The trainer, an engine or another process of the run ran out of memory."""
 
     exit_code = 9
 
 
 class Interrupted(SlipstreamError):
-    """Ctrl-C or SIGTERM: a checkpoint was written and the children were stopped."""
+    """Ctrl-C or SIGTERM: a checkpoint was written and the child processes were stopped."""
 
     exit_code = 130
 
 
 class StartsAgain(Exception):
-    """The run in `folder` is to go on, with `--resume`, in a process that has nothing of this one."""
+    """The run in `folder` is to be resumed (`--resume`) in a fresh process."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"run {folder} starts again")
         self.folder = folder
         self.arguments: list[str] = []
-        """Of the command that does it, where there is one."""
+        """Arguments of the command that resumes it, if there is a command."""
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The section [environment]: tasks, and where and how rewards run."""
+"""The section [environment]: tasks, and how rewards are computed."""
 
 from __future__ import annotations
 

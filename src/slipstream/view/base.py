@@ -1,7 +1,7 @@
-"""The interface of a view, the numbers it shows, and the state that views keep.
+"""Interface of views, the metrics they show, and the state they share.
 
-Each thread has one phase at a time (trainer and orchestrator work at once); `advance` moves the calling
-thread's phase, or the newest one when that thread has none.
+Each thread has one phase at a time (trainer and orchestrator work concurrently); `advance` moves the calling thread's
+phase, or the newest one if that thread has none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEP_TIME = "time/step_s"
 
 @dataclass(frozen=True)
 class Column:
-    """A number worth watching: the first of `names` that a row has."""
+    """A metric to show: the first of `names` that a row has."""
 
     label: str
     names: tuple[str, ...]
@@ -52,25 +52,25 @@ COLUMNS = (
 
 
 def why_untrained(row: Mapping[str, float]) -> str:
-    """Why a step has neither loss nor gradient; empty where it has them."""
+    """Why a step has neither loss nor gradient; empty if it has them."""
     if row.get("train/skipped"):
         return "skipped: no group had better and worse answers"
     return "the critic alone was trained" if row.get("value/warmup") else ""
 
 
 class RunView(Protocol):
-    """How a run is shown while it goes on."""
+    """Shows a run while it is running."""
 
     def start(self, title: str, total_steps: int, step: int = 0) -> None:
-        """Begin. `title`: name, model, environment. `step`: steps that were done before a resume."""
+        """Starts the view. `title`: name, model, environment. `step`: steps done before a resume."""
         ...
 
     def ready(self) -> None:
-        """All is loaded: times and the pace of the steps are counted from here."""
+        """Start-up is over: elapsed time and pace are counted from here."""
         ...
 
     def phase(self, name: str, total: int | None = None) -> None:
-        """The calling thread now does something else, in `total` parts if that is known."""
+        """Starts a phase of the calling thread, of `total` parts if known."""
         ...
 
     def advance(self, n: int = 1) -> None:
@@ -78,19 +78,19 @@ class RunView(Protocol):
         ...
 
     def end_phase(self) -> None:
-        """The calling thread's phase is over, and the next has not begun."""
+        """Ends the calling thread's phase."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done; ends the calling thread's phase."""
+        """A step is done; also ends the calling thread's phase."""
         ...
 
     def message(self, text: str, level: str = "info") -> None:
-        """Something worth reading; `level` is info, warning or error."""
+        """Shows a message; `level` is info, warning or error."""
         ...
 
     def stop(self) -> None:
-        """End; the last picture stays."""
+        """Stops the view; the last picture stays."""
         ...
 
 
@@ -124,24 +124,24 @@ class NullView:
 
 @dataclass
 class Phase:
-    """Something that goes on."""
+    """A phase that is running."""
 
     name: str
     total: int | None
     began: float
     done: int = 0
     reported: float = 0.0
-    """When a line about it was written last."""
+    """When a line about it was last written."""
 
     def text(self) -> str:
-        """`12/50`, or nothing when it has no parts."""
+        """`12/50`; empty if it has no parts."""
         if self.total is None:
             return f"{self.done:,}" if self.done else ""
         return f"{self.done:,}/{self.total:,}"
 
 
 class StatefulView:
-    """Keeps what there is to show, behind one lock; a subclass shows it when told of a change."""
+    """Holds the state to show, behind one lock; subclasses draw it on each change."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
@@ -204,7 +204,7 @@ class StatefulView:
             self._show(lambda: self._on_phase_end(ended))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `RunView`. The time of the step is measured here unless the metrics have it."""
+        """See `RunView`. The step is timed here unless the metrics have its time."""
         with self._lock:
             now = self._clock()
             row = {STEP_TIME: now - self.last_step_at, **metrics}
@@ -235,23 +235,23 @@ class StatefulView:
             self.phases.clear()
         for phase in ended:
             self._show(lambda phase=phase: self._on_phase_end(phase))
-        # Also after a failure: the terminal gets its cursor and its output back.
+        # Also after a failure, to restore the terminal's cursor and output.
         self._show(self._on_stop, anyway=True)
 
     def seconds_left(self) -> float | None:
-        """Until the last step, at the pace so far."""
+        """Estimated time to the last step, at the pace so far."""
         num_done = self.steps_done - self.first_step
         if num_done <= 0:
             return None
         return (self.last_step_at - self.began) / num_done * (self.total_steps - self.steps_done)
 
     def printable(self, text: str) -> str:
-        """The text without what the terminal would obey or cannot show."""
+        """The text without control sequences and characters that the terminal cannot show."""
         encoding = self.console.encoding
         return clean(text).encode(encoding, "replace").decode(encoding)
 
     def _show(self, change: Callable[[], None], anyway: bool = False) -> None:
-        """The one place where a terminal can fail: a run is worth more than its picture."""
+        """The only place where terminal errors are caught: they must not end the run."""
         if self.failure is None or anyway:
             try:
                 change()

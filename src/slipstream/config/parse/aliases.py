@@ -1,9 +1,8 @@
-"""Names of settings in other tools: TRL and the Hugging Face Trainer, verl.
+"""Aliases: names that TRL, the Hugging Face Trainer and verl have for settings.
 
-A name in `TAKEN` has the meaning and the unit of one of our settings and is read as that setting. A name in `REFUSED`
-has no equal here; its sentence says what to set instead. Both are known at the top level of a run file or of the
-command line; a name without dots also in the section of our setting; a dotted name (verl's) as it is. `NEAR` holds
-further names, only for suggestions.
+A name in `TAKEN` has the meaning and unit of one of our settings and is read as that setting. A name in `REFUSED` has
+no equal here; its sentence says what to set instead. Both are recognised at the top level of a run file and on the
+command line; a name without dots also in the section of our setting. `NEAR` holds further names, for suggestions only.
 """
 
 from __future__ import annotations
@@ -94,16 +93,16 @@ _VERL: dict[str, str] = {
     "trainer.val_before_train": "evaluation.at_start",
 }
 TAKEN: dict[str, str] = _TRL | _VERL
-"""Another tool's name and the setting of ours that it is."""
+"""An alias and the setting of ours that it is read as."""
 ALSO = {"epsilon": "algorithm.clip_high"}
-"""A second setting that the name stands for, where nothing sets that one."""
+"""A second setting that an alias sets if nothing else does."""
 REMARKS = {
     "max_steps": "the batches to train on, each of training.updates_per_batch optimizer steps",
     "epsilon": "and algorithm.clip_high where nothing else sets it",
     "epsilon_high": "the bound is 1 + clip_high, also under cispo, where TRL's bound is epsilon_high itself",
     "seed": "which seeds the order of the data and what the engine samples",
 }
-"""What the note adds to the name of our setting."""
+"""What the note on an alias adds after the name of our setting."""
 
 _EPOCHS = "a run counts batches, not epochs: set training.steps to epochs * tasks / training.prompts_per_batch"
 _GPU_BATCH = (
@@ -162,7 +161,7 @@ REFUSED: dict[str, str] = {
     "trainer.nnodes": "a run has one machine: remove it",
     "trainer.logger": 'set run.sinks: a list of "tensorboard", "wandb" or "trackio"; metrics always go to the terminal',
 }
-"""Another tool's name without an equal setting here, and what to set instead."""
+"""A name without an equal setting here, and what to set instead."""
 NEAR: dict[str, str] = {
     other: key
     for key, names in {
@@ -212,13 +211,13 @@ NEAR: dict[str, str] = {
     }.items()
     for other in names.split()
 } | {name: key for name, key in TAKEN.items() if "." not in name}
-"""What a name of another tool most likely means."""
+"""A name of another tool and the setting that it most likely means."""
 FOREIGN_SECTIONS = {name.split(".")[0] for name in (*_VERL, *REFUSED) if "." in name} - set(sections())
 """Sections that only another tool has."""
 
 
 def alias_of(path: str) -> str:
-    """The name in `TAKEN` or `REFUSED` that `path` (`name`, `section.name`, ...) is; empty if it is none."""
+    """The entry of `TAKEN` or `REFUSED` that `path` (`name`, `section.name`, ...) matches; empty if none."""
     if path in all_keys():
         return ""
     if path in TAKEN or path in REFUSED:
@@ -229,26 +228,26 @@ def alias_of(path: str) -> str:
 
 
 def refusal(name: str) -> str:
-    """What is said of a name in `REFUSED`, after the name itself."""
+    """The reason for refusing an entry of `REFUSED`; follows the name in a message."""
     return f"is no setting of Slipstream: {REFUSED[name]}"
 
 
 def note(shown: str, name: str, place: str = "") -> str:
-    """The sentence that tells the user as which setting of ours `shown`, the alias `name`, is read."""
+    """The note that the alias `name`, written as `shown`, is read as our setting."""
     remark = f", {REMARKS[name]}" if name in REMARKS else ""
     return located(f"{shown}: in Slipstream {TAKEN[name]}{remark}", place)
 
 
 def converted(name: str, value: Any) -> Any:
-    """The value as our setting takes it."""
+    """Converts the value of an alias to the type of our setting."""
     if name == "report_to" and isinstance(value, str):
         return [] if value == "none" else [value]
     return value
 
 
 def translated(file: RunFile) -> tuple[RunFile, list[str], list[str]]:
-    """The run file with our names in the place of other tools' names; the notes on those that were taken; and a
-    sentence for each that cannot be."""
+    """Replaces the aliases in a run file by our names. Returns the new run file, the notes on aliases that were
+    replaced, and a sentence for each that is refused."""
     tables, lines = copy.deepcopy(file.tables), dict(file.lines)
     notes: list[str] = []
     problems: list[str] = []
@@ -263,21 +262,21 @@ def translated(file: RunFile) -> tuple[RunFile, list[str], list[str]]:
             problems.append(located(f"{shortened(path)} {refusal(name)}", where))
             continue
         key = TAKEN[name]
-        if other := taken.get(key) or _in_the_way(file.tables, key):
+        if other := taken.get(key) or _conflict(file.tables, key):
             problems.append(located(f"{path} and {other} are the same setting: remove one of them", where))
             continue
         taken[key] = path
         notes.append(note(path, name, where))
         for target in (key, ALSO.get(name, key)):
-            if target == key or not (_in_the_way(file.tables, target) or _has_alias(file.tables, target)):
+            if target == key or not (_conflict(file.tables, target) or _has_alias(file.tables, target)):
                 _set(tables, target, converted(name, value))
                 lines[target] = lines.get(path, 1)
         lines.pop(path, None)
     return replace(file, tables=tables, lines=lines), notes, problems
 
 
-def _in_the_way(tables: Mapping[str, Any], key: str) -> str:
-    """What of the file itself sets `key`, or keeps its section from having keys."""
+def _conflict(tables: Mapping[str, Any], key: str) -> str:
+    """The key of the file that sets `key` itself, or the section that is not a table; empty if neither."""
     section, _, name = key.partition(".")
     content = tables.get(section, {})
     if not isinstance(content, dict):

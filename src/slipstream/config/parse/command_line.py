@@ -1,7 +1,7 @@
-"""Reads settings off the command line: `--section.key value`, `--section.key=value`, `--section.[no-]flag`.
+"""Parses settings on the command line: `--section.key value`, `--section.key=value`, `--section.[no-]flag`.
 
-Guarantees: a value means what it would mean in a TOML file, a bare word is a text, and nothing is ignored.
-Whether the key exists and the value fits is for whoever merges it into the run file.
+A value means what it would mean in a TOML file, a bare word is text, and nothing is ignored. Whether the value fits the
+key is checked after the settings are merged into the run file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Override:
     """One setting from the command line."""
 
     path: tuple[str, ...]
-    """Section, key, and further keys inside a free table; one name alone turns a section on or off."""
+    """Section, key, and further keys inside a free table; a single name turns a section on or off."""
     value: Any
     flag: str
-    """The flag as it was typed, without its value."""
+    """The flag as typed, without its value."""
     alias: str = ""
-    """The name in another tool that the flag has, if it has one."""
+    """The alias (see `aliases.py`) that the flag uses; empty if none."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The settings in `arguments`, in order, and a sentence for each argument that cannot be read."""
+    """Parses `arguments` in order. Returns the settings, and a sentence for each argument that cannot be parsed."""
     overrides: list[Override] = []
     problems: list[str] = []
     rest = [_as_utf8(argument) for argument in arguments]
@@ -59,7 +59,7 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
 
 
 def _given_twice(overrides: Sequence[Override]) -> list[str]:
-    """A sentence for each setting that has both an alias and another flag."""
+    """A sentence for each setting that is set both by an alias and by another flag."""
     flags: dict[tuple[str, ...], dict[str, str]] = {}
     for override in overrides:
         flags.setdefault(override.path, {})[override.flag] = override.alias
@@ -71,20 +71,21 @@ def _given_twice(overrides: Sequence[Override]) -> list[str]:
 
 
 def parse_value(text: str) -> Any:
-    """`text` as a TOML value, or as the text it is when it is none. Raises ConfigError for what no setting can be."""
+    """Parses `text` as a TOML value; text that is not TOML is returned as it is. Raises ConfigError for a value that no
+    setting can have."""
     try:
         document = tomllib.loads(f"value = [ {text} ]")
     except tomllib.TOMLDecodeError:
         return text
-    except (RecursionError, ValueError):  # of `int`: thousands of digits
+    except (RecursionError, ValueError):  # `int` refuses thousands of digits
         raise ConfigError(f"{text[:20]}... is too long a number or nested too deeply: write a shorter value") from None
-    # Brackets, commas and line ends in the text could make more of it than one value.
+    # Brackets, commas and line ends in the text could make it several values.
     is_one_value = list(document) == ["value"] and len(document["value"]) == 1
     return document["value"][0] if is_one_value else text
 
 
 def _as_utf8(argument: str) -> str:
-    """What was typed, read as UTF-8 whatever the locale says. Raises ConfigError."""
+    """Decodes the argument as UTF-8 whatever the locale. Raises ConfigError."""
     try:
         return os.fsencode(argument).decode("utf-8")
     except UnicodeError:
@@ -98,14 +99,14 @@ def _override(flag: str, text: str | None) -> Override:
         raise ConfigError(f"{flag[:60]} is not a setting: write --section.key VALUE")
     if len(names) > MAX_DEPTH:
         raise ConfigError(f"{flag[:60]}... has {len(names)} parts: use at most {MAX_DEPTH}")
-    alias, names = _ours(flag, names)
-    override = _of_our_names(flag, names, text)
+    alias, names = _resolve_alias(flag, names)
+    override = _own_setting(flag, names, text)
     return replace(override, value=converted(alias, override.value), alias=alias)
 
 
-def _ours(flag: str, names: list[str]) -> tuple[str, list[str]]:
-    """The alias that the flag's names are, if they are one, and our own names for it. Raises ConfigError for a name of
-    another tool that has no equal setting here."""
+def _resolve_alias(flag: str, names: list[str]) -> tuple[str, list[str]]:
+    """The alias that the flag's names match, and the names of our setting for it. Raises ConfigError for an alias
+    without an equal setting here."""
     *above, last = (name.replace("-", "_") for name in names)
     for prefix in ("", "no-"):
         if not names[-1].startswith(prefix):
@@ -119,7 +120,7 @@ def _ours(flag: str, names: list[str]) -> tuple[str, list[str]]:
     return "", names
 
 
-def _of_our_names(flag: str, names: list[str], text: str | None) -> Override:
+def _own_setting(flag: str, names: list[str], text: str | None) -> Override:
     if len(names) == 1:
         return _section_switch(flag, names[0], text)
     section, name = names[0].replace("-", "_"), names[1].replace("-", "_")
@@ -127,7 +128,7 @@ def _of_our_names(flag: str, names: list[str], text: str | None) -> Override:
     if key is not None and key.is_free and len(names) > 2:
         return _inside_free_table(flag, (section, name, *names[2:]), text)
     if len(names) > 2:
-        # The longest known beginning tells the user where the path went wrong.
+        # The longest known prefix shows where the path goes wrong.
         reason = f"{section}.{name} has no keys of its own" if key else suggestion(f"{section}.{name}")
         raise ConfigError(f"{flag[:60]} is not a known setting: {reason}")
     if key is None and names[1].startswith("no-"):
@@ -172,11 +173,9 @@ def _section_switch(flag: str, name: str, text: str | None) -> Override:
     raise ConfigError(f"{flag[:60]} is not a known setting: {suggestion(name.replace('-', '_'))}")
 
 
-def place(tree: dict[str, Any], override: Override) -> None:
-    """Put the override's value into the tree of a run file, making tables as needed.
-
-    What stands in the way of a table is replaced, but not a section that is no table: the schema refuses it.
-    """
+def apply_override(tree: dict[str, Any], override: Override) -> None:
+    """Writes the override into the tree of a run file and creates tables as needed. A value in the place of a table is
+    replaced, except a section that is not a table: the schema refuses that."""
     section = override.path[0]
     if len(override.path) == 1:
         if override.value is False:

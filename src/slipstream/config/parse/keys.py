@@ -1,7 +1,6 @@
-"""The keys that a run file may have, and what the value of each must be, in words.
+"""Lists the keys that a run file may have, and describes the values that each accepts.
 
-Everything is read off the schema, so a new field is known here without another line. Knows nothing of
-files, flags or values that depend on each other.
+Everything is read from the schema, so a new field needs no change here.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ NEVER_REACHED = 1e6
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the tree."""
+    """One leaf of the tree of settings."""
 
     section: str
     name: str
     requirement: str
-    """What the value must be, as in "use ..."."""
+    """The values it accepts, as in "use ..."."""
     required: bool
     is_flag: bool = False
-    """Takes true and false, so `--section.name` alone means true."""
+    """Accepts true and false, so `--section.name` alone means true."""
     is_text: bool = False
-    """Takes text only: a value from the command line is never read as a number."""
+    """Accepts text only: a value on the command line is never parsed as a number."""
     is_free: bool = False
-    """A table whose keys are not ours."""
+    """A table with arbitrary keys."""
     choices: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
-    """The algorithms that have this key; empty: not a matter of the algorithm."""
+    """The algorithms that have this key; empty if it does not depend on the algorithm."""
 
     @property
     def path(self) -> str:
@@ -63,7 +62,7 @@ def optional_sections() -> tuple[str, ...]:
 
 
 def keys_of(section: str, kind: str | None = None) -> list[Key]:
-    """The keys of a section; of the algorithm section only those of `kind`, if given."""
+    """The keys of a section; in [algorithm] only those of `kind`, if given."""
     return [
         key
         for key in all_keys().values()
@@ -72,7 +71,7 @@ def keys_of(section: str, kind: str | None = None) -> list[Key]:
 
 
 def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Every leaf's path and value; keys inside free tables count as leaves, absent sections have none."""
+    """Path and value of every leaf; keys inside free tables are leaves, absent sections have none."""
     for section in sections():
         model = getattr(config, section)
         if model is None:
@@ -110,13 +109,14 @@ def quoted(text: str) -> str:
 
 
 def is_control(character: str) -> bool:
-    """Whether a TOML file should not have the character as it is."""
-    # U+2028 and its like are legal, but some readers of lines would break there.
+    """Whether a TOML file should contain the character only escaped."""
+    # U+2028 and U+2029 are legal, but some readers break lines there.
     return ord(character) < 0x20 or 0x7F <= ord(character) <= 0x9F or character in "\u2028\u2029"
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """`config` with some `section.key` replaced, validated again; raises pydantic's error on a bad value."""
+    """A copy of `config` with the given `section.key` values, validated again; raises pydantic's error for an invalid
+    value."""
     data = {name: model.model_dump() for name in sections() if (model := getattr(config, name)) is not None}
     for name in optional_sections():
         data.setdefault(name, None)
@@ -175,7 +175,7 @@ def _key(section: str, name: str, spec: Mapping[str, Any], required: bool, kinds
 
 
 def _words(spec: Mapping[str, Any]) -> list[str]:
-    """What one alternative of a JSON schema allows, in words."""
+    """Describes the values that one alternative of a JSON schema accepts."""
     if "const" in spec:
         return [f'"{spec["const"]}"']
     if "enum" in spec:
@@ -197,7 +197,7 @@ def _words(spec: Mapping[str, Any]) -> list[str]:
             ("exclusiveMaximum", "less than"),
             ("maximum", "at most"),
         )
-        # A bound that only a slip of the keyboard reaches is told to who reached it.
+        # A bound that only a typing error exceeds is shown only in the error for it.
         if name in spec and (name != "maximum" or spec[name] < NEVER_REACHED)
     ]
     noun = "whole number" if kind == "integer" else "number"

@@ -10,7 +10,7 @@ from slipstream.config.parse.keys import all_keys, keys_of, sections
 
 
 def suggestion(path: str) -> str:
-    """How to go on from the unknown `path`: the nearest valid key, or all that there are in its section."""
+    """The remedy for the unknown `path`: the nearest valid key, or the list of keys in its section."""
     section, _, name = path.rpartition(".")
     known = all_keys()
     if section and section not in sections():
@@ -40,12 +40,12 @@ def suggestion(path: str) -> str:
 
 
 def _likeliest(paths: Sequence[str]) -> str:
-    """Of keys of one name the one that most people mean who name no section."""
+    """Of several keys with one name, the most common meaning of the name without a section."""
     first = ("model", "training", "run", "sampling")
     return min(paths, key=lambda path: first.index(section) if (section := path.split(".")[0]) in first else len(first))
 
 
 def closest(name: str, candidates: Sequence[str]) -> str | None:
-    """The one of `candidates` that `name` is most likely a misspelling of."""
+    """The candidate that `name` is most likely a misspelling of; None if none is close."""
     close = difflib.get_close_matches(name.lower().replace("-", "_"), candidates, n=1, cutoff=0.6)
     return close[0] if close else None
