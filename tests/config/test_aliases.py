@@ -69,13 +69,13 @@ def test_names_on_the_command_line(run_file):
 @pytest.mark.parametrize(
     ("text", "flags", "sentence"),
     [
-        ("num_train_epochs = 3\n", [], "num_train_epochs is no setting of Slipstream: a run counts batches"),
+        ("num_train_epochs = 3\n", [], "num_train_epochs is not a setting of Slipstream; a run counts batches"),
         ("", ["--per_device_train_batch_size", "8"], "set training.prompts_per_batch to the prompts of a whole batch"),
         ("max_steps = 3\n", [], "max_steps and training.steps are the same setting: remove one of them (run.toml:1)"),
         ("lora_r = 3\nlora_rank = 4\n", [], "lora_rank and lora_r are the same setting: remove one of them"),
         ("", ["--beta", "1", "--algorithm.kl_coef", "1"], "--beta and --algorithm.kl_coef are the same setting"),
         ("temperature = 9.0\n", [], "sampling.temperature = 9.0 must be at most 2"),
-        ("trainer.total_epochs = 3\n", [], "trainer.total_epochs is no setting of Slipstream: a run counts batches"),
+        ("trainer.total_epochs = 3\n", [], "trainer.total_epochs is not a setting of Slipstream; a run counts batches"),
         ("trainer.max_step = 3\n", [], "trainer.max_step is not a known setting: did you mean"),
         ("evaluation = false\neval_steps = 5\n", [], "eval_steps and evaluation are the same setting"),
     ],

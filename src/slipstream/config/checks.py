@@ -181,8 +181,8 @@ def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
     if algorithm.length_penalty and algorithm.reward_threshold is None:
         yield (
             "algorithm.length_penalty",
-            f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short right answers, but nothing says"
-            " what right is: set algorithm.reward_threshold",
+            f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short correct answers, but"
+            " the reward that counts as correct is not set: set algorithm.reward_threshold",
         )
     if algorithm.best_of is not None and algorithm.best_of > algorithm.group_size:
         yield (

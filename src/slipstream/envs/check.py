@@ -197,7 +197,7 @@ def shared_prompts(train: Sequence[Task], held_out: Sequence[Task]) -> list[str]
         return []
     return [
         f"{len(shared)} of {len(held_out)} held-out prompts are training prompts too, first "
-        f"{_short(_asked(shared[0]))}: have tasks() heed its argument split (slipstream.envs.split_of says which text "
+        f"{_short(_asked(shared[0]))}: have tasks() use its argument split (slipstream.envs.split_of says which text "
         "is held out)"
     ]
 

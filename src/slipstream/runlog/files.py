@@ -209,7 +209,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is damaged ({error}): write it anew or remove it") from error
+        raise DataError(f"{path} is damaged ({error}): rewrite or remove it") from error
 
 
 def _try_lock(handle: int, kind: int) -> bool:

@@ -80,7 +80,7 @@ def read_run(folder: str | Path) -> RunRecord:
     try:
         summary = summary_of(folder, running, report, events, rows, tables)
     except (msgspec.ValidationError, TypeError) as error:
-        damage.append(f"{folder / 'resolved.toml'} has a value of a wrong kind ({error}): write it anew or remove it")
+        damage.append(f"{folder / 'resolved.toml'} has a value of a wrong kind ({error}): rewrite or remove it")
         summary = summary_of(folder, running, report, events, rows, {})
     if damage and report is None and not running:
         summary = replace(summary, status="damaged", message=damage[0])

@@ -229,7 +229,7 @@ def alias_of(path: str) -> str:
 
 def refusal(name: str) -> str:
     """The reason for refusing an entry of `REFUSED`; follows the name in a message."""
-    return f"is no setting of Slipstream: {REFUSED[name]}"
+    return f"is not a setting of Slipstream; {REFUSED[name]}"
 
 
 def note(shown: str, name: str, place: str = "") -> str:
