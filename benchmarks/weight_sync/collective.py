@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from slipstream.errors import WeightsError
+from slipstream.errors import WeightsError, first_line
 from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.bridges.broadcast import Group, Rendezvous
 
@@ -57,10 +57,9 @@ def raw_broadcast_s(
         group.leave()  # after all receivers have answered
         theirs: list[list[float]] = [json.loads(answer) for answer in answers]
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
-        reason = str(error).strip().split("\n")[0]
         raise WeightsError(
             f"{num_bytes} bytes could not be sent over {backend} to {len(receivers)} other process(es) within "
-            f"{timeout_s:g} s ({reason}): see what they printed"
+            f"{timeout_s:g} s ({first_line(error)}): see what they printed"
         ) from error
     finally:
         for child in children:

@@ -1,12 +1,14 @@
-"""The exception tree: every failure a person can meet, each with the exit code of the process it ends.
+"""Exceptions: each is a failure that the user can meet, with the exit code of the process that it ends.
 
-A message is one sentence with the value, the reason and the remedy. Anything that is not a
-`SlipstreamError` and reaches the command line is a bug and shows its traceback.
+A message is one sentence with the value, the reason and the remedy. Any other exception that reaches the command line
+is a bug and shows its traceback.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+_MAX_CHARACTERS = 300
 
 
 class SlipstreamError(Exception):
@@ -28,7 +30,7 @@ class DataError(SlipstreamError):
 
 
 class EnvironmentFault(SlipstreamError):
-    """The environment's own code failed or cannot tell right from wrong."""
+    """The environment's own code failed, or its rewards do not separate right from wrong answers."""
 
     exit_code = 4
 
@@ -40,29 +42,29 @@ class EngineError(SlipstreamError):
 
 
 class DeadlineError(EngineError):
-    """Something was waited for past its deadline; the message names who was waited for."""
+    """A wait exceeded its deadline; the message names the process that was waited for."""
 
 
 class WeightsError(SlipstreamError):
-    """What the engine holds is not what was published."""
+    """The engine's weights are not the ones that were published."""
 
     exit_code = 6
 
 
 class IntegrityError(SlipstreamError):
-    """What the engine said of its tokens contradicts itself: nothing that it says can be trained on."""
+    """The engine's report on its tokens contradicts itself, so none of it can be trained on."""
 
     exit_code = 6
 
 
 class TrainingError(SlipstreamError):
-    """The optimizer step would train on nothing, or on something that is not a number."""
+    """The optimizer step would have no signal, or a value is not finite."""
 
     exit_code = 7
 
 
 class ZeroGradientError(TrainingError):
-    """No parameter has a gradient other than zero."""
+    """All gradients are zero."""
 
 
 class MismatchError(TrainingError):
@@ -76,22 +78,35 @@ class RankError(SlipstreamError):
 
 
 class OutOfMemory(SlipstreamError):
-    """The trainer, an engine or another process of the run needed more memory than there was."""
+    """The trainer, an engine or another process of the run ran out of memory."""
 
     exit_code = 9
 
 
 class Interrupted(SlipstreamError):
-    """Ctrl-C or SIGTERM: a checkpoint was written and the children were stopped."""
+    """Ctrl-C or SIGTERM: a checkpoint was written and the child processes were stopped."""
 
     exit_code = 130
 
 
 class StartsAgain(Exception):
-    """The run in `folder` is to go on, with `--resume`, in a process that has nothing of this one."""
+    """The run in `folder` is to be resumed (`--resume`) in a fresh process."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"run {folder} starts again")
         self.folder = folder
         self.arguments: list[str] = []
-        """Of the command that does it, where there is one."""
+        """Arguments of the command that resumes it, if there is a command."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, at most 300 characters; the name of its class if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:_MAX_CHARACTERS] if lines else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """The error's class and its whole message on one line, the message cut at 300 characters: for errors of compilers
+    and of the Hugging Face Hub, whose first line often does not hold the reason."""
+    message = " ".join(str(error).split())[:_MAX_CHARACTERS]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -1,7 +1,7 @@
-"""Deadlines of an event loop that count only the time for which it turned.
+"""A timeout for an event loop that counts only the time in which the loop was running.
 
-A process that was stopped and goes on (SIGSTOP, a debugger), or whose loop was held up by somebody's synchronous call,
-could not have heard what it waits for: that time says nothing about whoever is waited for.
+While the process was stopped (SIGSTOP, a debugger) or its loop was blocked by a synchronous call, it could not have
+received what it waits for: that time is no evidence against the other side.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Self
 
 _TICK_S = 1.0
 _LATE_S = 1.0
-"""A tick that comes so much too late shows that the loop did not turn."""
+"""A tick that comes this much too late shows that the loop was blocked."""
 _LEAST_S = 1e-3
 
 
 class Patience:
-    """`async with` it: raises `TimeoutError` in the block once `limit_s` have passed for which the loop turned and
-    `is_counting` was true; both are looked at once a second. Without a limit it waits for ever."""
+    """Async context manager: raises `TimeoutError` in the block after `limit_s` seconds in which the loop was running
+    and `is_counting` was true; both are checked once a second. Waits for ever if there is no limit."""
 
     def __init__(self, limit_s: float | None, is_counting: Callable[[], bool] = lambda: True) -> None:
         self._limit_s = limit_s
@@ -41,7 +41,7 @@ class Patience:
         await self._timeout.__aexit__(*raised)
 
     def restart(self) -> None:
-        """Begin anew: there was a sign of life."""
+        """Restarts the timeout after a sign of life."""
         if self._limit_s is None or self._loop is None or self._timeout.expired():
             return
         self._left_s, self._since = self._limit_s, self._loop.time()
@@ -50,7 +50,7 @@ class Patience:
             self._arm(self._loop)
 
     async def restarted(self) -> None:
-        """Wait for the next sign of life."""
+        """Waits for the next sign of life."""
         self._restarted.clear()
         await self._restarted.wait()
 
@@ -61,7 +61,7 @@ class Patience:
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         seconds = now - self._since
-        if now > self._due + _LATE_S:  # half of what was due, so that a loop which is always late has an end, too
+        if now > self._due + _LATE_S:  # count half, so that a loop that is always late still times out
             seconds = max(0.0, self._due - self._since) / 2
         if self._is_counting():
             self._left_s -= seconds

@@ -1,7 +1,8 @@
 import pytest
 
 from slipstream.config import load_config, with_values
-from slipstream.config.parse.keys import COMMON_NAMES, all_keys, keys_of, optional_sections, suggestion
+from slipstream.config.parse.keys import all_keys, keys_of, optional_sections
+from slipstream.config.parse.suggestions import suggestion
 from slipstream.config.recipes import RECIPES
 
 
@@ -21,10 +22,6 @@ def test_keys_know_what_they_take():
     assert keys["evaluation.temperature"].requirement == 'a number of at least 0 and at most 2 or "auto"'
     assert [key.name for key in keys_of("algorithm", "sft")] == ["kind", "train_on"]
     assert optional_sections() == ("evaluation",)
-
-
-def test_common_names_lead_to_real_keys():
-    assert set(COMMON_NAMES.values()) <= set(all_keys())
 
 
 @pytest.mark.parametrize("path", sorted(all_keys()))

@@ -135,7 +135,7 @@ def test_missing_file_and_folder(tmp_path):
             "lerning_rate = 1",
             "training.lerning_rate is not a known key: did you mean training.learning_rate? (run.toml:11)",
         ),
-        ("lr = 1", "training.lr is not a known key: did you mean training.learning_rate? (run.toml:11)"),
+        ("actor_lr = 1", "training.actor_lr is not a known key: did you mean training.learning_rate? (run.toml:11)"),
         (
             "group_size = 4",
             "training.group_size is not a known key: did you mean algorithm.group_size? (run.toml:11)",

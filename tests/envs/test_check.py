@@ -59,7 +59,7 @@ async def test_order_may_be_free():
         (lambda task, completion: completion.startswith("number"), "another task's answer counts as right in 100.0%"),
         (
             lambda task, completion: "question" in completion or completion == task.answer,
-            "the question said back counts",
+            "the question repeated counts",
         ),
         (
             lambda task, completion: 0.99 + 0.01 * (completion == task.answer) if completion else 0.0,
@@ -98,7 +98,7 @@ async def test_an_environment_that_ignores_the_split_fails():
 async def test_no_gold_cannot_be_checked():
     env = Behaving(gold=False)
     result = await check_environment(env, InlineScorer(env))
-    assert result.failures == ["none of 8 tasks has a gold answer, so nothing can be said about the reward: give them"]
+    assert result.failures == ["none of 8 tasks has a gold answer, so the reward cannot be checked: add them"]
 
 
 async def test_a_hanging_reward_costs_three_deadlines():

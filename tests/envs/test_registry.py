@@ -97,7 +97,7 @@ def test_what_lies_beside_the_file_can_be_imported(load, tmp_path):
             {},
             "neither an Environment class nor the function reward",
         ),
-        ("import json\n\njson.loads('{')", "", {}, "mine.py, line 3 failed: json.decoder.JSONDecodeError: Expecting"),
+        ("import json\n\njson.loads('{')", "", {}, "mine.py, line 3 failed: JSONDecodeError: Expecting"),
         ("import no_such_package_here", "", {}, "ModuleNotFoundError: No module named 'no_such_package_here'"),
         ("def f(:", "", {}, "SyntaxError"),
         ("import sys; sys.exit(3)", "", {}, "line 1 failed: SystemExit: 3"),

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from slipstream.algo.losses import LossInputs, PolicyLoss
-from slipstream.config.parse.keys import closest
+from slipstream.config.parse.suggestions import closest
 from slipstream.config.recipes import BUILT_IN
-from slipstream.config.user_code import import_file, last_line, place_of
-from slipstream.errors import ConfigError
+from slipstream.config.user_code import import_file, place_of
+from slipstream.errors import ConfigError, one_line
 
 GROUPS = {"advantage": "slipstream.advantages", "loss": "slipstream.losses"}
 _ARGUMENTS = {"advantage": "rewards_S, group_ids_S", "loss": "inputs"}
@@ -59,7 +59,7 @@ def _from_entry_point(kind: Kind, name: str, setting: str) -> object:
     try:
         return points[name].load()
     except (Exception, SystemExit) as error:  # the package's code, whatever it raises
-        raise ConfigError(f"{setting}: entry point {name!r} cannot be loaded: {last_line(error)}") from error
+        raise ConfigError(f"{setting}: entry point {name!r} cannot be loaded: {one_line(error)}") from error
 
 
 def check_user_function(kind: Kind, name: str) -> None:
@@ -77,7 +77,7 @@ def check_user_function(kind: Kind, name: str) -> None:
             result = function(LossInputs(logprobs_N, old_N, advantages_N, index_N, 3, 0.2, 0.28, None, old_N - 0.02))
     except Exception as error:  # the user's code, whatever it raises
         raise ConfigError(
-            f"{setting} raised {last_line(error)} on six made-up tokens ({place_of(error)}): correct it"
+            f"{setting} raised {one_line(error)} on six made-up tokens ({place_of(error)}): correct it"
         ) from error
     values = result.loss_N if isinstance(result, PolicyLoss) else result
     size, unit = (3, "reward") if kind == "advantage" else (6, "token")

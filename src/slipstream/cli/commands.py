@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from slipstream.cli.output import Json, print_json
+from slipstream.cli.output import Json, ignore_closed_pipe, print_json
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, StartsAgain
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""The run's settings: the schema, reading it from a run file and the command line, writing it back.
+"""Settings of a run: the schema, reading them from a run file and the command line, and writing them back.
 
-Guarantees: whoever holds a `RunConfig` from `load_config` holds settings that agree with each other, and
-every error names the key, its value, the reason and the remedy before any process starts. Nothing in this
-package imports torch. Values that need the model, the tasks or the machine are `launch.plan`'s.
+A `RunConfig` from `load_config` has settings that agree with each other. An error names the key, its value, the reason
+and the remedy, before any process starts. Nothing in this package imports torch. Values that depend on the model, the
+tasks or the machine are derived in `launch.plan`.
 """
 
 from slipstream.config.parse.dump import Derived, dump_resolved

@@ -1,10 +1,25 @@
-"""Types of settings with the bounds beyond which a value is a slip of the keyboard, or nothing below could take it."""
+"""What the sections of a run file are made of: their base class, and bounded types of numbers.
+
+A bound is where a value is certainly a typing error, or where a library below would refuse it.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
+
+GIB = 1 << 30
+"""Bytes of one unit of a setting named `..._gib`."""
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys and infinite numbers are refused, values never change later."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]

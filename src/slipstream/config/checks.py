@@ -1,8 +1,7 @@
-"""What the schema cannot say of one field alone: settings that contradict each other, or have no effect.
+"""Checks settings against each other: contradictions, and settings without effect.
 
-Guarantees: pure functions of a config. `inapplicable` names every key that this config gives no effect;
-setting such a key is an error, its default is not. What needs the model, the tasks or the machine is
-checked by `launch.plan`.
+Pure functions of a config. Setting a key that `inapplicable` names is an error; its default is not. Checks that need
+the model, the tasks or the machine are in `launch.plan`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ OPTIONS_FIXED = {
     "disable_log_stats": "they would fill the engine's log",
     "skip_tokenizer_init": "stop strings need the tokenizer",
 }
-"""vLLM's engine arguments that nobody else may set, and why."""
+"""vLLM's engine arguments that Slipstream sets itself, and why."""
 _OF_REWARDS = (
     *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "fresh_worker"),
     "max_reward_failures",
@@ -47,7 +46,7 @@ _OF_REWARDS = (
 
 
 def inapplicable(config: RunConfig) -> dict[str, str]:
-    """Keys (`section.key`) and whole sections (`section`) without effect, each with what to say of them."""
+    """Keys (`section.key`) and whole sections (`section`) that have no effect in this config, each with the reason."""
     found: dict[str, str] = {}
     algorithm, environment = config.algorithm, config.environment
     if config.training.ranks == 1:
@@ -89,7 +88,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
 
 
 def _inapplicable_to(algorithm: RLConfig) -> dict[str, str]:
-    """The same within [algorithm], which has no `auto` left."""
+    """Keys of [algorithm], in which no value is `auto`, that have no effect, each with the reason."""
     found: dict[str, str] = {}
     if algorithm.kl_coef == 0:
         for name in ("kl_estimator", "kl_in"):
@@ -110,14 +109,14 @@ def _inapplicable_to(algorithm: RLConfig) -> dict[str, str]:
 
 
 def reason_against(path: str, reasons: Mapping[str, str]) -> str:
-    """Why the leaf `path` has no effect, itself or with the section or table that it is in; else nothing."""
+    """Why the leaf `path`, or the section or table that contains it, has no effect; empty if it has one."""
     parts = path.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return next((reasons[name] for name in above if name in reasons), "")
 
 
 def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for everything in the config that cannot be carried out together."""
+    """(key, sentence) for each combination of settings that cannot be run."""
     yield from _sources(config)
     yield from _batches(config)
     yield from _engine(config)
@@ -182,8 +181,8 @@ def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
     if algorithm.length_penalty and algorithm.reward_threshold is None:
         yield (
             "algorithm.length_penalty",
-            f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short right answers, but nothing says"
-            " what right is: set algorithm.reward_threshold",
+            f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short correct answers, but"
+            " the reward that counts as correct is not set: set algorithm.reward_threshold",
         )
     if algorithm.best_of is not None and algorithm.best_of > algorithm.group_size:
         yield (
@@ -318,7 +317,8 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def divisor_problem(updates: int, prompts: int) -> str:
-    """Why a batch of that many prompts cannot be split into that many updates of whole groups, or nothing."""
+    """Why a batch of `prompts` prompts cannot be split into `updates` optimizer steps of whole groups; empty if it
+    can."""
     if prompts % updates == 0:
         return ""
     divisors = [number for number in range(1, prompts + 1) if prompts % number == 0]
@@ -344,7 +344,7 @@ def _early_stop(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Trainer and engine in one memory."""
+    """Checks for one copy of the weights that trainer and engine share."""
     if not shares_weights(config):
         return
     size, ranks = config.inference.tensor_parallel_size, config.training.ranks
@@ -376,7 +376,7 @@ def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What cannot be spread over several trainer processes."""
+    """Checks for settings that do not work with several trainer processes."""
     ranks, optimizer, bridge = config.training.ranks, config.training.optimizer, config.weights.bridge
     if ranks == 1:
         return
@@ -411,7 +411,7 @@ def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _delta(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What a delta can be of."""
+    """Checks that `weights.delta` is used with a bridge that sends whole models."""
     bridge = bridge_of(config)
     if not config.weights.delta or bridge in ("auto", "disk", "broadcast"):
         return
@@ -471,7 +471,7 @@ def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def foreign_key(name: str, kind: str) -> str:
-    """What to say of a key of another algorithm than `kind`; nothing of a key of its own."""
+    """The reason for refusing a key that only other algorithms than `kind` have; empty if `kind` has it."""
     for key in keys_of("algorithm"):
         if key.name == name and key.kinds and kind not in key.kinds:
             return f"applies to {key.kinds[0]}, not to {kind}: remove it"

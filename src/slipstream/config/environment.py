@@ -1,4 +1,4 @@
-"""The section [environment]: tasks, and where and how rewards run."""
+"""The section [environment]: tasks, and how rewards are computed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slipstream.config import bounds
-from slipstream.config.section import Section
+from slipstream.config.bounds import Section
 
 
 class EnvironmentConfig(Section):

@@ -1,7 +1,7 @@
-"""The recipes of reinforcement learning: what each chooses for the fields of [algorithm] that are `auto`.
+"""Reinforcement-learning recipes: the values that each gives to the fields of [algorithm] that are `auto`.
 
-Guarantees: pure; a field that somebody set is never changed; what `resolved` gives has no `auto`. A recipe is data:
-nothing else asks for its name.
+Pure. A field that the user set is never changed, and the result of `resolved` has no `auto`. A recipe is data: no other
+code branches on its name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, get_args
 from slipstream.config.schema import AdvantageName, LossName, RLConfig
 
 BUILT_IN = {"advantage": get_args(AdvantageName), "loss": get_args(LossName)}
-"""Names that are not the user's own functions."""
+"""Names of built-in functions; any other value is a function of the user's."""
 _GRPO: dict[str, Any] = {
     "advantage": "group_mean",
     "scale_rewards": "std",
@@ -30,7 +30,7 @@ _GRPO: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where it is from, and how it differs from `grpo`."""
+    """A recipe's source, and the fields in which it differs from `grpo`."""
 
     source: str
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -46,7 +46,7 @@ RECIPES: dict[str, Recipe] = {
     "gspo": Recipe(
         "GSPO, arXiv 2507.18071", {"loss": "gspo", "normalize": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
     ),
-    # MiniMax-M1 has no lower bound and does not tell the upper one: it is ScaleRL's (arXiv 2510.13786).
+    # MiniMax-M1 has no lower bound and does not publish the upper one; this is ScaleRL's (arXiv 2510.13786).
     "cispo": Recipe("CISPO, arXiv 2506.13585", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
     "rloo": Recipe(
         "RLOO, arXiv 2402.14740",
@@ -75,7 +75,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What an `auto` of [algorithm] becomes, and why."""
+    """The value that replaces an `auto` of [algorithm], and why."""
 
     name: str
     value: Any
@@ -83,7 +83,7 @@ class Choice:
 
 
 def choices(algorithm: RLConfig) -> Iterator[Choice]:
-    """For each field that is `auto`, in an order in which one may follow from another."""
+    """One `Choice` for each field that is `auto`; a field comes after those that its value depends on."""
     recipe = RECIPES[algorithm.kind]
     values: dict[str, Any] = {}
 

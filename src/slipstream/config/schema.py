@@ -13,21 +13,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from slipstream.config import bounds
+from slipstream.config.bounds import Section
 from slipstream.config.environment import EnvironmentConfig
-from slipstream.config.section import Section
 
 
 class ModelConfig(Section):
     """What is trained."""
 
     path: str
-    """A local folder in Hugging Face format, or a hub id. Of a model that reads images, too, what text goes through is
-    trained; its image tower stays as it is."""
+    """A local folder in Hugging Face format, or a hub id. Of a vision-language model the language model is trained; the
+    vision tower stays frozen."""
     revision: str | None = None
     """Commit, tag or branch of a hub id. Not set: the newest commit, which the run's `resolved.toml` then names."""
     thinking: bool | None = None
-    """Whether the model thinks before it answers, where its chat template can be told: sets the template's own variable
-    for it, `enable_thinking` or `thinking`. Not set: as the template does by itself."""
+    """Whether the model thinks before it answers, if its chat template has a variable for it, which this sets:
+    `enable_thinking` or `thinking`. Not set: the template's default."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the model's chat template, set in every rendering: `reasoning_effort = "low"`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -35,9 +35,9 @@ class ModelConfig(Section):
     `training.optimizer`'s. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16."""
     fp32_head: bool = False
     """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
-    The weights stay as they are. How much nearer the two come depends on the model: what the layers before the head
-    round stays; `probe/abs_logprob_diff` tells. The trainer computes them in chunks; without it they are there as a
-    whole, in the model's dtype. Not over `training.ranks`."""
+    The weights stay as they are. How much closer the two come depends on the model, since rounding in the layers before
+    the head remains; `probe/abs_logprob_diff` shows it. The trainer computes the logits in chunks; without this setting
+    it holds all of them, in the model's dtype. Not over `training.ranks`."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
 
@@ -131,8 +131,8 @@ class RLConfig(Section):
     """Dual clip (arXiv 1912.09729): under a negative advantage the ratio counts as this at most. Loss `clip` only."""
     old_policy: Literal["trainer", "engine"] = "trainer"
     """What the ratio is taken against. `trainer`: the weights before the batch's first update, computed by the trainer;
-    what the engine did otherwise is `importance_sampling`'s (the decoupled objective, AReaL, arXiv 2505.24298).
-    `engine`: the probabilities that the tokens were sampled with."""
+    `importance_sampling` corrects for the engine (the decoupled objective, AReaL, arXiv 2505.24298). `engine`: the
+    probabilities that the tokens were sampled with."""
     kl_coef: bounds.NonNegativeFactor = 0.0
     """Weight of the KL divergence from the initial model; 0 keeps no reference model."""
     kl_in: Literal["auto", "loss", "reward"] = "auto"
@@ -210,8 +210,8 @@ class LoraConfig(Section):
     alpha: bounds.Factor = 32.0
     """Their product is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
-    """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output
-    head. Never those of an image tower."""
+    """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output head.
+    Never those of a vision tower."""
     plus_ratio: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
     """LoRA+ (arXiv 2402.12354): the second matrix, which starts at zero, learns at so many times the rate of the first,
     `training.learning_rate`. The paper uses 16, with rates half as large."""
@@ -263,14 +263,13 @@ class TrainingConfig(Section):
     epochs_per_batch: bounds.Times = 1
     """How often a batch is gone through."""
     optimizer: OptimizerName = "adamw"
-    """`adamw`: AdamW, with fp32 masters of the weights. `adamw_bf16`: AdamW on bfloat16 weights alone, rounded by
-    chance so that small updates are not lost; four bytes a parameter less. `adamw_8bit`: `adamw` with moments of 8 bits
-    (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `adamw_paged`: `adamw` whose moments CUDA moves to
-    the CPU's memory as far as the GPU has too little room (arXiv 2305.14314), by bitsandbytes; up to eight bytes a
-    parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with masters: matrices move by their momentum made
+    """`adamw`: AdamW, with fp32 masters of the weights. `adamw_bf16`: AdamW on bfloat16 weights alone, with stochastic
+    rounding so that small updates are not lost; four bytes a parameter less. `adamw_8bit`: `adamw` with 8-bit optimizer
+    states (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `adamw_paged`: `adamw` whose moments CUDA
+    moves to the CPU's memory as far as the GPU has too little room (arXiv 2305.14314), by bitsandbytes; up to eight
+    bytes a parameter less. `muon` (Jordan 2024; arXiv 2502.16982), with masters: matrices move by their momentum made
     orthogonal, at AdamW's learning rates; embeddings, head, vectors and experts that a layer keeps in one parameter are
-    AdamW's. It keeps one moment for two.
-    Over `training.ranks` only `adamw` and `adamw_bf16`."""
+    AdamW's. It keeps one moment for two. Over `training.ranks` only `adamw` and `adamw_bf16`."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of Muon's momentum (Nesterov's)."""
     learning_rate: bounds.Rate | Literal["auto"] = "auto"
@@ -294,22 +293,22 @@ class TrainingConfig(Section):
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row."""
     ranks: bounds.Processes = 1
     """Trainer processes on this machine, each with a share of weights, gradients and optimizer state (FSDP2) and of
-    each step's micro-batches: on GPUs a card each, before the engine's; on a CPU they share its cores. The same losses
-    and gradients but for rounding."""
+    each step's micro-batches: on GPUs one each, before the engine's; on a CPU they share its cores. The same losses and
+    gradients but for rounding."""
     reshard: Literal["layer", "step", "auto"] = "auto"
-    """Over ranks: how long each keeps a layer's whole weights, once it has gathered them. `"layer"`: while the layer
-    computes, in every micro-batch anew, and gradients are added up over the ranks after each. `"step"`: until a step's
-    last micro-batch, and gradients are added up once, as those of the words always are; that takes 6 bytes more for
-    each parameter in bfloat16. `auto`: `"step"` where the GPUs have room for it."""
+    """Over ranks: how long each keeps a layer's all-gathered weights. `"layer"`: while the layer computes, in every
+    micro-batch anew, and gradients are reduce-scattered after each. `"step"`: until a step's last micro-batch, and
+    gradients are reduce-scattered once, as those of embeddings and LM head always are; that takes 6 bytes more for each
+    parameter in bfloat16. `auto`: `"step"` where the GPUs have room for it."""
     rank_timeout_s: bounds.Seconds = 600.0
     """How long the trainer's processes may wait for one of them."""
     gradient_checkpointing: bool | Literal["auto", "selective"] = "auto"
     """What is computed again in the backward pass, with the same bits. `true`: all but each layer's input, about a
-    third more time. `"selective"`: all but what matrix multiplications and attention gave, which compiled layers do by
-    themselves. `auto`: the least that lets the longest sequence fit."""
+    third more time. `"selective"`: all but the outputs of matrix multiplications and attention (selective activation
+    checkpointing), which compiled layers do by themselves. `auto`: the least that lets the longest sequence fit."""
     offload_activations: bool = False
-    """The inputs of layers wait for the backward pass in the CPU's memory; they come and go while the GPU works. For
-    long sequences on a GPU; implies `gradient_checkpointing = true`."""
+    """Keep the inputs of layers in CPU memory until the backward pass; the copies overlap with computation. For long
+    sequences on a GPU; implies `gradient_checkpointing = true`."""
     compile: bool | Literal["auto"] = "auto"
     """Fuse what lies between a layer's matrix multiplications and its attention (torch.compile), for rows of any
     length; the last digits round otherwise. Where the compiler fails the run ends, because layers that are not compiled
@@ -338,8 +337,8 @@ class InferenceConfig(Section):
     """At most this part of its card's memory is the engine's, on a GPU. `auto`: what its weights and its KV cache
     need."""
     sleep: bool | Literal["auto"] = "auto"
-    """While a batch is trained on, the engine moves its weights to the CPU's memory and gives up its KV cache, so that
-    the trainer has the card to itself. `auto`: on a shared GPU where both do not fit otherwise."""
+    """While a batch is trained on, the engine moves its weights to CPU memory and frees its KV cache, so that the
+    trainer has the GPU to itself. `auto`: on a shared GPU where both do not fit otherwise."""
     enforce_eager: bool | Literal["auto"] = "auto"
     """No compilation. `auto`: on a CPU yes, on a GPU no."""
     start_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
@@ -373,16 +372,16 @@ class WeightsConfig(Section):
     workers, DoRA, `delta`, weights that vLLM keeps otherwise) or `disk` with `inference.sleep` leaves more room; else
     `disk`. Under [lora] `disk`, `broadcast` and `restart` publish the whole model with the adapter merged into it."""
     delta: bool = False
-    """Under `disk` and `broadcast`: where the engine holds the version before it, only those elements of a new version
-    travel that changed, each with its place; otherwise, and where that saves less than half, the whole version. In
+    """Under `disk` and `broadcast`: where the engine holds the version before it, only the elements of a new version
+    that changed are sent, each with its position; otherwise, and where that saves less than half, the whole version. In
     bfloat16 most elements stay the same in a step, in float32 nearly none. The trainer keeps one more copy of the
     weights for it."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
-    """What becomes of completions that run when a new version comes, with `training.staleness = 1`. `recompute`:
-    they stand still and go on with the new weights, which compute their context anew, so that each token's
-    log-probability is that of one version. `keep`: they go on at once, on the context that the old weights computed;
-    the difference between engine and trainer grows by what that changes. `drain`: the version waits until they have
-    ended, and new ones wait for it. Adapters need none of it: completions end with the one that they began with."""
+    """What becomes of completions that run when a new version comes, with `training.staleness = 1`. `recompute`: they
+    pause and continue with the new weights, which prefill their context again, so that each token's log-probability is
+    that of one version. `keep`: they continue at once, on the KV cache of the old weights; the difference between
+    engine and trainer grows by what that changes. `drain`: the version waits until they have ended, and new ones wait
+    for it. Adapters need none of it: a completion keeps the adapter that it began with."""
     apply_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
     """How long the engine may take to load a version and to verify it; under `drain` after the last completion. `auto`:
     by the size of the weights, on a slow disk; at least 300."""
@@ -466,7 +465,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig | None = None
-    """Not set: nobody teaches but the rewards."""
+    """Not set: rewards are the only signal."""
     lora: LoraConfig | None = None
     """Not set: all parameters are trained."""
     sampling: SamplingConfig = SamplingConfig()

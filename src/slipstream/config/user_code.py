@@ -1,4 +1,4 @@
-"""Python files of the user's: importing one runs its code, in the run's process and in every scorer process."""
+"""Imports Python files of the user, in the run's process and in every reward worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, one_line
 
 
 def import_file(path: Path, setting: str) -> ModuleType:
-    """The module in `path`, made anew; `setting` named it. Raises `ConfigError`, also for what its code raises."""
+    """Imports the file `path` as a new module; `setting` is the setting that named it. Raises `ConfigError`, also when
+    the file's code raises."""
     if not path.is_file():
         raise ConfigError(f"{setting}: there is no file {path} (looked in {Path.cwd()}): correct the path")
     path = path.resolve()
@@ -24,7 +25,7 @@ def import_file(path: Path, setting: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:  # as for a script: what lies beside the file can be imported
+    if str(path.parent) not in sys.path:  # as for a script, so that it can import modules beside it
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
@@ -34,22 +35,17 @@ def import_file(path: Path, setting: str) -> ModuleType:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         number = error.lineno if isinstance(error, SyntaxError) and not frames else None
         place = f", line {frames[-1].lineno if frames else number}" if frames or number else ""
-        raise ConfigError(f"{setting}: importing {path}{place} failed: {last_line(error)}") from error
+        raise ConfigError(f"{setting}: importing {path}{place} failed: {one_line(error)}") from error
     return module
 
 
-def last_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return " ".join(traceback.format_exception_only(error)[-1].split())
-
-
 def place_of(error: BaseException) -> str:
-    """Where the user's code raised `error`, such as `line 12 of /home/me/count.py`: its last line before the call went
-    into Python's library, into other packages, or into this one."""
+    """Where the user's code raised `error`, such as `line 12 of /home/me/count.py`: the last frame outside the standard
+    library, other packages and this one."""
     frames = traceback.extract_tb(error.__traceback__)
     paths = sysconfig.get_paths()
     python, packages = [paths["stdlib"], paths["platstdlib"]], [paths["purelib"], paths["platlib"]]
-    # The code of an environment that is installed is in a package too.
+    # Code of an installed environment is in a package, too.
     theirs = _outside(frames, [*python, *packages]) or _outside(frames, python) or frames
     return f"line {theirs[-1].lineno} of {theirs[-1].filename}"
 

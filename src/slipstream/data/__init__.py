@@ -1,1 +1,1 @@
-"""Conversations and their tokens: chat templates, files, and the order in which items are used."""
+"""Training data: chat templates, readers of conversations and tasks, and the order of sampling."""

@@ -1,8 +1,8 @@
-"""Chat templates: the only place where one is applied.
+"""Renders conversations to tokens with the model's chat template; no other module applies one.
 
-Guarantees: the prompt that RL samples from and the prompt part of what SFT trains on are the same tokens; a
-conversation whose template renders them differently is refused, never patched. Nothing is trained on but what the
-assistant says and the token that ends its turn; what the template puts after that token (a new line) is not.
+The prompt that RL samples from and the prompt part of an SFT example are the same tokens; a conversation that the
+template renders differently is refused. Loss is only on the assistant's content and its end-of-turn token, not on what
+the template appends after that token (a newline).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from slipstream.data.message_fields import Watched
+from slipstream.data.message_fields import ReadRecorder
 from slipstream.data.unknown_characters import Vocabulary
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, first_line
 from slipstream.records import Message
 from slipstream.records import Sequence as TokenSequence
 
@@ -26,20 +26,21 @@ _OWN_VARIABLES = frozenset(
     | {"return_dict", "return_tensors", "chat_template", "conversation", "padding", "truncation", "max_length"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
 )
-"""What Slipstream or transformers puts into a template, or takes itself."""
+"""Template variables that Slipstream or transformers sets."""
 
 THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""What chat templates call the switch: the first in Qwen3, GLM and others, the second in DeepSeek and Granite."""
+"""Names of the variable that turns thinking on: the first in Qwen3, GLM and others, the second in DeepSeek and
+Granite."""
 
 
 class ChatTokenizer:
     """A model's tokenizer and chat template.
 
-    `path` is a folder in Hugging Face format or a hub id. `system_prompt` is put before every conversation that has no
-    system message of its own; `template_kwargs` are variables of the template, set in every rendering; `thinking` sets
-    the template's own variable for that. Raises `ConfigError` when there is no tokenizer or template, when the template
-    does not use one of these variables or has no switch for the thinking, or does not end an assistant's turn with a
-    special token (a policy could never learn to stop).
+    `path` is a folder in Hugging Face format or a hub id. `system_prompt` precedes every conversation that has no
+    system message; `template_kwargs` are template variables for every rendering; `thinking` sets the template's own
+    variable for it. Raises `ConfigError` if there is no tokenizer or template, if the template does not use one of
+    these variables or has no thinking variable, or if it does not end an assistant's turn with a special token (a
+    policy could not learn to stop).
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class ChatTokenizer:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ConfigError(f"model.path = {self.path}: no tokenizer can be loaded ({reason}): correct it") from error
+            raise ConfigError(
+                f"model.path = {self.path}: no tokenizer can be loaded ({first_line(error)}): correct it"
+            ) from error
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {self.path}: the tokenizer has no chat template: {_REMEDY}")
         given = dict(template_kwargs or {})
@@ -70,7 +72,7 @@ class ChatTokenizer:
         """The template's variables in every rendering."""
         self._turn_suffix = self._find_turn_suffix()
         self.has_thinking_switch = bool(template_variables(self._tokenizer.chat_template) & {*THINKING_VARIABLES})
-        """Whether the template can be told to have the model think, or not to."""
+        """Whether the template has a variable that turns thinking on or off."""
         self.end_token_id = self._turn_suffix[0]
         """The token that ends an assistant's turn; SFT trains on it."""
         self.stop_token_ids = self._find_stop_tokens(trust_remote_code)
@@ -78,25 +80,25 @@ class ChatTokenizer:
         self._stops = frozenset(self.stop_token_ids)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation, up to where the assistant is to speak."""
+        """Tokens of a conversation, up to the start of the assistant's next turn."""
         return self._apply(messages, generation_prompt=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without special tokens and without tidying up spaces."""
+        """Text of the tokens, without special tokens and without cleanup of spaces."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def plain_tokens(self, text: str) -> list[int]:
-        """The tokens of a text by itself, outside any conversation."""
+        """Tokens of a text alone, without a chat template."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Which characters have no token."""
+        """The vocabulary, to find characters without a token."""
         return Vocabulary(self.plain_tokens, self._tokenizer.unk_token_id)
 
     def differs_from(self, path: str | Path, trust_remote_code: bool = False) -> str:
-        """How the vocabulary of the tokenizer in `path` differs from this one's; empty when every token is the same.
-        Raises OSError or ValueError when there is none."""
+        """How the vocabulary of the tokenizer in `path` differs from this one; empty if all tokens are equal. Raises
+        OSError or ValueError if there is no tokenizer."""
         from transformers import AutoTokenizer
 
         other: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
@@ -107,12 +109,12 @@ class ChatTokenizer:
         return f"it has {len(theirs)} tokens, not {len(ours)}" if len(theirs) != len(ours) else ""
 
     def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"] = "all") -> TokenSequence:
-        """The tokens of a conversation, up to the end of its last assistant turn.
+        """Tokens and loss mask of a conversation, up to the end of its last assistant turn.
 
-        The mask is set on the content and end token of the last assistant turn, or of all of them, but for messages
-        that carry no loss. The tokens are made turn by turn: `render(messages before the turn)` must begin the turn's
-        tokens, and each turn's tokens the next one's. Raises `DataError` otherwise, and for content that holds an end
-        token.
+        The mask is true on content and end token of the last assistant turn, or of all assistant turns, except messages
+        without loss. Tokens are built turn by turn: `render(messages before the turn)` must be a prefix of the turn's
+        tokens, and each turn's tokens a prefix of the next turn's. Raises `DataError` otherwise, and for content that
+        contains an end token.
         """
         turns = [place for place, message in enumerate(messages) if _is_trained(message)]
         if not turns:
@@ -132,7 +134,7 @@ class ChatTokenizer:
         return TokenSequence(token_ids, mask)
 
     def _target(self, messages: Sequence[Message], prompt: list[int]) -> list[int]:
-        """The tokens of the last message after `prompt`, its end token included."""
+        """Tokens of the last message after `prompt`, including its end token."""
         full = self._apply(messages, generation_prompt=False)
         start, end = len(prompt), len(full) - len(self._turn_suffix) + 1
         if full[:start] != prompt or end <= start or full[end - 1 :] != self._turn_suffix:
@@ -149,14 +151,14 @@ class ChatTokenizer:
         return target
 
     def fields_read(self, messages: Sequence[Message]) -> set[tuple[str, str]]:
-        """Role and name of the fields that the template looks at while it renders these messages."""
+        """(role, field name) of the message fields that the template reads while it renders `messages`."""
         read: set[tuple[str, str]] = set()
         self._apply(messages, generation_prompt=messages[-1].role != "assistant", read=read)
         return read
 
     @property
     def renders_tools(self) -> bool:
-        """Whether the template has a place for a conversation's tools."""
+        """Whether the template renders the tools of a conversation."""
         return "tools" in template_variables(self._tokenizer.chat_template)
 
     def _apply(
@@ -164,7 +166,7 @@ class ChatTokenizer:
     ) -> list[int]:
         chat: list[dict[str, Any]] = [message.as_chat() for message in messages]
         if read is not None:
-            chat = [Watched(message, read) for message in chat]
+            chat = [ReadRecorder(message, read) for message in chat]
         tools = list(messages[0].tools) if messages else []
         if self._system and (not chat or chat[0]["role"] != "system"):
             chat = self._system + chat
@@ -181,16 +183,16 @@ class ChatTokenizer:
             raise DataError(f"the chat template of {self.path} refuses a conversation: {error}") from error
 
     def _find_turn_suffix(self) -> list[int]:
-        """What the template puts after an assistant's text, from the end token on."""
+        """What the template appends to an assistant's text, from the end token on."""
         question = Message("user", "a")
         try:
             first, second = (
                 self._apply([question, Message("assistant", text)], generation_prompt=False) for text in ("b", "c")
             )
         except DataError as error:
-            said = " ".join(str(error.__cause__).split())
+            reason = " ".join(str(error.__cause__).split())
             raise ConfigError(
-                f"model.path = {self.path}: the chat template cannot render a question and an answer ({said}): "
+                f"model.path = {self.path}: the chat template cannot render a question and an answer ({reason}): "
                 f"{_REMEDY}"
             ) from error
         length = 0
@@ -227,7 +229,7 @@ def _is_trained(message: Message) -> bool:
 
 
 def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:
-    """A variable that the template does not use would have no effect, and nobody would notice."""
+    """Refuses variables that the template does not use: they would have no effect."""
     if not given:
         return
     used = template_variables(tokenizer.chat_template) - _OWN_VARIABLES - set(tokenizer.special_tokens_map)
@@ -243,7 +245,7 @@ def _check_template_kwargs(given: Mapping[str, Any], tokenizer: Any) -> None:
 def _thinking_kwargs(
     thinking: bool | None, given: Mapping[str, Any], template: str | Mapping[str, str]
 ) -> dict[str, bool]:
-    """The one place where `model.thinking` becomes variables of a template."""
+    """Translates `model.thinking` into template variables."""
     if thinking is None:
         return {}
     setting = f"model.thinking = {str(thinking).lower()}"
@@ -260,14 +262,14 @@ def _thinking_kwargs(
 
 
 def template_variables(template: str | Mapping[str, str]) -> set[str]:
-    """The names that a chat template, or several, expects from outside."""
+    """Names of the variables that one or several chat templates read."""
     import jinja2
     from jinja2 import meta
 
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     found: set[str] = set()
     for text in [template] if isinstance(template, str) else template.values():
-        # Transformers' own tag, which marks what the assistant says.
+        # Transformers' own tag, which marks the assistant's content.
         plain = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", text)
         try:
             found |= meta.find_undeclared_variables(environment.parse(plain))

@@ -1,7 +1,8 @@
-"""Conversations and problems from rows. A row that cannot be used is an error with its file, number and column,
-never left out; a message keeps all of its fields, for the chat template.
+"""Builds conversations (SFT) and problems (RL) from rows of data files.
 
-Columns are found by their usual names, or named by the caller; a dot leads into a column (`reward_model.ground_truth`).
+A row that cannot be used raises an error with its file, number and column; none is skipped. A message keeps all of its
+fields for the chat template. Columns are found by their usual names or named by the caller; a dot selects a nested
+column (`reward_model.ground_truth`).
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ ANSWERS = ("answer", "ground_truth", "target", "label", "completion", "response"
 SYSTEMS = ("system", "system_prompt")
 _FORMS = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool", "observation": "tool"}
-"""What the ShareGPT format calls them."""
+"""Role names of the ShareGPT format."""
 _FIELDS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "weight")
-"""Fields of a message that are not passed on as they are."""
+"""Message fields that are converted rather than passed on."""
 _REFUSED = {
     **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), "only text is trained on: remove it"),
     "chat_template_kwargs": "variables of the template are the run's: set model.chat_template_kwargs",
     "history": "earlier turns are read from messages alone: give the row as messages",
 }
-"""Columns that change what a row says, and are not read."""
+"""Columns that change the meaning of a row and are not supported."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns to read; empty: found by their usual names."""
+    """Names of the columns to read; empty: the usual names."""
 
     messages: str = ""
     prompt: str = ""
     answer: str = ""
-    """Of SFT: the completion."""
+    """SFT: the column of completions."""
     gold: str = ""
-    """Of a problem: a completion that would be right, where it is not the answer itself."""
+    """RL: the column of a correct completion, if it is not the answer itself."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One row as a problem for RL."""
+    """One row as a task for RL."""
 
     where: str
     prompt: Conversation
@@ -68,10 +69,10 @@ class Problem:
 def read_conversations(
     path: str | Path, columns: Columns | None = None, split: str = "", unread: dict[str, int] | None = None
 ) -> list[Conversation]:
-    """The conversations of a file or folder, in its order; each has at least one assistant turn to train on.
+    """Reads the conversations of a file or folder, in order; each has at least one assistant turn to train on.
 
-    A row has messages, or a prompt and a completion, where either is a text or a list of messages; and perhaps `tools`
-    and a system prompt. Rows that have another column are counted in `unread`, by the column; blank lines are skipped.
+    A row has messages, or a prompt and a completion, either of which is text or a list of messages; and optionally
+    `tools` and a system prompt. Rows with other columns are counted in `unread`, by column; blank lines are skipped.
     Raises `DataError`.
     """
     rows = read_rows(path, split)
@@ -89,12 +90,12 @@ def read_conversations(
 
 
 def conversation_of(row: Row, columns: Columns) -> Conversation:
-    """The conversation in one row. Raises `DataError`."""
+    """Builds the conversation of one row. Raises `DataError`."""
     return _conversation(row, columns)[0]
 
 
 def _conversation(row: Row, columns: Columns) -> tuple[Conversation, set[str]]:
-    """The conversation in one row, and the columns that it was made of."""
+    """Builds the conversation of one row; also returns the columns it was built from."""
     where = row.where
     messages = columns.messages or ("" if columns.prompt or columns.answer else _first_of(row.values, MESSAGES))
     if messages:
@@ -123,7 +124,7 @@ def read_problems(
     split: str = "",
     setting: str = "environment.settings.path",
 ) -> list[Problem]:
-    """The problems of a file or folder, in its order. The first row tells the form of all where it is `auto`."""
+    """Reads the problems of a file or folder, in order. If the format is `auto`, the first row determines it."""
     rows = read_rows(path, split, setting)
     _check_named(rows, (columns.messages, columns.prompt, columns.answer, columns.gold))
     if form == "auto":
@@ -137,7 +138,7 @@ def read_problems(
 
 
 def value_at(row: Row, column: str) -> Any:
-    """The value of a column, or of what `outer.inner` leads to. Raises `DataError` listing the columns there are."""
+    """The value of a column, or of the nested column `outer.inner`. Raises `DataError` that lists the columns."""
     if column in row.values:
         return row.values[column]
     outer, _, inner = column.partition(".")
@@ -148,7 +149,7 @@ def value_at(row: Row, column: str) -> Any:
 
 
 def as_mapping(value: Any, column: str, where: str) -> dict[str, Any]:
-    """A nested column. Some data sets hold it as text, in JSON or as Python writes a dictionary."""
+    """A nested column as a mapping. Some data sets store it as text, in JSON or as a Python literal."""
     found = value
     if isinstance(value, str):
         try:
@@ -209,7 +210,7 @@ def _plain_problem(row: Row, columns: Columns) -> Problem:
 
 
 def _messages_problem(row: Row, columns: Columns) -> Problem:
-    """The last turn, which the assistant has, is the answer."""
+    """A problem whose answer is the last message, the assistant's."""
     column = columns.messages or _first_of(row.values, MESSAGES) or MESSAGES[0]
     turns = _messages(value_at(row, column), column, None, row.where)
     if turns[-1].role != "assistant" or len(turns) < 2:
@@ -241,7 +242,7 @@ def _text_at(row: Row, column: str) -> str:
 
 
 def _prompt(row: Row, column: str, *, is_found: bool) -> list[Message]:
-    """A text or messages; an instruction found by its name has its `input` below it (the Alpaca format)."""
+    """A prompt from text or messages; in the Alpaca format `input` is appended to the instruction."""
     value = value_at(row, column)
     if is_found and column == "instruction" and isinstance(value, str) and row.values.get("input"):
         value = f"{value}\n\n{_text_at(row, 'input')}"
@@ -249,7 +250,7 @@ def _prompt(row: Row, column: str, *, is_found: bool) -> list[Message]:
 
 
 def _completed(turns: list[Message], row: Row) -> list[Message]:
-    """The turns with what else the row says of their conversation: its system prompt and its tools."""
+    """Adds the row's system prompt and tools to the turns."""
     for name, reason in _REFUSED.items():
         if row.values.get(name):
             raise DataError(f"{row.where}: {name} is not empty, and {reason}")
@@ -263,7 +264,7 @@ def _completed(turns: list[Message], row: Row) -> list[Message]:
 
 
 def _tools(row: Row) -> tuple[dict[str, Any], ...]:
-    """JSON schemas of functions; some data sets hold them as JSON text."""
+    """Tools as JSON schemas; some data sets store them as JSON text."""
     tools: Any = row.values.get("tools") or []
     if isinstance(tools, str):
         try:
@@ -278,7 +279,7 @@ def _tools(row: Row) -> tuple[dict[str, Any], ...]:
 
 
 def _check_named(rows: Sequence[Row], names: Sequence[str]) -> None:
-    """A column that no row has is one mistake in the settings, not one in every row."""
+    """Raises an error for a named column that no row has: one mistake in the settings rather than one in each row."""
     known = columns_of(rows)
     for name in names:
         if name and name not in known and name.partition(".")[0] not in known:
@@ -305,8 +306,8 @@ def _message(turn: Any, path: str, where: str) -> Message:
     # In a parquet file every message has every field.
     entry = {name: value for name, value in cast("dict[str, Any]", turn).items() if value is not None}
     if "from" in entry and "role" not in entry:
-        said = entry["from"]
-        entry["role"] = _ROLES.get(said, said) if isinstance(said, str) else said
+        speaker = entry["from"]
+        entry["role"] = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
         entry["content"] = entry.get("value")
     role = entry.get("role")
     if role not in get_args(Role):
@@ -315,7 +316,7 @@ def _message(turn: Any, path: str, where: str) -> Message:
     content = entry.get("content")
     if content is None and calls:
         content = ""
-    if isinstance(content, list):  # the parts of OpenAI's format; text is all that a text model takes
+    if isinstance(content, list):  # content parts of OpenAI's format; a text model takes text only
         parts = cast("list[Any]", content)
         if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
             content = "".join(str(part.get("text", "")) for part in parts)

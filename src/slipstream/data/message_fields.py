@@ -1,4 +1,4 @@
-"""Fields of messages that a chat template does not look at: refused or counted, never dropped unsaid."""
+"""Checks for message fields that the chat template does not read: refuses or counts them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from slipstream.errors import DataError
 from slipstream.records import Message
 
-_SPOKEN = (
+_CONTENT_FIELDS = (
     *("reasoning_content", "reasoning", "thinking", "thoughts", "tool_calls", "function_call", "tool_plan"),
     *("train", "training", "masked"),
 )
-"""Fields that hold part of what is said, or decide what is trained on: without them other tokens are learned."""
+"""Fields that hold content or decide what is trained on: without them the model learns other tokens."""
 _LINKS = ("role", "content", "tool_call_id")
 _MAX_RENDERED = 1000
 
@@ -21,16 +21,16 @@ _MAX_RENDERED = 1000
 class _Template(Protocol):
     @property
     def renders_tools(self) -> bool:
-        """Whether the template has a place for a conversation's tools."""
+        """Whether the template renders the tools of a conversation."""
         ...
 
     def fields_read(self, messages: Sequence[Message]) -> set[tuple[str, str]]:
-        """Role and name of the fields that are looked at while these messages are rendered."""
+        """(role, field name) of the message fields that the template reads while it renders `messages`."""
         ...
 
 
-class Watched(dict[str, Any]):
-    """A message that tells which of its fields are looked at, by its role and their names."""
+class ReadRecorder(dict[str, Any]):
+    """A message that records which of its fields are read, as (role, field name)."""
 
     def __init__(self, values: dict[str, Any], read: set[tuple[str, str]]) -> None:
         super().__init__(values)
@@ -68,8 +68,8 @@ class Watched(dict[str, Any]):
 
 
 def check_fields(template: _Template, conversations: Sequence[Sequence[Message]], counts: dict[str, int]) -> None:
-    """Count the messages with a field that the template looks at in none of the conversations (of a thousand that have
-    it). Raises `DataError` for one that holds part of what is said, and for tools that have no place in it."""
+    """Counts the messages with a field that the template reads in none of the conversations (of up to a thousand that
+    have it). Raises `DataError` if the field holds content, and for tools that the template does not render."""
     with_tools = sum(bool(conversation and conversation[0].tools) for conversation in conversations)
     if with_tools and not template.renders_tools:
         raise DataError(
@@ -86,7 +86,7 @@ def check_fields(template: _Template, conversations: Sequence[Sequence[Message]]
             for field in template.fields_read(conversation):
                 del unread[field]
     for (role, name), count in unread.items():
-        if name in _SPOKEN:
+        if name in _CONTENT_FIELDS:
             raise DataError(
                 f"{count} {role} messages have the field {name}, which the model's chat template does not read, so it "
                 "would not be learned: rename it as the template calls it, put it into content, or remove it"

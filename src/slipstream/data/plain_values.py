@@ -1,4 +1,4 @@
-"""Values that survive the way to another process unchanged: text, numbers, booleans, lists and dictionaries."""
+"""Checks that values can be sent to another process unchanged: text, numbers, booleans, lists and dictionaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 
 def not_plain(value: Any, path: str) -> str:
-    """Which part of `value`, called `path`, is made of other types, or an empty text."""
+    """Names the part of `value`, called `path`, that has another type; empty if none has."""
     # Exact types: a NumPy float is a float to isinstance, but not to msgpack.
     if value is None or type(value) in (bool, float, str):
         return ""
@@ -28,5 +28,5 @@ def not_plain(value: Any, path: str) -> str:
 
 
 def plain_or_text(value: Any) -> Any:
-    """The value if it is plain, otherwise its text (a date, say)."""
+    """The value itself if it is plain, otherwise its text (a date, for example)."""
     return str(value) if not_plain(value, "") else value

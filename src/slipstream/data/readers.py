@@ -1,9 +1,11 @@
-"""Rows of a file or folder, whatever its format: each with its place, none left out.
+"""Reads rows of data files and folders, each with its file and row number.
 
-Formats: JSON lines; parquet; a folder that `datasets.save_to_disk` wrote (arrow files, one split or several); a folder
-of parquet or JSON lines files, as data set repositories have them (`data/train-00000-of-00002.parquet`,
-`train/part.parquet`, `test.jsonl`). Guarantees: files come in the order of their names, rows in theirs; whatever cannot
-be read is a `DataError` that names file, row and column. pyarrow is imported when a file needs it.
+Formats: JSON lines; parquet; a folder written by `datasets.save_to_disk` (arrow files, one split or several); a folder
+of parquet or JSON lines files as in data set repositories (`data/train-00000-of-00002.parquet`, `train/part.parquet`,
+`test.jsonl`).
+
+Files are read in the order of their names, rows in file order; what cannot be read raises a `DataError` that names
+file, row and column. pyarrow is imported only when a file needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from slipstream.config.python_objects import is_python_object, load
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, first_line
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 SUFFIXES = (".parquet", *JSON_SUFFIXES)
@@ -32,17 +34,15 @@ _MARKS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict
 
 
 class Row(NamedTuple):
-    """One row and where it stands, as an error says it."""
+    """One row and its place, as error messages name it."""
 
     where: str
     values: dict[str, Any]
 
 
 def read_rows(path: str | Path, split: str = "", setting: str = "data.path") -> list[Row]:
-    """All rows of the file or folder `path`; of a folder with several splits those of `split`, or of `train`.
-
-    `setting` is what an error tells people to correct. Raises `DataError`, also where there is no row.
-    """
+    """Reads all rows of the file or folder `path`; of a folder with several splits those of `split`, or of `train`.
+    `setting` is the setting that error messages name. Raises `DataError`, also if there are no rows."""
     if is_python_object(str(path)):
         return [Row(f"row {number} of {path}", values) for number, values in enumerate(load(str(path)))]
     path = Path(path)
@@ -59,7 +59,7 @@ def read_rows(path: str | Path, split: str = "", setting: str = "data.path") -> 
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The names of all columns that any row has."""
+    """Names of all columns that occur in any row."""
     return sorted({name for row in rows for name in row.values})
 
 
@@ -115,16 +115,16 @@ def _arrow_rows(path: Path, setting: str, *, parquet: bool) -> Iterator[Row]:
                 number += 1
                 yield Row(f"row {number} of {path}", values)
     except OSError as error:
-        reason = error.strerror or _first_line(error)
+        reason = error.strerror or first_line(error)
         raise DataError(f"{path} cannot be read ({reason}): correct {setting}, or save the file again") from error
     except pa.ArrowException as error:
         kind = "parquet" if parquet else "arrow"
-        said = f"{path} is not a whole {kind} file ({_first_line(error)})"
-        raise DataError(f"{said}: save or download it again, or correct {setting}") from error
+        problem = f"{path} is not a whole {kind} file ({first_line(error)})"
+        raise DataError(f"{problem}: save or download it again, or correct {setting}") from error
 
 
 def _arrow_batches(pa: Any, path: Path) -> Iterator[Any]:
-    """`datasets` writes the stream format; other programs' arrow files have a footer."""
+    """Record batches of an arrow file: `datasets` writes the stream format, other programs the file format."""
     with pa.memory_map(str(path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
@@ -139,23 +139,19 @@ def _arrow_batches(pa: Any, path: Path) -> Iterator[Any]:
 def _plain_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is not UTF-8, a date out of range: say which
+    except (ValueError, OverflowError):  # text that is not UTF-8, a date out of range: find the row
         for place in range(batch.num_rows):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 try:
                     column[place].as_py()
                 except (ValueError, OverflowError) as error:
                     where = f"row {before + place + 1} of {path}, column {name}"
-                    raise DataError(f"{where} cannot be read ({_first_line(error)}): correct it") from error
+                    raise DataError(f"{where} cannot be read ({first_line(error)}): correct it") from error
         raise
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def splits_of(folder: Path, setting: str = "data.path") -> dict[str, list[Path]]:
-    """The files of each split that a folder of data has, in order; under an empty name those that name none."""
+    """The files of each split of a data folder, in order; files whose name has no split are under the empty name."""
     by_split: dict[str, list[Path]] = {}
     saved = folder / "dataset_dict.json"
     if saved.is_file():
@@ -172,15 +168,15 @@ def splits_of(folder: Path, setting: str = "data.path") -> dict[str, list[Path]]
 
 
 def held_out_split(folder: Path, but: str = "", setting: str = "data.path") -> str:
-    """The split of a folder with several that is meant for tests: test, else validation, else eval, by whichever of
-    its usual names, and not `but`; empty where there is none."""
+    """The split of a folder that is meant for tests, by its usual names (test, else validation, else eval), other than
+    `but`; empty if there is none."""
     names = list(splits_of(folder, setting))
     meant = {_SPLITS.get(name.lower(), name): name for name in names if name != but}
     return next((meant[kind] for kind in ("test", "validation", "eval") if kind in meant and len(names) > 1), "")
 
 
 def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
-    """The folder's files, in order: those of one split where their names tell splits apart."""
+    """The folder's files in order: those of `split`, if file names distinguish splits."""
     by_split = splits_of(folder, setting)
     if not split and len(by_split) == 1:
         return next(iter(by_split.values()))
@@ -192,7 +188,7 @@ def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The arrow files that `save_to_disk` listed; all of them must be there."""
+    """The arrow files that `save_to_disk` listed; all of them must exist."""
     state = folder / "state.json"
     files: list[Path] = []
     for entry in _listed(state, "_data_files"):
@@ -213,7 +209,8 @@ def _listed(file: Path, key: str) -> list[Any]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Parquet files, or else JSON lines, of the folder and those in it; hidden ones and descriptions are none."""
+    """Parquet files, otherwise JSON lines files, of the folder and its subfolders, without hidden files and
+    descriptions."""
     found = [
         path
         for path in sorted(folder.rglob("*"))
@@ -229,7 +226,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _split_of_file(path: Path) -> str:
-    """The split that a file's name or folder says: `train-00000-of-00002.parquet`, `test/0.parquet`; or nothing."""
+    """The split in a file's name or folder: `train-00000-of-00002.parquet`, `test/0.parquet`; empty if none."""
     for part in (path.name, *reversed(path.parent.parts)):
         for word in re.split(r"[-_.]", part.lower()):
             if word in _SPLITS:

@@ -1,5 +1,4 @@
-"""In which order items are used: endless, shuffled anew in every epoch, known at any position from the seed alone; and
-which further ones a batch may draw."""
+"""Deterministic order of training items: an endless shuffle by epoch, and refills for dynamic sampling."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from slipstream.errors import ConfigError
 
 
 class DataOrder:
-    """Indices of `num_items` items: every epoch holds each once, in a shuffle that depends on (seed, epoch) only, so
-    that a resumed run needs no saved position."""
+    """Indices of `num_items` items: every epoch contains each once, in a shuffle that depends on (seed, epoch) only, so
+    a resumed run needs no saved position."""
 
     def __init__(self, num_items: int, seed: int) -> None:
         if num_items < 1:
@@ -21,7 +20,7 @@ class DataOrder:
         self._shuffled: list[int] = []
 
     def at(self, start: int, num: int) -> list[int]:
-        """The `num` indices from position `start` on; across the end of an epoch the next one begins."""
+        """The `num` indices from position `start` on; may cross the end of an epoch."""
         taken: list[int] = []
         while len(taken) < num:
             epoch, offset = divmod(start + len(taken), self.num_items)
@@ -29,15 +28,15 @@ class DataOrder:
         return taken
 
     def refill(self, step: int, size: int, number: int) -> list[int]:
-        """`size` further items for the batch of `step`, the `number`-th time (from 1): none that the batch or an
-        earlier refill has offered, as long as there are others. A pure function of seed and arguments; the order of
-        the epochs goes on as if they had not been drawn."""
+        """`size` further items for refill `number` (from 1) of the batch of `step`: none that the batch or an earlier
+        refill has used, while there are others. Depends on seed and arguments only; the order of the epochs does not
+        change."""
         offered = set(self.at(step * size, size))
         drawn: list[int] = []
         for again in range(1, number + 1):
             chance = random.Random(f"{self.seed}/refill/{step}/{again}")
             candidates = chance.sample(range(self.num_items), min(self.num_items, size + len(offered)))
-            # Stable: new ones first, in the order in which they were drawn.
+            # A stable sort: items not used so far first, in the order of the draw.
             drawn = sorted(candidates, key=lambda item: item in offered)[:size]
             offered.update(drawn)
         return drawn

@@ -1,7 +1,7 @@
-"""Which characters a model's tokenizer has no token for: it writes `<unk>` in their place, or nothing at all.
+"""Finds characters that a model's tokenizer cannot encode: it writes `<unk>` in their place, or nothing.
 
-Such a character cannot be learnt, said or read. Tokenizers of bytes have none; those that `slipstream model new` makes
-of characters know printable ASCII.
+A model can neither read nor write such a character. Byte-level tokenizers encode all characters; the character-level
+ones of `slipstream model new` encode printable ASCII.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _REMEDY = "remove them, or use a model whose tokenizer has them (slipstream mode
 
 
 class Vocabulary:
-    """What can be said in a tokenizer's tokens. `encode` gives a text's tokens, without special ones around it;
-    `unknown_id` is the token that stands for what has none, if there is such a token."""
+    """The characters that a tokenizer can encode. `encode` gives a text's tokens without special tokens; `unknown_id`
+    is the unknown token, if there is one."""
 
     def __init__(self, encode: Callable[[str], Sequence[int]], unknown_id: int | None) -> None:
         self._encode = encode
@@ -27,9 +27,9 @@ class Vocabulary:
         self._fates: dict[str, Literal["known", "unknown", "dropped"]] = {}
 
     def unknown_in(self, text: str) -> list[str]:
-        """The characters of `text` that have no token, each once, in their order."""
+        """The characters of `text` that have no token, each once, in order."""
         lost = [character for character in dict.fromkeys(text) if self._fate(character) != "known"]
-        # A vocabulary of words may have a word and not its characters.
+        # A word-level vocabulary may have a word but not its characters.
         if lost and self._unknown_id not in self._encode(text):
             return [character for character in lost if self._fate(character) == "dropped"]
         return lost
@@ -37,7 +37,7 @@ class Vocabulary:
     def _fate(self, character: str) -> Literal["known", "unknown", "dropped"]:
         if character not in self._fates:
             tokens = self._encode(character)
-            # Normalizers take away blanks and control characters on purpose.
+            # Normalizers remove blanks and control characters on purpose.
             is_dropped = not tokens and character.isprintable() and not character.isspace()
             is_unknown = self._unknown_id in tokens
             self._fates[character] = "dropped" if is_dropped else "unknown" if is_unknown else "known"
@@ -45,8 +45,8 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
-    """That of the `tokenizer.json` in a model's folder, without importing transformers; None where there is no such
-    file. Raises `DataError` when it cannot be read."""
+    """Reads the vocabulary from `tokenizer.json` in a model folder, without importing transformers; None if the file
+    does not exist. Raises `DataError` if it cannot be read."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -55,7 +55,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     try:
         tokenizer = Tokenizer.from_file(str(file))
         model = cast("Mapping[str, Any]", json.loads(file.read_text(encoding="utf-8"))["model"])
-    except Exception as error:  # the library raises nothing more exact
+    except Exception as error:  # the library raises no more specific type
         raise DataError(f"{file} cannot be read ({error}): save the model again") from error
     name = model.get("unk_token")
     unknown_id = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
@@ -63,16 +63,16 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 Text = tuple[str | Callable[[], str], str]
-"""Where a text is from, such as `task train/3`, or what finds that out; and the text."""
+"""The origin of a text, such as `task train/3`, or a function that returns it; and the text."""
 
 
 def check_vocabulary(
     vocabulary: Vocabulary, *, trained: Sequence[Text] = (), answers: Sequence[Text] = (), read: Sequence[Text] = ()
 ) -> list[str]:
-    """What a model with this vocabulary cannot say or read, as warnings of one sentence each.
+    """Warnings, one sentence each, about text that the model cannot read or write.
 
-    `trained` are the texts that SFT imitates: one that cannot be written is a `DataError`. `answers` are right answers
-    of tasks: a `DataError` when none of them can be said. `read` is what the model is told.
+    `trained` are SFT targets: one that cannot be encoded raises `DataError`. `answers` are gold answers: raises
+    `DataError` if none can be encoded. `read` is text in prompts.
     """
     if found := _lost(vocabulary, trained):
         count, named = found
@@ -83,10 +83,12 @@ def check_vocabulary(
     warnings: list[str] = []
     if found := _lost(vocabulary, answers):
         count, named = found
-        said = f"{count} of {len(answers)} right answers hold characters for which the model's tokenizer has no token"
+        problem = (
+            f"{count} of {len(answers)} right answers hold characters for which the model's tokenizer has no token"
+        )
         if count == len(answers):
-            raise DataError(f"{said} {named}, so no task can be solved: {_REMEDY}")
-        warnings.append(f"{said} {named}, so these tasks cannot be solved: {_REMEDY}")
+            raise DataError(f"{problem} {named}, so no task can be solved: {_REMEDY}")
+        warnings.append(f"{problem} {named}, so these tasks cannot be solved: {_REMEDY}")
     if found := _lost(vocabulary, read):
         count, named = found
         warnings.append(
@@ -97,7 +99,7 @@ def check_vocabulary(
 
 
 def _lost(vocabulary: Vocabulary, texts: Sequence[Text]) -> tuple[int, str] | None:
-    """How many of the texts cannot be written, and why in brackets; None when all can."""
+    """How many of the texts cannot be encoded, with an example in brackets; None if all can."""
     characters: dict[str, None] = {}
     sources: list[str | Callable[[], str]] = []
     for where, text in texts:

@@ -1,8 +1,7 @@
-"""Environments: tasks, the conversation about each, and the judgement of it.
+"""Environments: tasks, conversations about them, and their rewards. One environment serves SFT, RL and evaluation.
 
-One environment serves SFT, RL and evaluation. This package starts no engine and no training: it is handed a
-policy to talk to (`policy.py` keeps its tokens) and runs rewards, which are other people's code, where they can be
-killed (`scoring/pool.py`).
+This package starts no engine and no training. It is given a policy to talk to (`policy.py` records its tokens) and
+computes rewards, which are user code, in processes that can be killed (`scoring/pool.py`).
 """
 
 from slipstream.envs.base import Environment, Episode, Policy, Reply, Score, Scorer, Split

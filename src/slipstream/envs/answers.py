@@ -1,4 +1,4 @@
-"""Which part of a completion is graded, and how answers compare: one rule for every text environment."""
+"""Extracts the graded part of a completion and compares answers; used by all text environments."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ _MAX_DIGITS = 400
 
 
 def final_answer(completion: str) -> str | None:
-    """What follows the last `</think>`, without the white space between them; all of it where nothing was thought.
-
-    None when a `<think>` never closes: nothing inside it is searched for an answer, so it grades as failed.
-    """
+    """The text after the last `</think>` without leading white space; the whole text if there is no thinking. None if a
+    `<think>` is never closed: the completion then grades as wrong."""
     _, closed, answer = completion.rpartition(THINK_CLOSE)
     if THINK_OPEN in answer:
         return None
@@ -31,7 +29,7 @@ def same_text(answer: str, right: str) -> bool:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text, exactly: `1,234.50`, `-3`, `3/4`; None when there is none."""
+    """The last number in a text, exactly (`1,234.50`, `-3`, `3/4`); None if there is none."""
     found = _NUMBER.findall(text)
     if not found:
         return None

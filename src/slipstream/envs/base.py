@@ -1,9 +1,8 @@
-"""The environment contract: tasks, one conversation about each with a policy, and the judgement of what it said.
+"""Interface of environments: tasks, a conversation with the policy about each, and a reward for it.
 
-The same environment gives SFT its targets (`gold`), RL its rewards and evaluation its accuracy. Two kinds of code
-meet here, and the contract keeps them apart: `run` talks to the policy and is async; `score` is plain code that may
-hang, raise or exit, and is only ever called through a `Scorer`, which can kill it. The tokens of a conversation are
-kept by the policy (`policy.py`), so an environment cannot change what is trained on.
+An environment gives SFT its targets (`gold`), RL its rewards and evaluation its accuracy. `run` talks to the policy and
+is async; `score` is plain code that may hang, raise or exit, and is only called through a `Scorer`, which can kill it.
+The policy records the tokens of a conversation (`policy.py`), so an environment cannot change what is trained on.
 """
 
 from __future__ import annotations
@@ -27,45 +26,45 @@ from slipstream.records import Message, Task
 Split = Literal["train", "eval"]
 
 MAX_METRICS = 64
-"""Most metrics of one reward: each of them is a column of the whole run."""
-_MAX_NAME, _MAX_SAID, _MAX_DETAILS = 100, 1000, 20_000
+"""Most metrics of one reward: each becomes a metric of the run."""
+_MAX_NAME, _MAX_MESSAGE, _MAX_DETAILS = 100, 1000, 20_000
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class Score(msgspec.Struct, frozen=True):
-    """The judgement of one completion. `metrics` are reported beside the reward and never trained on."""
+    """Reward of one completion. `metrics` are reported with the reward and not trained on."""
 
     reward: float
     metrics: dict[str, float] = {}
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the policy said in one turn; `length` means it was cut at the token limit."""
+    """The policy's message in one turn; `length` means it was cut at the token limit."""
 
     text: str
     finish_reason: Literal["stop", "length"]
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """One finished conversation; its tokens are in the policy that was talked to."""
+    """One finished conversation; the policy holds its tokens."""
 
     completion: str
-    """The text to be graded."""
+    """The text to grade."""
     outcome: Literal["done", "truncated"] = "done"
     num_turns: int = 1
     metrics: dict[str, float] = {}
 
 
 class Policy(Protocol):
-    """Whom an environment talks to."""
+    """The policy, as an environment talks to it."""
 
     async def chat(self, messages: Sequence[Message]) -> Reply:
-        """The next assistant turn after `messages` (the whole conversation so far)."""
+        """Generates the next assistant turn after `messages` (the whole conversation so far)."""
         ...
 
 
 class RewardError(EnvironmentFault):
-    """A completion could not be graded; `details` holds the traceback or whatever else is known."""
+    """A completion could not be graded; `details` holds the traceback or what else is known."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -81,27 +80,24 @@ class RewardFailed(RewardError):
 
 
 class Scorer(Protocol):
-    """Where rewards are run; see `scoring/pool.py`."""
+    """Runs rewards; see `scoring/pool.py`."""
 
     async def score(self, task: Task, completion: str) -> Score:
-        """The judgement of `completion`; raises `RewardTimeout` or `RewardFailed`."""
+        """Grades `completion`; raises `RewardTimeout` or `RewardFailed`."""
         ...
 
 
 class Environment(ABC):
-    """Base of all environments.
-
-    It is made as `Class(seed=..., **settings)`, in the run's process and again in every scorer process, so
-    whatever `score` needs of a task must be in the task or follow from the settings.
-    """
+    """Base class of environments. Constructed as `Class(seed=..., **settings)` in the run's process and again in every
+    reward worker, so what `score` needs must be in the task or follow from the settings."""
 
     name: str = ""
-    """Used in messages and reports; the class's name when empty."""
+    """Name in messages and reports; the class's name if empty."""
     max_turns: ClassVar[int]
-    """Most turns of the policy in one episode. The engine gets room for them, so every class with a `run` of its own
-    says it."""
+    """Most turns of the policy in one episode. The context length is planned for it, so every class with its own `run`
+    must set it."""
     given_settings: Mapping[str, Any] = MappingProxyType({})
-    """`environment.settings` of the run file, for messages; set by whoever makes the environment."""
+    """`environment.settings` of the run file, for messages; set by the code that constructs the environment."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -109,46 +105,39 @@ class Environment(ABC):
 
     @property
     def num_train_tasks(self) -> int:
-        """How many training tasks are asked for when the run file does not say: all there are, or enough."""
+        """Number of training tasks if the run file does not set it: all there are, or enough."""
         return 10_000
 
     @property
     def eval_source(self) -> str:
-        """Where the held-out tasks are from, for the plan to say; empty when nothing is to be said."""
+        """Where the held-out tasks come from, shown in the plan; empty: nothing is shown."""
         return ""
 
     @abstractmethod
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
-        """The first `num_tasks` tasks of a split: the same ones for the same seed, fewer if there are no more.
-
-        The first n of a longer list are the list of length n, and no prompt occurs in both splits
-        (`split.split_of` is an easy way to keep that).
-        """
+        """The first `num_tasks` tasks of a split: the same for the same seed, fewer if there are no more. The first n
+        tasks of a longer list are the list of length n, and no prompt occurs in both splits (`split.split_of` ensures
+        that)."""
 
     def gold(self, task: Task) -> str | None:
-        """The right answer as the policy should say it, if it is known."""
+        """The correct answer as the policy should write it, if known."""
         return task.answer
 
     @abstractmethod
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Talk to the policy about `task` until the episode ends.
-
-        All episodes run in one event loop, and a synchronous call holds up all of them: `await` what waits, or use
-        `asyncio.to_thread`. No episode is run twice: when the engine dies, the turn that it lost is asked for again.
-        After the return the policy answers no more.
-        """
+        """Talks to the policy about `task` until the episode ends. All episodes share one event loop, so a synchronous
+        call blocks all of them: `await`, or use `asyncio.to_thread`. No episode is run twice: if the engine dies, only
+        the lost turn is requested again. The policy cannot be called after the return."""
 
     @abstractmethod
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """Judge an episode's text, or a coroutine that does; several of these run at once. Called in a process that
-        may be killed: keep no state between calls."""
+        """Grades an episode's text; may be a coroutine, of which several run concurrently. Called in a process that may
+        be killed: keep no state between calls."""
 
 
 def as_score(value: object) -> Score:
-    """The score meant by a reward function's result: a finite number, or a mapping of them with the key `reward`.
-
-    Raises `RewardFailed` for anything else.
-    """
+    """Converts a reward function's result: a finite number, or a mapping of finite numbers with the key `reward`.
+    Raises `RewardFailed` for anything else."""
     if isinstance(value, Score):
         value = {**value.metrics, "reward": value.reward}
     if isinstance(value, Mapping):
@@ -163,7 +152,7 @@ def as_score(value: object) -> Score:
 
 
 def scored(value: Any, convert: Callable[[Any], Score] = as_score) -> Score | Awaitable[Score]:
-    """The score meant by what a reward function returned, which may be a coroutine."""
+    """Converts a reward function's result, which may be a coroutine."""
     if not inspect.isawaitable(value):
         return convert(value)
 
@@ -174,15 +163,15 @@ def scored(value: Any, convert: Callable[[Any], Score] = as_score) -> Score | Aw
 
 
 def judge(environment: Environment, task: Task, completion: str) -> Score | Awaitable[Score]:
-    """Run the environment's `score` here and now, or when it is awaited where it is a coroutine. `RewardFailed` says
-    what it raises, but for what is meant for the process."""
+    """Runs the environment's `score` in this process; returns an awaitable if it is a coroutine. Exceptions become
+    `RewardFailed`, except those meant for the process."""
     try:
         found = environment.score(task, completion)
         if not inspect.isawaitable(found):
             return as_score(found)
     except RewardError:
         raise
-    except (Exception, SystemExit) as error:  # a reward that raises is an outcome, and the caller counts it
+    except (Exception, SystemExit) as error:  # a reward that raises is an outcome that the caller counts
         raise explained(environment, error) from error
     return _judge_later(environment, found)
 
@@ -197,11 +186,11 @@ async def _judge_later(environment: Environment, coming: Awaitable[Score]) -> Sc
 
 
 def explained(environment: Environment, error: BaseException) -> RewardFailed:
-    """What a reward raised, as the failure that it is."""
+    """Wraps an exception of a reward in `RewardFailed`."""
     lines = _their_traceback(error).splitlines()
-    said = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())
+    message = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())
     return RewardFailed(
-        f"the reward of {environment.name} raised {said[:_MAX_SAID]} ({place_of(error)})",
+        f"the reward of {environment.name} raised {message[:_MAX_MESSAGE]} ({place_of(error)})",
         "\n".join(lines[-12:])[-_MAX_DETAILS:],
     )
 
@@ -214,7 +203,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _their_traceback(error: BaseException) -> str:
-    """How the environment came to raise `error`, without the calls of this package before it."""
+    """Traceback of `error` without this package's own frames before the environment's."""
     found = traceback.TracebackException.from_exception(error)
     theirs = [frame for frame in found.stack if not Path(frame.filename).is_relative_to(_PACKAGE)]
     found.stack = traceback.StackSummary.from_list(theirs or found.stack)
@@ -234,7 +223,7 @@ def _refuse_many(named: Collection[str]) -> None:
 
 
 def _finite(value: object, name: str) -> float:
-    # Not every number type of other libraries is registered as Real, but those of Python and NumPy are.
+    # Number types of Python and NumPy are registered as Real; not all of other libraries are.
     if not isinstance(value, numbers.Real):
         raise RewardFailed(f"the reward returned {name} = {value!r:.80}, a {type(value).__name__}: return a number")
     number = float(value)

@@ -1,18 +1,17 @@
-"""Does the reward tell right answers from wrong ones? Played before a run, with gold answers against junk.
+"""Checks before a run that the reward separates correct answers from junk (`slipstream env test`).
 
-A pure judgement of scores: rendering it and deciding what follows are the caller's. The rules, with accuracy the
-part of the scores that reach `threshold`:
+A pure function of scores; the caller renders the result. Accuracy is the fraction of scores that reach `threshold`. The
+rules:
 
-- gold accuracy is at least 0.99: an environment that refuses its own answers cannot be learnt;
-- `empty` and `prompt` (the question said back) are right at most 0.05 times as often as gold: whoever says nothing must
-  not be paid;
-- `shuffled` (gold's characters in another order) and `other_row` (another task's answer with another text) are right
-  at most half as often as gold. Some tasks have several right answers, so a few hits are fair; for a choice
-  between two answers `other_row` is always the wrong one, because equal texts are never played;
-- the mean reward of each kind of junk lies below gold's by at least a twentieth of the range of all rewards, so that a
-  reward that pays by degrees still has a slope;
-- the reward fails on none of it: junk is what a young policy says;
-- fewer than half of the held-out prompts are training prompts: others ignore `split`.
+- gold accuracy is at least 0.99: an environment that rejects its own answers cannot be learnt;
+- `empty` and `prompt` (the question repeated) are right at most 0.05 times as often as gold;
+- `shuffled` (gold's characters in another order) and `other_row` (a different answer of another task) are right at most
+  half as often as gold. Some tasks have several correct answers, so a few hits are allowed; with only two possible
+  answers `other_row` is always the wrong one, because equal texts are left out;
+- the mean reward of each kind of junk is below gold's by at least a twentieth of the range of all rewards, so that a
+  graded reward still has a slope;
+- no kind of junk makes the reward fail: an untrained policy writes junk;
+- fewer than half of the held-out prompts are training prompts: otherwise `split` is ignored.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ Kind = Literal["gold", "empty", "shuffled", "other_row", "prompt"]
 KINDS: tuple[Kind, ...] = ("gold", "empty", "shuffled", "other_row", "prompt")
 
 MIN_GOLD_ACCURACY = 0.99
-# Of junk, as part of gold's.
+# Accuracy of junk as a fraction of gold's.
 MAX_ACCURACY: Mapping[Kind, float] = {"empty": 0.05, "prompt": 0.05, "shuffled": 0.5, "other_row": 0.5}
 MIN_MARGIN = 0.05
 MAX_SHARED = 0.5
-"""Part of the held-out prompts; a run leaves such training prompts out."""
+"""Fraction of the held-out prompts; a run drops training prompts that are held out."""
 _NUM_HELD_OUT = 8
 _STOP_AFTER_TIMEOUTS = 3
 _AT_ONCE = 32
 _WORDS: Mapping[Kind, str] = {
     "empty": "an empty answer",
-    "prompt": "the question said back",
+    "prompt": "the question repeated",
     "shuffled": "the gold answer with its characters shuffled",
     "other_row": "another task's answer",
 }
@@ -51,7 +50,7 @@ _WORDS: Mapping[Kind, str] = {
 
 @dataclass(frozen=True)
 class KindResult:
-    """How one kind of completion did."""
+    """Results of one kind of completion."""
 
     kind: Kind
     rewards: list[float] = field(repr=False)
@@ -60,11 +59,11 @@ class KindResult:
     num_timeouts: int = 0
     first_failure: str = ""
     first_failed: str = ""
-    """The completion that it was, and the prompt."""
+    """The first completion that failed, and its prompt."""
 
     @property
     def num_scored(self) -> int:
-        """Completions that got a reward."""
+        """Number of completions with a reward."""
         return len(self.rewards)
 
     @property
@@ -74,13 +73,13 @@ class KindResult:
 
     @property
     def accuracy(self) -> float:
-        """Part of them whose reward reaches the threshold; 0 if there are none."""
+        """Fraction of them whose reward reaches the threshold; 0 if there are none."""
         return sum(reward >= self.threshold for reward in self.rewards) / max(1, len(self.rewards))
 
 
 @dataclass(frozen=True)
 class EnvironmentCheck:
-    """The outcome; it passed when `failures` is empty."""
+    """The result; the check passed if `failures` is empty."""
 
     environment: str
     num_tasks: int
@@ -91,7 +90,7 @@ class EnvironmentCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether right and wrong can be told apart."""
+        """Whether the check passed."""
         return not self.failures
 
 
@@ -104,17 +103,15 @@ async def check_environment(
     seed: int = 0,
     held_out: bool = True,
 ) -> EnvironmentCheck:
-    """Grade gold and junk for `num_tasks` training tasks and judge the outcome; with `held_out`, look whether a few
-    held-out tasks are among them.
-
-    Stops playing after three timeouts: a reward that hangs would take a deadline for each.
-    """
+    """Grades gold and junk for `num_tasks` training tasks and applies the rules; with `held_out`, also checks whether
+    held-out tasks are among them. Stops after three timeouts, because a reward that hangs would take a deadline for
+    each completion."""
     tasks = make_tasks(environment, "train", num_tasks)
     golds = [gold_of(environment, task) for task in tasks]
     known = [(task, gold) for task, gold in zip(tasks, golds, strict=True) if gold is not None]
     if not known:
-        said = f"none of {len(tasks)} tasks has a gold answer, so nothing can be said about the reward: give them"
-        return EnvironmentCheck(environment.name, len(tasks), threshold, [], [said])
+        reason = f"none of {len(tasks)} tasks has a gold answer, so the reward cannot be checked: add them"
+        return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason])
     results: list[KindResult] = []
     for kind, plays in completions(known, seed).items():
         results.append(await _play(kind, plays, scorer, threshold))
@@ -129,7 +126,8 @@ async def check_environment(
 
 
 def completions(known: Sequence[tuple[Task, str]], seed: int = 0) -> dict[Kind, list[tuple[Task, str]]]:
-    """What is played for tasks with gold answers; junk that equals gold but for case or space is left out."""
+    """The completions to grade for tasks with gold answers; junk that equals gold except for case or white space is
+    left out."""
     draw = random.Random(seed)
     golds = [gold for _, gold in known]
     plays: dict[Kind, list[tuple[Task, str]]] = {kind: [] for kind in KINDS}
@@ -148,9 +146,9 @@ def completions(known: Sequence[tuple[Task, str]], seed: int = 0) -> dict[Kind, 
 
 
 def judge_results(results: Sequence[KindResult]) -> list[str]:
-    """What the rules of this module say against the results, one sentence each."""
+    """One sentence for each rule that the results break."""
     failures: list[str] = []
-    # Mostly it is one mistake that shows in every kind.
+    # Usually one mistake shows in every kind.
     failed = sorted((result for result in results if result.num_failed), key=lambda result: result.first_failure)
     for reason, group in itertools.groupby(failed, key=lambda result: result.first_failure):
         alike = list(group)
@@ -192,14 +190,14 @@ def judge_results(results: Sequence[KindResult]) -> list[str]:
 
 
 def shared_prompts(train: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
-    """What there is to say against tasks of which many are in both splits."""
+    """The complaint if many tasks are in both splits; empty otherwise."""
     trained = {_asked(task) for task in train}
     shared = [task for task in held_out if _asked(task) in trained]
     if len(shared) < MAX_SHARED * len(held_out) or not shared:
         return []
     return [
         f"{len(shared)} of {len(held_out)} held-out prompts are training prompts too, first "
-        f"{_short(_asked(shared[0]))}: have tasks() heed its argument split (slipstream.envs.split_of says which text "
+        f"{_short(_asked(shared[0]))}: have tasks() use its argument split (slipstream.envs.split_of says which text "
         "is held out)"
     ]
 
@@ -221,7 +219,7 @@ async def _play(kind: Kind, plays: Sequence[tuple[Task, str]], scorer: Scorer, t
             failed.append(f"{_short(completion)} to {_short(task.prompt[-1].content)}")
 
     num_timeouts = 0
-    # The first ones alone: a reward that always hangs should cost a few deadlines, not a whole batch of them.
+    # The first ones one at a time: a reward that always hangs should cost a few deadlines, not a batch of them.
     starts = [*range(min(_STOP_AFTER_TIMEOUTS, len(plays))), *range(_STOP_AFTER_TIMEOUTS, len(plays), _AT_ONCE)]
     for start, end in itertools.pairwise([*starts, len(plays)]):
         await asyncio.gather(*(grade(task, completion) for task, completion in plays[start:end]))
@@ -244,11 +242,11 @@ def _shuffled(gold: str, draw: random.Random) -> str:
     characters = list(gold)
     draw.shuffle(characters)
     text = "".join(characters)
-    # A short text often shuffles to itself; turned around it is another one, if it can be one.
+    # A short text often shuffles to itself; reversed it usually differs.
     return gold[::-1] if _same(text, gold) else text
 
 
 def _other(golds: Sequence[str], row: int) -> str | None:
-    """The next row's answer that has another text."""
+    """The next row's answer that is a different text."""
     following = (golds[(row + step) % len(golds)] for step in range(1, len(golds)))
     return next((gold for gold in following if not _same(gold, golds[row])), None)

@@ -1,12 +1,12 @@
-"""Every task of the package `reasoning_gym`, by name and settings.
+"""Environments from the package `reasoning_gym`: every task, by name and settings.
 
-Tasks are drawn from one endless stream, made chunk by chunk; `split.split_of` gives each question to one of the two
-splits, and a question drawn twice counts once. So the held-out tasks of a seed are the same however many
-training tasks are asked for, and no held-out question is trained on, by any run of any seed.
+Tasks come from one endless stream, generated in chunks; `split.split_of` assigns each question to a split, and a
+repeated question counts once. So the held-out tasks of a seed do not depend on the number of training tasks, and no run
+of any seed trains on a held-out question.
 
-A task carries the whole entry that its reward needs as a Python literal (`Task.info["entry"]`): entries hold tuples
-and integer keys that JSON would change, and making an entry again from its index is slow for some tasks and
-differs between processes for those that iterate over sets.
+A task carries the entry that its reward needs as a Python literal (`Task.info["entry"]`): entries hold tuples and
+integer keys that JSON would change, and re-generating an entry from its index is slow for some tasks and differs
+between processes for those that iterate over sets.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from slipstream.records import Message, Task
 
 PREFIX = "reasoning_gym/"
 CHUNK = 1000
-# A split is taken for exhausted after so many draws in a row without a new question, and ten more for each found.
+# A split counts as exhausted after this many consecutive draws without a new question, plus ten for each found.
 _PATIENCE = 100 * EVAL_ONE_IN
 _RESERVED = {"size": "environment.num_train_tasks and evaluation.num_tasks", "seed": "environment.seed"}
 
 
 class ReasoningGym(SingleTurn):
-    """One `reasoning_gym` task. Raises `ConfigError` for an unknown name or settings that the task refuses."""
+    """One `reasoning_gym` task. Raises `ConfigError` for an unknown name or settings that the task rejects."""
 
     def __init__(self, task_name: str, seed: int = 0, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(seed)
@@ -47,11 +47,8 @@ class ReasoningGym(SingleTurn):
         self._fruitless: dict[Split, int] = {"train": 0, "eval": 0}
 
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
-        """See `Environment.tasks`.
-
-        Fewer training tasks come back when there are no more distinct questions; too few held-out ones are a
-        `DataError`, for they would make the accuracy less certain than was asked for.
-        """
+        """See `Environment.tasks`. Returns fewer training tasks if there are no more distinct questions; too few
+        held-out ones raise `DataError`, because accuracy would be less certain than requested."""
         found = self._found[split]
         while len(found) < num_tasks and self._fruitless[split] < _PATIENCE + 10 * len(found):
             task, owner = next(self._stream)
@@ -75,7 +72,7 @@ class ReasoningGym(SingleTurn):
         return self._grader.score_answer(completion, entry)
 
     def _draw(self) -> Iterator[tuple[Task | None, Split]]:
-        """The stream: each item with the split that owns it, None in the place of a question seen before."""
+        """The stream: each item with its split; None in the place of a repeated question."""
         index = 0
         # Most data sets seed item i with seed + i: the streams of two seeds must start far apart.
         start = int.from_bytes(hashlib.sha256(str(self.seed).encode()).digest()[:4], "big") >> 1
@@ -84,7 +81,7 @@ class ReasoningGym(SingleTurn):
             for place in range(CHUNK):
                 try:
                     entry = chunk[place]
-                except Exception as error:  # other people's generator: say which item, and end
+                except Exception as error:  # the package's generator, whatever it raises
                     raise EnvironmentFault(
                         f"{self.name} failed to make task {index} of seed {self.seed}: {type(error).__name__}: {error}"
                     ) from error
@@ -107,12 +104,12 @@ class ReasoningGym(SingleTurn):
 
 @functools.lru_cache(maxsize=4096)
 def _entry(literal: str) -> dict[str, Any]:
-    """The entry of a task; graders only read it, so the completions of a group share one."""
+    """The entry of a task; graders only read it, so the rollouts of a group share one."""
     return ast.literal_eval(literal)
 
 
 def _plain(value: Any) -> Any:
-    """`value` made of built-in types only, so that its `repr` is a literal."""
+    """`value` converted to built-in types, so that its `repr` is a literal."""
     if isinstance(value, dict):
         return {_plain(key): _plain(part) for key, part in cast("dict[Any, Any]", value).items()}
     for kind in (list, tuple, set, frozenset):
@@ -125,7 +122,7 @@ def _plain(value: Any) -> Any:
 
 
 def _factory(task_name: str, settings: dict[str, Any]) -> Callable[[int, int], Any]:
-    """`(seed, size) -> data set`, tried once so that settings which do not work are refused now."""
+    """`(seed, size) -> data set`, tried once so that invalid settings raise an error at the start."""
     data_sets = _import()
     if task_name not in data_sets:
         raise ConfigError(
@@ -152,15 +149,15 @@ def _factory(task_name: str, settings: dict[str, Any]) -> Callable[[int, int], A
 
     try:
         make(0, CHUNK)
-    except Exception as error:  # validate() asserts, and compares what it was given with numbers
-        said = str(error) or type(error).__name__
+    except Exception as error:  # validate() asserts, and compares its settings with numbers
+        reason = str(error) or type(error).__name__
         given = ", ".join(f"{key} = {value!r}" for key, value in settings.items()) or "its defaults"
-        raise ConfigError(f"environment.settings: {PREFIX}{task_name} refuses {given:.300}: {said}") from error
+        raise ConfigError(f"environment.settings: {PREFIX}{task_name} refuses {given:.300}: {reason}") from error
     return make
 
 
 def _fitted(value: Any, default: Any, path: str) -> Any:
-    """A setting in its default's type where TOML has no such type. Raises `ConfigError` when it is of another kind."""
+    """Converts a setting to the type of its default if TOML has no such type. Raises `ConfigError` for another kind."""
     if isinstance(default, tuple) and isinstance(value, list):
         return tuple(cast("list[Any]", value))
     if isinstance(default, float) and type(value) is int:
@@ -172,7 +169,7 @@ def _fitted(value: Any, default: Any, path: str) -> Any:
 
 
 def _composite(settings: dict[str, Any], data_sets: Mapping[str, Any]) -> dict[str, Any]:
-    """`datasets` is a list of {name, weight, config}; the package wants objects of its own."""
+    """Converts `datasets`, a list of {name, weight, config}, to the package's own objects."""
     from reasoning_gym.composite import DatasetSpec  # pyright: ignore[reportMissingImports]
 
     path = "environment.settings.datasets"
@@ -192,9 +189,9 @@ def _composite(settings: dict[str, Any], data_sets: Mapping[str, Any]) -> dict[s
 
 
 def _import() -> Mapping[str, Any]:
-    """The package's table of data sets."""
+    """Imports the package's table of data sets."""
     with warnings.catch_warnings():
-        # A dependency (cellpylib) compares with `is` where it means `==`, and says so on every first import.
+        # A dependency (cellpylib) uses `is` for `==`, which warns on the first import.
         warnings.simplefilter("ignore", SyntaxWarning)
         try:
             import reasoning_gym  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -1,9 +1,10 @@
-"""The policy as an environment sees it, with the book-keeping of its tokens. No network: generation is handed in.
+"""The policy as environments see it; records the tokens of a conversation. No network: the generating function is
+passed in.
 
-Guarantees: the tokens trained on are the tokens sampled, never re-made from text. When a turn's prompt begins
-with all tokens of an earlier sequence, that sequence goes on: the environment's tokens get mask False, then the
-sampled ones mask True. When it does not (a template that drops earlier thinking, text that tokenizes otherwise
-than it was sampled), a new sequence begins. Prefixes are compared as tokens, never as text.
+Trained tokens are the sampled tokens, never re-made from text. If a turn's prompt begins with all tokens of an earlier
+sequence, that sequence is extended: the environment's tokens with mask False, then the sampled tokens with mask True.
+Otherwise (a template that drops earlier thinking, text that tokenizes differently from how it was sampled) a new
+sequence begins. Prefixes are compared as tokens, never as text.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, Message, VersionSpan
 from slipstream.records import Sequence as TokenSequence
 
-# Longest tokenization of "<think>" and the white space after it that is looked for at a prompt's end.
+# Most tokens searched at a prompt's end for "<think>" and the white space after it.
 _TAIL_TOKENS = 16
 _WINDOW_TOKENS = 64
 
 
 class Tokenizer(Protocol):
-    """The part of `data.chat.ChatTokenizer` that a conversation needs."""
+    """The methods of `data.chat_template.ChatTokenizer` that a conversation needs."""
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation's tokens, up to where the assistant is to speak."""
+        """Tokens of a conversation, up to the start of the assistant's next turn."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -36,22 +37,22 @@ class Tokenizer(Protocol):
 
 
 class RecordingPolicy:
-    """Talks for the engine and keeps every token. One object for one episode."""
+    """Sends turns to the engine and records every token of one episode."""
 
     def __init__(self, generate: Callable[[list[int]], Awaitable[Completion]], tokenizer: Tokenizer) -> None:
         self._generate = generate
         self._tokenizer = tokenizer
         self.sequences: list[TokenSequence] = []
-        """What was said so far, see `records.Sequence`."""
+        """The tokens so far, see `records.Sequence`."""
         self.num_turns = 0
         self.truncated = False
-        """Whether any turn met its token limit."""
+        """Whether any turn reached its token limit."""
         self._is_closed = False
         self.num_thinking = 0
-        """Tokens of thinking in the turn that has most of them."""
+        """Thinking tokens of the turn with the most."""
 
     def close(self) -> None:
-        """The episode is over: its tokens are being graded and trained on, and nothing is added to them."""
+        """Ends the episode: no tokens can be added while it is graded and trained on."""
         self._is_closed = True
 
     def _check_open(self) -> None:
@@ -59,7 +60,7 @@ class RecordingPolicy:
             raise RuntimeError("the episode is over: end the tasks that talk to the policy before `run` returns")
 
     async def chat(self, messages: Sequence[Message]) -> Reply:
-        """See `base.Policy`. Raises `EngineError` when the engine ended the request before it was finished."""
+        """See `base.Policy`. Raises `EngineError` if the engine aborted the request."""
         self._check_open()
         prompt_ids = self._tokenizer.render(messages)
         completion = await self._generate(prompt_ids)
@@ -70,7 +71,7 @@ class RecordingPolicy:
         self.num_turns += 1
         self.truncated |= completion.finish_reason == "length"
         text = completion.text or self._tokenizer.decode(completion.token_ids)
-        # Some templates open the thinking themselves; grading must see that it was opened.
+        # Some templates append `<think>` to the prompt; the graded text must include it.
         if self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN):
             text = THINK_OPEN + text
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
@@ -78,16 +79,14 @@ class RecordingPolicy:
 
 
 def num_thinking(text: str, token_ids: list[int], tokenizer: Tokenizer) -> int:
-    """How many of a turn's sampled tokens come before the end of its last `</think>`; all where it never closes.
-
-    `text`: what they say, with a `<think>` that the template opened.
-    """
+    """Number of a turn's sampled tokens before the end of its last `</think>`; all of them if it never closes. `text`
+    is the decoded turn, with a `<think>` that the template opened."""
     before, _, after = text.rpartition(THINK_CLOSE)
     if THINK_OPEN in after:
         return len(token_ids)
     if not before and not text.startswith(THINK_CLOSE):
         return 0
-    # The answer behind it is short beside the thinking: only tokens around its place are decoded.
+    # The answer after it is short compared with the thinking: decode only the tokens around it.
     size = min(_WINDOW_TOKENS, len(token_ids))
     while size < len(token_ids) and THINK_CLOSE not in tokenizer.decode(token_ids[-size:]):
         size = min(2 * size, len(token_ids))
@@ -100,7 +99,8 @@ def num_thinking(text: str, token_ids: list[int], tokenizer: Tokenizer) -> int:
 
 
 def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completion: Completion) -> None:
-    """Add one turn to `sequences`, in place: to the latest one that is a prefix of the prompt, else to a new one."""
+    """Adds a turn to `sequences` in place: to the latest sequence that is a prefix of the prompt, otherwise to a new
+    one."""
     logprobs = completion.logprobs
     if logprobs is not None and len(logprobs) != len(completion.token_ids):
         raise IntegrityError(

@@ -1,8 +1,8 @@
-"""From a name in the run file to an environment; every way in which that can go wrong is a `ConfigError`.
+"""Resolves a name in the run file to an environment; every failure is a `ConfigError`.
 
-Names: `reasoning_gym/<task>`; `rows` (questions and answers from a file); `path/to/file.py` or
-`path/to/file.py:Class`; an entry point of other installed packages in the group `slipstream.environments` (a subclass
-of `Environment`). Loading a file runs its code, in this process and in every scorer process.
+Names: `reasoning_gym/<task>`; `rows` (questions and answers from a file); `path/to/file.py` or `path/to/file.py:Class`;
+an entry point of an installed package in the group `slipstream.environments` (a subclass of `Environment`). Loading a
+file runs its code, in this process and in every reward worker.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any, cast
 
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.config.user_code import import_file, last_line, place_of
+from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import Rows
-from slipstream.envs.single_turn import FunctionEnvironment, said_settings
+from slipstream.envs.single_turn import FunctionEnvironment, shown_settings
 from slipstream.envs.suggest import did_you_mean
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError, one_line
 
 GROUP = "slipstream.environments"
 _FORMS = f"{PREFIX}<task>, {ROWS}, path/to/file.py, path/to/file.py:Class, or an entry point of the group {GROUP}"
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:
-    """The environment that `config` names, with its settings and seed."""
+    """Constructs the environment that `config` names, with its settings and seed."""
     environment = _load(config)
     environment.given_settings = config.settings
     return environment
@@ -59,7 +59,7 @@ def _load(config: EnvironmentConfig) -> Environment:
     try:
         found = points[name].load()
     except (Exception, SystemExit) as error:  # the package's code, whatever it raises
-        raise ConfigError(f"environment.name: entry point {name!r} cannot be loaded: {last_line(error)}") from error
+        raise ConfigError(f"environment.name: entry point {name!r} cannot be loaded: {one_line(error)}") from error
     return _make(found, name, config)
 
 
@@ -107,16 +107,16 @@ def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
         raise
     except Exception as error:  # the user's code, whatever it raises
         raise ConfigError(
-            f"environment.settings: class {name} refused its settings: {last_line(error)} ({place_of(error)}"
-            f"{said_settings(config.settings)})"
+            f"environment.settings: class {name} refused its settings: {one_line(error)} ({place_of(error)}"
+            f"{shown_settings(config.settings)})"
         ) from error
     if not hasattr(environment, "seed"):
         raise ConfigError(f"environment.name: class {name} does not call super().__init__(seed): add the call")
     turns: object = getattr(environment, "max_turns", None)
     if not isinstance(turns, int) or turns < 1:
-        said = "does not say how many turns an episode may take" if turns is None else f"has max_turns = {turns!r}"
+        reason = "does not say how many turns an episode may take" if turns is None else f"has max_turns = {turns!r}"
         raise ConfigError(
-            f"environment.name: class {name} {said}, and by that inference.max_model_len is planned: write "
+            f"environment.name: class {name} {reason}, which inference.max_model_len is planned with: write "
             "max_turns = 1, or as many as there may be, in the class"
         )
     return environment
@@ -125,17 +125,17 @@ def _make(found: object, name: str, config: EnvironmentConfig) -> Environment:
 def _check_arguments(
     function: Any, positional: tuple[Any, ...], settings: Mapping[str, Any], what: str, expected: str
 ) -> None:
-    """Raises `ConfigError` naming the setting that `function` does not take, or what it lacks."""
+    """Raises `ConfigError` that names a setting that `function` does not accept, or an argument that is missing."""
     signature = inspect.signature(function)
     try:
         signature.bind(*positional, **settings)
         return
     except TypeError as error:
-        said = str(error)
+        reason = str(error)
     parameters = list(signature.parameters)[len(positional) :]
     for key in settings:
         if key not in parameters and key != "seed":
             known = [name for name in parameters if name != "seed"]
             hint = did_you_mean(key, known) or ": it takes no settings"
             raise ConfigError(f"environment.settings.{key}: {what} has no such setting{hint}")
-    raise ConfigError(f"environment.name: {what} cannot be called with {expected} and the settings: {said}")
+    raise ConfigError(f"environment.name: {what} cannot be called with {expected} and the settings: {reason}")

@@ -1,17 +1,18 @@
-"""The environment `rows`: questions with known answers from a file or folder of yours, rows of verl's format included.
+"""The environment `rows`: questions with known answers from the user's file or folder, including verl's format.
 
 Settings: `path` (JSON lines, parquet, or a folder; see `data/readers.py`), `split`, `eval_path`, `eval_split`, `format`
-(`verl`, `messages`, `prompt-answer`; found out where it is not set), `prompt_column`, `answer_column`,
-`messages_column`, `gold_column`, `reward` and `strip_thinking`.
+(`verl`, `messages`, `prompt-answer`; detected if not set), `prompt_column`, `answer_column`, `messages_column`,
+`gold_column`, `reward` and `strip_thinking`.
 
-Held out are the rows of `eval_path`, or of `eval_split`, and without both one question in ten, by its text
-(`split.split_of`). Where `eval_path` is a folder of several splits and `eval_split` is not set, its `test`,
-`validation` or `eval` is taken, in this order. Only what is asked for is read: the reward worker reads no row.
+Held-out tasks are the rows of `eval_path` or of `eval_split`; without both, one question in ten, by its text
+(`split.split_of`). If `eval_path` is a folder of several splits and `eval_split` is not set, its `test`, `validation`
+or `eval` split is used, in this order. Only requested rows are read: the reward worker reads none.
 
-A reward is `exact` (the answer's text, white space aside), `number` (the last number), or `path/to/file.py:function`, a
-function as verl calls it: `compute_score(data_source, solution_str, ground_truth, extra_info)` gives a number, or a
-dictionary with `score`. A table of rewards by `data_source` gives each row the one with the longest name that its
-source begins with. What such a function sees is the whole completion, as in verl, unless `strip_thinking` is set.
+A reward is `exact` (the answer's text, ignoring white space), `number` (the last number), or
+`path/to/file.py:function`, a function with verl's signature: `compute_score(data_source, solution_str, ground_truth,
+extra_info)` returns a number, or a dictionary with `score`. In a table of rewards by `data_source`, each row gets the
+longest name that its source begins with. Such a function gets the whole completion, as in verl, unless `strip_thinking`
+is set.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ Reward = Callable[[Task, str], Score | Awaitable[Score]]
 
 
 class Rows(Environment):
-    """See the module. Raises `ConfigError` for settings that cannot be used, `DataError` for rows."""
+    """The environment `rows`; see the module. Raises `ConfigError` for invalid settings, `DataError` for invalid
+    rows."""
 
     max_turns = 1
 
@@ -55,7 +57,7 @@ class Rows(Environment):
         self._settings = _checked(settings or {})
         reward = self._settings.get("reward", "exact")
         table = cast("dict[str, Any]", reward) if isinstance(reward, dict) else {"": reward}
-        # The longest name first, so that the first one that fits is the right one.
+        # Longest name first, so that the first match is the longest one.
         self._kinds = {name: table[name] for name in sorted(table, key=len, reverse=True)}
         strip = self._settings.get("strip_thinking")
         self._rewards = {
@@ -84,12 +86,12 @@ class Rows(Environment):
         return found[:num_tasks]
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Ask once."""
+        """A single turn."""
         reply = await policy.chat(task.prompt)
         return Episode(reply.text, "truncated" if reply.finish_reason == "length" else "done")
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """The reward that the row's `data_source` is given to."""
+        """The reward function that the row's `data_source` selects."""
         return self._rewards[self._reward_name(str(task.info["data_source"]))](task, completion)
 
     def _reward_name(self, source: str) -> str:
@@ -117,7 +119,7 @@ class Rows(Environment):
 
     @cached_property
     def _eval_split(self) -> str:
-        """`eval_split`; where that is not set, the split of the folder that is meant for tests and not trained on."""
+        """`eval_split`; if not set, the test split of the folder, unless it is trained on."""
         settings = self._settings
         folder = Path(settings[self._eval_setting])
         if "eval_split" in settings or not folder.is_dir():
@@ -227,8 +229,8 @@ def _function(file: Path, name: str, setting: str) -> Callable[..., Any]:
 
 
 def _as_verl_score(found: Any) -> Score:
-    """verl's dictionaries have `score`, and beside it whatever is to be written down: its finite numbers become
-    metrics, and `non_finite` says how many others there are."""
+    """Converts verl's dictionaries: `score`, and other values, of which finite numbers become metrics and `non_finite`
+    counts the rest."""
     if not isinstance(found, Mapping):
         return as_score(found)
     named = cast("Mapping[str, Any]", found)
@@ -251,7 +253,7 @@ def _accepted(task: Task) -> list[Any]:
 
 
 def _check_answer(problem: Problem, kind: Any) -> None:
-    """What the rewards of this module could never find right is wrong data."""
+    """Raises an error for a gold answer that a built-in reward could never match."""
     if kind not in ("exact", "number"):
         return
     answers = cast("list[Any]", problem.answer) if isinstance(problem.answer, list) else [problem.answer]

@@ -1,11 +1,11 @@
-"""One question, one answer: the base of most environments, and the same thing as two plain functions.
+"""Single-turn environments: the base class of most environments, and environments made of two plain functions.
 
-A user's file either subclasses `SingleTurn`, or has the functions
+A user's file either subclasses `SingleTurn` or defines
 
     def tasks(split, num_tasks, seed): ...      # dictionaries {"prompt", "answer", ...} or `Task`s
     def reward(task, completion): ...           # a number, or {"reward": number, other metrics}; may be async
 
-What is graded is the answer: the part after the thinking, see `answers.py`.
+The answer is graded: the text after the thinking, see `answers.py`.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
-from slipstream.config.user_code import last_line, place_of
+from slipstream.config.user_code import place_of
 from slipstream.data.plain_values import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, scored
-from slipstream.errors import DataError, EnvironmentFault, SlipstreamError
+from slipstream.errors import DataError, EnvironmentFault, SlipstreamError, one_line
 from slipstream.records import Message, Role, Task
 from slipstream.runlog.redaction import redact
 
 RawTask = Task | Mapping[str, Any]
 Reward = float | Mapping[str, float]
 TASKS_TIMEOUT_S = 120.0
-"""How long `tasks` may take to make all that a run needs."""
+"""Time limit of `tasks` for all tasks of a run."""
 
 
 class SingleTurn(Environment):
-    """An environment of one turn. Subclasses give `tasks` and `reward`."""
+    """Base class of single-turn environments. Subclasses implement `tasks` and `reward`."""
 
     max_turns = 1
 
     @abstractmethod
     def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
-        """How good an answer is, or a coroutine that says so; a mapping has the key `reward`, its other entries are
-        metrics."""
+        """Reward of an answer; may be a coroutine. A mapping has the key `reward`; its other entries are metrics."""
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Ask once."""
+        """A single turn."""
         reply = await policy.chat(task.prompt)
         return Episode(reply.text, "truncated" if reply.finish_reason == "length" else "done")
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """The reward of the answer; 0 and the metric `unclosed_thinking` when the thinking never ended."""
+        """The reward of the answer; 0 and the metric `unclosed_thinking` if the thinking never ended."""
         answer = final_answer(completion)
         if answer is None:
             return Score(0.0, {"unclosed_thinking": 1.0})
@@ -55,7 +54,7 @@ class SingleTurn(Environment):
 
 
 class FunctionEnvironment(SingleTurn):
-    """Two plain functions as an environment; see the module."""
+    """An environment made of two plain functions; see the module."""
 
     def __init__(
         self,
@@ -72,30 +71,31 @@ class FunctionEnvironment(SingleTurn):
         self._settings = dict(settings or {})
 
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
-        """What the function `tasks` gives, checked."""
+        """Tasks that the function `tasks` returns, checked."""
         made: Any = self._make_tasks(split, num_tasks, self.seed, **self._settings)
         if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
             raise DataError(f"tasks() of {self.name} returned {_kind_of(made)}: return a list of tasks")
         return as_tasks(cast("Iterable[RawTask]", made), split, self.name)
 
     def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
-        """What the function `reward` gives."""
+        """The result of the function `reward`."""
         return self._reward(task, completion)
 
 
-class _TakesTooLong(BaseException):
-    """Not an Exception: the user's code is not to catch it."""
+class _TimedOut(BaseException):
+    """Not an Exception, so that user code does not catch it."""
 
 
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Generator[None]:
-    """Raise `_TakesTooLong` inside after so many seconds; nothing outside the main thread, which alone gets signals."""
+    """Context manager: raises `_TimedOut` in the block after `seconds`. Only in the main thread, which alone
+    receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(*_: object) -> None:
-        raise _TakesTooLong
+        raise _TimedOut
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -107,15 +107,14 @@ def _deadline(seconds: float) -> Generator[None]:
 
 
 def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[Task]:
-    """The environment's tasks, checked like those of two functions; what its code raises is an `EnvironmentFault`, and
-    so is a loop that does not end."""
+    """Tasks of the environment, checked; raises `EnvironmentFault` if its code raises or does not end."""
     try:
         with _deadline(TASKS_TIMEOUT_S):
             made: Any = environment.tasks(split, num_tasks)
             if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
                 raise DataError(f"tasks() of {environment.name} returned {_kind_of(made)}: return a list of tasks")
             return as_tasks(cast("Iterable[RawTask]", made), split, environment.name)
-    except _TakesTooLong:
+    except _TimedOut:
         raise EnvironmentFault(
             f"tasks({split!r}, {num_tasks}) of {environment.name} did not return within {TASKS_TIMEOUT_S:g} s: does it "
             "loop for ever when there are fewer tasks than asked for? Return what there are"
@@ -124,29 +123,29 @@ def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[T
         raise
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises
         raise EnvironmentFault(
-            f"tasks({split!r}, {num_tasks}) of {environment.name} raised {last_line(error)} ({place_of(error)}"
-            f"{said_settings(environment.given_settings)}): correct it"
+            f"tasks({split!r}, {num_tasks}) of {environment.name} raised {one_line(error)} ({place_of(error)}"
+            f"{shown_settings(environment.given_settings)}): correct it"
         ) from error
 
 
 def gold_of(environment: Environment, task: Task) -> str | None:
-    """The task's right answer, if it is known; what the environment's code raises is an `EnvironmentFault`."""
+    """The task's gold answer, if known; raises `EnvironmentFault` if the environment's code raises."""
     try:
         answer: Any = environment.gold(task)
     except SlipstreamError:
         raise
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises
         raise EnvironmentFault(
-            f"gold() of {environment.name} raised {last_line(error)} on task {task.id} ({place_of(error)}"
-            f"{said_settings(environment.given_settings)}): correct it"
+            f"gold() of {environment.name} raised {one_line(error)} on task {task.id} ({place_of(error)}"
+            f"{shown_settings(environment.given_settings)}): correct it"
         ) from error
     if answer is not None and not isinstance(answer, str):
         raise DataError(f"gold() of {environment.name} returned {_kind_of(answer)} for task {task.id}: return text")
     return answer
 
 
-def said_settings(settings: Mapping[str, Any]) -> str:
-    """`; environment.settings.length = 'abc'` and so on, as what raised may have been called with them."""
+def shown_settings(settings: Mapping[str, Any]) -> str:
+    """The settings in effect, for error messages: `; environment.settings.length = 'abc'`."""
     named = cast("Mapping[str, object]", redact(settings))
     return "".join(f"; environment.settings.{name} = {value!r:.60}" for name, value in named.items())
 
@@ -156,7 +155,7 @@ def _kind_of(value: object) -> str:
 
 
 def as_tasks(raw: Iterable[RawTask], split: Split, where: str) -> list[Task]:
-    """Tasks from dictionaries or tasks. Raises `DataError` with the row for what cannot be used, also repeated ids."""
+    """Converts dictionaries or tasks to tasks. Raises `DataError` that names the row, also for repeated ids."""
     tasks = [as_task(item, f"{split}/{row}", f"{split} task {row} of {where}") for row, item in enumerate(raw)]
     seen: dict[str, int] = {}
     for row, task in enumerate(tasks):
@@ -167,10 +166,8 @@ def as_tasks(raw: Iterable[RawTask], split: Split, where: str) -> list[Task]:
 
 
 def as_task(raw: object, default_id: str, where: str) -> Task:
-    """A task from a task or a dictionary {"prompt", "answer"?, "id"?, anything else -> `info`}.
-
-    `prompt` is a text or a list of messages. Raises `DataError` naming `where`.
-    """
+    """Converts a task or a dictionary {"prompt", "answer"?, "id"?, anything else -> `info`} to a task. `prompt` is text
+    or a list of messages. Raises `DataError` that names `where`."""
     if isinstance(raw, Task):
         task = raw
     elif not isinstance(raw, Mapping):

@@ -1,7 +1,7 @@
-"""Which tasks are held out: decided by the task's text alone.
+"""Assigns tasks to the training or the held-out split, by the task's text alone.
 
-So the two splits are disjoint by construction, whatever their sizes, seeds and order of making: a prompt that one
-run trains on is never another run's evaluation, not even after SFT and RL with different seeds.
+The two splits are therefore disjoint for all sizes, seeds and orders: a prompt that one run trains on is never in
+another run's evaluation, not even after SFT and RL with different seeds.
 """
 
 from __future__ import annotations

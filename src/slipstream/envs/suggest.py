@@ -1,4 +1,4 @@
-"""The end of a sentence about a name that does not exist."""
+"""Completes an error message about an unknown name with a suggestion."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import msgspec
 
 from slipstream import weights
 from slipstream.config import RunConfig
+from slipstream.config.bounds import GIB
 from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, SupervisedEngine
@@ -125,7 +126,7 @@ def engine_settings(
         max_num_seqs=inference.max_num_seqs,
         seed=config.run.seed,
         enforce_eager=inference.enforce_eager,
-        kv_cache_bytes=int(inference.kv_cache_gib * 2**30),
+        kv_cache_bytes=int(inference.kv_cache_gib * GIB),
         gpu_memory_utilization=inference.gpu_memory_utilization,
         gpus=() if on_cpu else engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES")),
         in_flight=config.weights.in_flight,

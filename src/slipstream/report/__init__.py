@@ -1,8 +1,8 @@
-"""The report on runs: one HTML file that opens from the disk, asks the network for nothing, and shows a run whole.
+"""Writes the report on one or several runs: one HTML file that works offline.
 
-Guarantees: it is made from what `slipstream.runlog` reads, of runs in any state; a missing number is said to be
-missing; no text of a model, a task or a setting can become markup or script. Pictures are drawn without script, which
-only adds read-outs; each has its numbers beside it as a table.
+It is made from what `slipstream.runlog` reads, for runs in any state; a missing number is shown as missing; no text of
+a model, a task or a setting can become markup or script. Plots are drawn without script, which only adds read-outs;
+each has a table of its numbers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ _HEAD_BYTES = 1 << 16
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report on one run, or on several side by side; by default to `report.html` in the current folder.
-
-    Raises `ConfigError` when a folder holds no run, the file cannot be written, or is there and is no report.
-    """
+    """Writes the report on one run, or on several side by side; by default to `report.html` in the current folder.
+    Raises `ConfigError` if a folder holds no run, the file cannot be written, or it exists and is not a report."""
     records = [read_run(folder) for folder in folders]
     path = out or Path("report.html")
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""The numbers that a run is told by: accuracy before and after, what was gained, and at what cost."""
+"""Computes the headline numbers of a run: accuracy before and after, the gain, and the cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.runlog import RunRecord
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One measurement on held-out tasks, with its 95 % interval."""
+    """A held-out accuracy with its 95 % interval."""
 
     step: int
     value: float
@@ -24,11 +24,11 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Headline:
-    """What stands on top of a report. A number that the run has not told is None."""
+    """Numbers at the top of a report; None where the run has not recorded one."""
 
     before: Accuracy | None
     after: Accuracy | None
-    """The last measurement; None when there is only that of the starting model."""
+    """The last evaluation; None if only the start model was evaluated."""
     gained: tuple[float, float, float] | None
     """Difference of the accuracies, with its interval."""
     reward: tuple[float, float] | None
@@ -40,11 +40,11 @@ class Headline:
     skipped: int
     """Steps without any signal."""
     digest: str
-    """Of the last version that the engine proved to hold."""
+    """Digest of the last version that the engine proved to hold."""
 
 
 def headline(record: RunRecord) -> Headline:
-    """Taken from a run's rows and events."""
+    """Computes the headline from a run's rows and events."""
     measured = [found for row in record.rows if (found := _accuracy(row)) is not None]
     before = measured[0] if len(measured) > 1 or (measured and measured[0].step == 0) else None
     after = measured[-1] if measured and measured[-1] is not before else None
@@ -81,7 +81,7 @@ def setting(record: RunRecord, name: str) -> str:
 
 
 def identity(record: RunRecord) -> list[tuple[str, str]]:
-    """What was trained, on what, and how."""
+    """Model, environment, data and algorithm."""
     named = [("model", setting(record, "model.path")), ("environment", setting(record, "environment.name"))]
     if data := setting(record, "data.path"):
         named.append(("data", data))
@@ -90,7 +90,7 @@ def identity(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _short(path: str) -> str:
-    """The end of a long path: what tells one model from another."""
+    """The end of a long path, which distinguishes models."""
     parts = Path(path).parts
     return path if len(parts) <= 3 and not path.startswith("/") else "…/" + "/".join(parts[-3:])
 

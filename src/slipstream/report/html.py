@@ -1,4 +1,4 @@
-"""Builds HTML in which no text can become markup: every string is escaped, whatever a model or a user wrote."""
+"""Builds HTML in which text cannot become markup: every string is escaped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 NONE = "\u2013"
-"""Stands where there is no number."""
+"""Shown in the place of a missing number."""
 _VOID = frozenset({"meta", "br", "wbr", "line", "rect", "polyline", "path"})
 # Control characters are shown by their Unicode pictures, and lone surrogates cannot be written as UTF-8.
 _SHOWN = {
@@ -20,7 +20,7 @@ _SHOWN = {
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ def h(name: str, /, *children: Child, **attributes: str | int | float | bool | N
 
 
 def join(*children: Child) -> Html:
-    """Children one after the other: strings are escaped, markup stays, None is nothing."""
+    """Concatenates children: strings are escaped, markup stays, None is skipped."""
     parts: list[str] = []
     for child in children:
         if child is None:
@@ -59,24 +59,24 @@ def join(*children: Child) -> Html:
 
 
 def text(value: str) -> Html:
-    """The characters of `value`, none of which is markup."""
+    """Escapes the characters of `value`."""
     return Html(html.escape(value.translate(_SHOWN), quote=True))
 
 
 def key(name: str) -> Html:
-    """The name of a setting, which may be broken where its words end and nowhere else."""
+    """The name of a setting, with line breaks allowed only between words."""
     parts = re.split(r"(?<=[._])", name)
     return h("code", [join(h("wbr") if place else None, part) for place, part in enumerate(parts)], class_="name")
 
 
 def data(value: Any) -> Html:
-    """`value` as JSON that can stand inside a script element."""
+    """`value` as JSON that is safe inside a script element."""
     dumped = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Html(dumped.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: bool = True, caption: str = "") -> Html:
-    """A table that scrolls sideways by itself; its first column names the row."""
+    """A table that scrolls sideways; its first column names the row."""
     body = [h("tr", [h("th" if i == 0 else "td", cell, scope="row" if i == 0 else None) for i, cell in enumerate(row)])
             for row in rows]  # fmt: skip
     return h(
@@ -96,12 +96,12 @@ def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: bo
 
 
 def details(summary: Child, *children: Child, open_: bool = False) -> Html:
-    """Something that opens when asked."""
+    """A collapsible element."""
     return h("details", h("summary", summary), *children, open=open_)
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """A number as people read it: four significant digits, thousands apart; `%` takes a fraction."""
+    """Formats a number: four significant digits, thousands separated; `%` formats a fraction."""
     if value is None:
         return NONE
     if unit == "%":

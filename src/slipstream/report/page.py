@@ -1,4 +1,4 @@
-"""Puts the parts of a report together into one file that needs nothing else."""
+"""Assembles the parts of a report into one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slipstream.report.timeline import timeline
 from slipstream.runlog import RunRecord
 
 TITLE_END = " - Slipstream report"
-"""By which a file is known as a report."""
+"""Marks a file as a report."""
 
 
 def page(records: Sequence[RunRecord]) -> str:
@@ -78,14 +78,14 @@ def _single(record: RunRecord) -> Html:
 
 
 def _alarm(record: RunRecord) -> Html | None:
-    """What must be seen before any number."""
+    """Alerts shown above all numbers."""
     message = record.exit.message if record.exit is not None else ""
-    told = [message] if message else []
+    alerts = [message] if message else []
     if record.damage and record.summary.status != "damaged":
-        told.append(f"Parts of the run folder cannot be read ({len(record.damage)} problems, listed below).")
+        alerts.append(f"Parts of the run folder cannot be read ({len(record.damage)} problems, listed below).")
     elif record.damage:
-        told.append(record.damage[0])
-    return h("p", " ".join(told), class_="alert") if told else None
+        alerts.append(record.damage[0])
+    return h("p", " ".join(alerts), class_="alert") if alerts else None
 
 
 def _several(records: Sequence[RunRecord], names: Sequence[str]) -> Html:
@@ -101,7 +101,7 @@ def _several(records: Sequence[RunRecord], names: Sequence[str]) -> Html:
 
 
 def _rest(record: RunRecord) -> Html:
-    """What one of several runs has beside its curves."""
+    """Parts of one of several runs besides its curves."""
     head = headline(record)
     return join(
         h("p", state(record.summary)),
@@ -116,7 +116,7 @@ def _rest(record: RunRecord) -> Html:
 
 
 def _plots(records: Sequence[RunRecord], names: Sequence[str]) -> Html:
-    """A plot for each panel that has numbers; of several runs each gives its first metric."""
+    """A plot for each panel that has numbers; with several runs, only the panel's first metric."""
     all_rows = [record.rows for record in records]
     known, others = panels_of(all_rows)
     steps = [float(row["step"]) for rows in all_rows for row in rows]
@@ -148,13 +148,13 @@ def _plot(panel: Panel, records: Sequence[RunRecord], names: Sequence[str], acro
     series = [line for line in found if line is not None]
     if not series:
         return None
-    # Runs of other lengths would squeeze one another where only one of them has the metric.
+    # The axis covers the steps that have the metric; all steps of longer runs would compress it.
     shared = across if len(records) == 1 else step_scale([x for line in series for x in line.x])
     return figure(panel, series, shared, note=note, named=len(records) > 1)
 
 
 def _unmeasured(known: Sequence[Panel], records: Sequence[RunRecord]) -> Html | None:
-    """What a reader would look for and this run did not measure."""
+    """Common metrics that this run did not record."""
     shown = {panel.title for panel in known}
     missing = [
         f"{what}: {why}"
@@ -173,7 +173,7 @@ def _section(title: str, content: Child) -> Html:
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """The folders' names, with as much of their paths as tells them apart."""
+    """Folder names, with as much of their paths as distinguishes them."""
     paths = [record.summary.folder.resolve() for record in records]
     names = [path.name for path in paths]
     for depth in itertools.count(2):

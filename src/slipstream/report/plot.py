@@ -1,7 +1,7 @@
-"""One plot: SVG marks that stretch with the page, labels that do not, hover data, and a table of the numbers.
+"""Draws one plot: SVG marks that stretch with the page, labels that do not, hover data, and a table of the numbers.
 
-The picture needs no script. Marks keep their stroke width however the picture is stretched; a dot is a line of no
-length with round ends. The script only adds the read-out.
+The plot needs no script. Strokes keep their width when stretched; a dot is a line of zero length with round ends. The
+script only adds the read-out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Scale:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where `value` lies, held within the axis."""
+        """Position of `value`, clamped to the axis."""
         if self.log:
             value = math.log10(max(value, 1e-300))
             part = (value - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
@@ -40,7 +40,7 @@ class Scale:
 
 
 def linear_scale(values: Sequence[float], *, from_zero: bool = False, whole: bool = False) -> Scale:
-    """Round ticks around the values."""
+    """A linear axis with round ticks."""
     low, high = min(values), max(values)
     if from_zero and low >= 0:
         low = 0.0
@@ -55,7 +55,7 @@ def linear_scale(values: Sequence[float], *, from_zero: bool = False, whole: boo
 
 
 def step_scale(values: Sequence[float]) -> Scale:
-    """An axis of steps: ends where the steps end."""
+    """An axis of steps that ends at the last step."""
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 1, high + 1
@@ -66,7 +66,7 @@ def step_scale(values: Sequence[float]) -> Scale:
 
 
 def log_scale(values: Sequence[float]) -> Scale:
-    """Powers of ten around the values, all of which are positive."""
+    """A logarithmic axis; all values must be positive."""
     low, high = math.floor(math.log10(min(values)) + 1e-9), math.ceil(math.log10(max(values)) - 1e-9)
     if low == high:
         high += 1
@@ -76,7 +76,7 @@ def log_scale(values: Sequence[float]) -> Scale:
 
 
 def figure(panel: Panel, series: Sequence[Series], across: Scale, *, note: str = "", named: bool = False) -> Html:
-    """The plot of a panel; `across` is its axis of steps; with `named` even a lone line has a legend."""
+    """The plot of a panel; `across` is its axis of steps; with `named` even a single line has a legend."""
     log = panel.log and all(value > 0 for line in series for value in line.y)
     bounds = [value for line in series for value in (*line.y, *line.low, *line.high)]
     if log:
@@ -87,12 +87,12 @@ def figure(panel: Panel, series: Sequence[Series], across: Scale, *, note: str =
         vertical = linear_scale(bounds, from_zero=panel.from_zero)
     name = f"plot{next(_serial)}"
     title = h("title", panel.title, id=f"{name}-t")
-    told = h("desc", _description(panel, series), id=f"{name}-d")
+    description = h("desc", _description(panel, series), id=f"{name}-d")
     marks = [_marks(line, across, vertical, panel.dots) for line in series]
     svg = h(
         "svg",
         title,
-        told,
+        description,
         [_grid(vertical)],
         marks,
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
@@ -177,7 +177,7 @@ def _x_labels(across: Scale) -> Html:
 
 
 def tick_text(value: float, ticks: Sequence[float]) -> str:
-    """A tick's label, with as many digits as tell it from the next."""
+    """A tick's label, with as many digits as distinguish it from the next."""
     step = abs(ticks[1] - ticks[0])
     if value == 0:
         return "0"
@@ -211,7 +211,7 @@ def _reading(line: Series, place: int, unit: str) -> str:
 
 
 def _numbers(panel: Panel, series: Sequence[Series]) -> Html:
-    """The same numbers as a table; of a long line every so many steps."""
+    """The plotted numbers as a table; a long line is subsampled."""
     steps = sorted({x for line in series for x in line.x})
     every = math.ceil(len(steps) / _MAX_TABLE_ROWS)
     kept = sorted({*steps[::every], steps[-1]})

@@ -1,5 +1,5 @@
-"""What the model wrote before and after: the same tasks where there are such, those whose answer changed first, each
-with the right answer where it was kept; as text that stays text."""
+"""Shows rollouts from the start and the end of a run side by side: the same tasks if possible, those whose reward
+changed first, each with its gold answer if known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sample = dict[str, Any]
 
 
 def rollouts(record: RunRecord) -> Html:
-    """The section; a sentence when no rollouts were kept."""
+    """The section; a sentence if no rollouts were kept."""
     samples = [sample for sample in record.samples if isinstance(sample.get("completion"), str)]
     if not samples:
         return h("p", "This run kept no rollouts.", class_="missing")
@@ -37,7 +37,7 @@ def rollouts(record: RunRecord) -> Html:
 
 
 def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list[tuple[Sample, Sample]]:
-    """First and last attempt at each task that was met at two such steps."""
+    """First and last rollout of each task that was sampled at two such steps."""
     first: dict[str, Sample] = {}
     last: dict[str, Sample] = {}
     for sample in samples:
@@ -50,13 +50,13 @@ def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list
 
 
 def _change(pair: tuple[Sample, Sample]) -> int:
-    """0 where the reward changed, 1 where only the words did, 2 where nothing did."""
+    """Sort key: 0 if the reward changed, 1 if only the text did, 2 if neither."""
     before, after = pair
     return 0 if before.get("reward") != after.get("reward") else int(before["completion"] == after["completion"]) + 1
 
 
 def _ends(samples: Sequence[Sample]) -> Html:
-    """The first and the last step's rollouts side by side: other tasks, since none was kept at both ends."""
+    """Rollouts of the first and the last step side by side, of different tasks: none was kept at both."""
     first, last = samples[0]["step"], samples[-1]["step"]
     if first == last:
         shown = [sample for sample in samples if sample["step"] == last][:_MAX_SHOWN]
@@ -90,13 +90,13 @@ def _task(sample: Sample) -> Html:
 
 def _one(sample: Sample, word: str = "", named: bool = False) -> Html:
     reward = sample.get("reward")
-    told = [
+    parts = [
         f"{word}, step {sample['step']}" if word else "",
         f"reward {number(float(reward))}" if isinstance(reward, int | float) else "",
         "" if sample.get("outcome") == "done" else str(sample.get("outcome", "")),
         sample_id(str(sample.get("id", "")), sample["step"]),
     ]
-    facts = h("p", " · ".join(filter(None, told)), class_="note")
+    facts = h("p", " · ".join(filter(None, parts)), class_="note")
     return h("div", _task(sample) if named else None, h("pre", _cut(sample["completion"])), facts, class_="attempt")
 
 

@@ -1,4 +1,5 @@
-"""The parts of a report that are words and tables: settings, versions, warnings, the end, and several runs compared."""
+"""Text and table sections of a report: settings, versions, warnings, the end of the run, and comparisons of several
+runs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _MAX_VERSIONS = 400
 
 
 def state(summary: RunSummary) -> Html:
-    """A word and a dot."""
+    """The run's state with a coloured dot."""
     return h("span", _STATE_WORDS[summary.status], class_=f"state {summary.status}")
 
 
@@ -107,7 +108,7 @@ def before_and_after(head: Headline) -> Html | None:
 
 
 def ending(record: RunRecord) -> Html:
-    """Why the run ended, what could not be read, and what it warned of."""
+    """Why the run ended, files that could not be read, and its warnings."""
     report, summary = record.exit, record.summary
     parts: list[Child] = []
     if record.damage:
@@ -133,7 +134,7 @@ def ending(record: RunRecord) -> Html:
 
 
 def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
-    """What each of several engines did, from `replica_<number>/...`; nothing where there was one."""
+    """Metrics of each of several engines, from `replica_<number>/...`; empty if there was one."""
     found = {match[1] for row in metrics for name in row if (match := _REPLICA.match(name))}
     numbers = sorted(map(int, found))
     if not numbers:
@@ -157,20 +158,20 @@ def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
 
 
 def _warnings(events: Sequence[dict[str, Any]]) -> Html:
-    told = [str(event.get("message", "")) for event in events if event["kind"] == "warning"]
+    warnings = [str(event.get("message", "")) for event in events if event["kind"] == "warning"]
     for event in events:
         if event["kind"] == "start":
-            told += [str(text) for text in [*_listed(event.get("warnings")), *_listed(event.get("changed"))]]
+            warnings += [str(text) for text in [*_listed(event.get("warnings")), *_listed(event.get("changed"))]]
     restarts = [event for event in events if event["kind"] == "engine_restart"]
     resumes = [event for event in events if event["kind"] == "resume"]
     if restarts:
-        told.append(f"The engine was started again {len(restarts)} times.")
+        warnings.append(f"The engine was restarted {len(restarts)} times.")
     if attempts := [event for event in events if event["kind"] == "restart"]:
-        told.append(f"The run was started again by itself {len(attempts)} times, as an engine died with its weights.")
-    told += [f"Resumed after step {event['step']}." for event in resumes]
-    if not told:
+        warnings.append(f"The run was restarted {len(attempts)} times because an engine died with its weights.")
+    warnings += [f"Resumed after step {event['step']}." for event in resumes]
+    if not warnings:
         return h("p", "No warnings.")
-    counted = {text: told.count(text) for text in told}
+    counted = {text: warnings.count(text) for text in warnings}
     lines = [h("li", text, f" ({count} times)" if count > 1 else None) for text, count in counted.items()]
     more = len(lines) - _MAX_WARNINGS
     return join(
@@ -181,7 +182,7 @@ def _warnings(events: Sequence[dict[str, Any]]) -> Html:
 
 
 def settings(record: RunRecord) -> Html:
-    """Every setting with the origin of its value; what somebody chose first."""
+    """Every setting with its origin; those that the user set first."""
     if not record.settings:
         return h("p", "The run has not written its settings.", class_="missing")
 
@@ -202,7 +203,7 @@ def settings(record: RunRecord) -> Html:
 
 
 def versions(record: RunRecord, head: Headline) -> Html:
-    """Software, and the digest of every version that the engine proved to hold."""
+    """Software versions, and the digest of every version that the engine proved to hold."""
     software: list[list[Child]] = [
         [name, h("code", version)] for name, version in (record.exit.versions if record.exit else {}).items()
     ]
@@ -210,7 +211,7 @@ def versions(record: RunRecord, head: Headline) -> Html:
     if software:
         parts.append(table(["software", "version"], software, numbers=False, caption="Software versions"))
     else:
-        parts.append(h("p", "Software versions are told when a run ends.", class_="missing"))
+        parts.append(h("p", "Software versions are recorded when a run ends.", class_="missing"))
     applied = [event for event in record.events if event["kind"] == "apply"]
     if applied:
         last = f"The engine last held version {head.digest.partition(' ')[0]}, digest "
@@ -224,13 +225,13 @@ def versions(record: RunRecord, head: Headline) -> Html:
             ]
             for event in applied[-_MAX_VERSIONS:]
         ]
-        told = f"{len(applied)} versions applied and verified"
-        parts.append(details(told, table(["version", "digest", "transfer", "verify"], rows, caption=told)))
+        title = f"{len(applied)} versions applied and verified"
+        parts.append(details(title, table(["version", "digest", "transfer", "verify"], rows, caption=title)))
     return join(*parts)
 
 
 def comparison(records: Sequence[RunRecord], names: Sequence[Html]) -> Html:
-    """The runs' headline numbers side by side, and the settings in which they differ."""
+    """The runs' headline numbers side by side, and the settings that differ."""
     heads = [headline(record) for record in records]
     facts: list[tuple[str, Sequence[Child]]] = [
         ("state", [record.summary.status for record in records]),

@@ -1,4 +1,4 @@
-"""Which numbers are plotted together, and how they are taken out of a run's rows."""
+"""Defines the panels of plots, and extracts their series from a run's rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_POINTS = 400
-"""A longer line is drawn through the means of equal parts; what a mean would hide stays in the band."""
+"""Longer lines are drawn through means of equal parts, with a band of minimum and maximum."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One metric of a panel. `spread` is a standard deviation, drawn no further than `least` and `most` of the numbers
-    that the metric is the mean of; `low` and `high` are an interval."""
+    """One metric of a panel. `spread` is a standard deviation, clipped to `least` and `most` of the numbers that the
+    metric averages; `low` and `high` are an interval."""
 
     metric: str
     label: str
@@ -25,11 +25,11 @@ class Line:
     least: str = ""
     most: str = ""
     absent: float | None = None
-    """What a row without the metric means, for a metric that is only written when there is something to tell."""
+    """Value of a missing metric, for metrics that are written only when there is something to report."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """All that it is drawn from."""
+        """All metrics that it is drawn from."""
         return (self.metric, self.spread, self.low, self.high, self.least, self.most)
 
 
@@ -44,7 +44,7 @@ class Panel:
     log: bool = False
     from_zero: bool = False
     dots: bool = False
-    """Measured at a few steps only: each is a mark of its own."""
+    """Measured at a few steps only: each is drawn as a dot."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Series:
     high: list[float] = field(default_factory=list[float])
     color: int = 0
     num_steps: int = 0
-    """Steps that have the number; more than `len(x)` when parts were averaged."""
+    """Steps with a number; more than `len(x)` if parts were averaged."""
 
 
 def _ratio_lines(group: str) -> tuple[Line, ...]:
-    """The ranges of `algo.importance.ratio_shares`."""
+    """The ranges of `algo.importance_sampling.ratio_shares`."""
     bounds = ("0.5", "0.8", "0.95", "1.05", "1.25", "2")
     inner = [Line(f"{group}/ratio_{low}_to_{high}", f"to {high}") for low, high in itertools.pairwise(bounds)]
     first, last = Line(f"{group}/ratio_below_0.5", "to 0.5"), Line(f"{group}/ratio_above_2", "above 2")
@@ -76,7 +76,7 @@ PANELS = (
           (Line("eval/accuracy", "accuracy", low="eval/accuracy_low", high="eval/accuracy_high"),), "%", dots=True),
     Panel("Probe difference", "Engine against trainer on the same tokens and weights, in log-probability a token.",
           (Line("probe/abs_logprob_diff", "mean"), Line("probe/max_logprob_diff", "largest")), log=True),
-    Panel("Behaviour mismatch", "Log-probability of the trained tokens: what the engine said against the trainer.",
+    Panel("Behaviour mismatch", "Log-probability of the trained tokens: engine against trainer.",
           (Line("mismatch/abs_logprob_diff", "mean"),), log=True),
     Panel("KL of the engine from the trainer", "Estimated on the trained tokens: numerics, and staleness.",
           (Line("mismatch/kl", "KL"),), log=True),
@@ -123,7 +123,7 @@ PANELS = (
 )  # fmt: skip
 _OWN = "What your reward returned under this name, or your environment measured: mean over a step's rollouts."
 _MAX_OWN = 8
-"""Panels of a reward's own parts that stand among the first; more are with all other metrics."""
+"""Most panels of reward components among the first panels; the others are with all other metrics."""
 DROPPED = Panel("Outcomes dropped", "Rollouts that could not be trained on, by reason.", (), from_zero=True)
 _TIMES = "time/"
 _REWARD = "reward/"
@@ -131,7 +131,7 @@ _NOT_OWN = ("reward/drawn_mean",)
 
 
 def value_of(row: dict[str, Any], name: str) -> float | None:
-    """The number, or None when the row has none."""
+    """The number, or None if the row has none."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -139,8 +139,8 @@ def value_of(row: dict[str, Any], name: str) -> float | None:
 
 
 def panels_of(runs: Sequence[list[dict[str, Any]]]) -> tuple[list[Panel], list[Panel]]:
-    """The panels that any of the runs has numbers for, the user's own parts of the reward right after the reward; and
-    one for each metric that no panel shows."""
+    """Panels for which any of the runs has numbers, reward components right after the reward; and one for each metric
+    that no panel shows."""
     present = {name for rows in runs for row in rows for name in row if "/" in name}
     known = [panel for panel in PANELS if any(line.metric in present for line in panel.lines)]
     reasons = sorted(name for name in present if name.startswith("dropped/"))
@@ -160,12 +160,12 @@ def _panel_of(name: str, title: str, note: str) -> Panel:
 
 
 def series_of(rows: list[dict[str, Any]], line: Line, label: str, color: int) -> Series | None:
-    """The line through a run's rows, or None when no row has the metric."""
+    """The line through a run's rows; None if no row has the metric."""
     points: list[tuple[float, float, float, float]] = []
     for row in rows:
         value = value_of(row, line.metric)
         if value is None:
-            # The first row is the starting model: nothing was generated for it.
+            # The first row is the start model's evaluation: it has no rollouts.
             if line.absent is None or value_of(row, "rollout/num") is None:
                 continue
             value = line.absent
@@ -190,7 +190,7 @@ def series_of(rows: list[dict[str, Any]], line: Line, label: str, color: int) ->
 
 
 def _thinned(points: list[tuple[float, float, float, float]]) -> list[tuple[float, float, float, float]]:
-    """At most `MAX_POINTS`: means of equal parts, with the least and the greatest as their band."""
+    """At most `MAX_POINTS` points: means of equal parts, with minimum and maximum as the band."""
     if len(points) <= MAX_POINTS:
         return points
     edges = [len(points) * part // MAX_POINTS for part in range(MAX_POINTS + 1)]

@@ -1,4 +1,4 @@
-"""The part of a report that says what passed before the first step."""
+"""Report section on the stages of start-up before the first step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from slipstream.runlog import RunRecord
 
 
 def startup(record: RunRecord) -> Html | None:
-    """The stages of the last process that told any, by when they began; None where none did."""
-    told = [event for event in record.events if event["kind"] in ("stage", "startup")]
-    if not told:
+    """The start-up stages of the last process that recorded any, in order of their start; None if none did."""
+    stages = [event for event in record.events if event["kind"] in ("stage", "startup")]
+    if not stages:
         return None
-    last = [event for event in told if event["lineage"] == told[-1]["lineage"]]
+    last = [event for event in stages if event["lineage"] == stages[-1]["lineage"]]
     stages = sorted((event for event in last if event["kind"] == "stage"), key=lambda event: _seconds(event, "began_s"))
     total = next((_seconds(event, "seconds") for event in last if event["kind"] == "startup"), None)
     words = "The run did not come to the end of its first step."

@@ -1,4 +1,4 @@
-"""Who waited for whom: each step's time by phase, and an ordinary step of trainer and engine side by side."""
+"""Report section on time: phases of each step, and a typical step of trainer and engine side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.runlog import RunRecord
 
 MAX_BARS = 150
 OTHER = "other"
-# In the order in which a step goes through them; a checkpoint is told in the row after it.
+# In the order in which a step goes through them; a checkpoint is recorded in the row after it.
 _PHASES = {
     "checkpoint": "write checkpoint",
     "batch": "wait for batch",
@@ -25,13 +25,13 @@ _PHASES = {
     "evaluate": "evaluate",
 }
 _COLORS = {"batch": 0, "train": 1, "update": 2, "probe": 4, "evaluate": 3, "checkpoint": 5, OTHER: 9}
-# Not phases of the trainer: who generates is another thread, and the rest are sums of phases.
+# Not phases of the trainer: generation is on another thread, and the rest are sums of phases.
 _NOT_PHASES = {"generate", "after_batch", "step"}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The trainer's time in a step; `wall` is since the row before, or since the run's folder was opened."""
+    """The trainer's time in a step; `wall` is the time since the previous row, or since the run folder was opened."""
 
     step: int
     wall: float
@@ -63,10 +63,10 @@ def step_times(record: RunRecord) -> list[StepTime]:
 
 
 def timeline(record: RunRecord) -> Html:
-    """The section; a sentence when the run has not told any times."""
+    """The section; a sentence if the run has recorded no times."""
     steps = step_times(record)
     if not any(step.phases for step in steps):
-        return h("p", "No step has told its times yet.", class_="missing")
+        return h("p", "No step has recorded its times yet.", class_="missing")
     generates = any(step.generate for step in steps)
     label = "wait for rollouts" if generates else "read batch"
     names = {name: {**_PHASES, "batch": label, OTHER: "other"}.get(name, name.replace("_", " "))
@@ -82,7 +82,7 @@ def timeline(record: RunRecord) -> Html:
 
 
 def _sentence(steps: Sequence[StepTime], generates: bool) -> Html | None:
-    """What the run's time went into, after the first row, in which the engine starts."""
+    """Breakdown of the run's time after the first row, which includes the engine's start."""
     wall = sum(step.wall for step in steps)
     if not generates or not wall:
         return None
@@ -100,7 +100,7 @@ def _sentence(steps: Sequence[StepTime], generates: bool) -> Html | None:
 
 
 def _lanes(steps: Sequence[StepTime], label: str) -> Html:
-    """An ordinary step: medians of the phases, trainer above, engine below."""
+    """A typical step: medians of the phases, trainer above, engine below."""
     median = {
         name: statistics.median(step.phases.get(name, 0.0) for step in steps)
         for name in ("batch", "train", "update", "probe")
@@ -113,7 +113,7 @@ def _lanes(steps: Sequence[StepTime], label: str) -> Html:
         spans.append((name, words, at, median[name]))
         at += median[name]
     after = median["batch"] + median["train"]
-    # Generating begins while a checkpoint is written, and in lock-step ends before the training.
+    # Generation starts while a checkpoint is written, and without staleness ends before training.
     busy = min(generate, after) if generate < total else total
     engine = [("generate", "generate", 0.0, busy)]
     if generate < total:
@@ -139,14 +139,14 @@ def _lane(name: str, spans: Sequence[tuple[str, str, float, float]], total: floa
         for kind, words, start, seconds in spans
         if seconds > 0
     ]
-    told = ", ".join(f"{words} {duration(seconds)}" for _, words, _, seconds in spans)
-    return h("div", h("span", name, class_="who"), h("div", cells, class_="lane", role="img", aria_label=told))
+    durations = ", ".join(f"{words} {duration(seconds)}" for _, words, _, seconds in spans)
+    return h("div", h("span", name, class_="who"), h("div", cells, class_="lane", role="img", aria_label=durations))
 
 
 def _bars(steps: Sequence[StepTime], order: Sequence[str], names: dict[str, str]) -> Html:
-    """Stacked spans for each step; of a long run the means of equal parts."""
+    """Stacked bars for each step; for a long run, means of equal parts."""
     bars = _thinned(steps)
-    # The start of engine and model would make all else flat.
+    # The start of engine and model would flatten the other bars.
     usual = [bar.wall for bar in bars if bar.step > 0] or [bar.wall for bar in bars]
     scale = linear_scale([0.0, max(usual)], from_zero=True)
     width = WIDTH / len(bars)
@@ -168,7 +168,7 @@ def _bars(steps: Sequence[StepTime], order: Sequence[str], names: dict[str, str]
             marks.append(h("path", d="".join(rects), class_=f"fill mark p{_COLORS.get(name, 6)}"))
     totals = {name: sum(step.phases.get(name, 0.0) for step in steps) for name in order}
     wall = sum(step.wall for step in steps)
-    told = "; ".join(f"{names[name]} {duration(totals[name])}" for name in order)
+    durations = "; ".join(f"{names[name]} {duration(totals[name])}" for name in order)
     cut = [bar for bar in bars if bar.wall > scale.high]
     note = "Seconds a step, by what the trainer did." + (
         f" Step {cut[0].step} took {duration(cut[0].wall)}, more than is drawn: engine and model start in it."
@@ -188,13 +188,13 @@ def _bars(steps: Sequence[StepTime], order: Sequence[str], names: dict[str, str]
     svg = h(
         "svg",
         h("title", "Time of each step by phase"),
-        h("desc", f"All steps together: {told}."),
+        h("desc", f"All steps together: {durations}."),
         marks,
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         preserveAspectRatio="none",
         role="img",
         tabindex=0,
-        aria_label=f"Time of each step by phase. All steps together: {told}.",
+        aria_label=f"Time of each step by phase. All steps together: {durations}.",
     )
     rows = [
         [names[name], duration(totals[name]), f"{100 * totals[name] / wall:.1f} %" if wall else NONE,

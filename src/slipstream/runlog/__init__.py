@@ -1,8 +1,8 @@
-"""The run folder: everything the outside may know of a run, written by one process and read by any other.
+"""The run folder: all records of a run, written by one process and read by any other.
 
 | file | holds |
 |---|---|
-| `events.jsonl` | what happened: `time`, `kind`, `lineage` and the event's own fields |
+| `events.jsonl` | events: `time`, `kind`, `lineage` and the event's own fields |
 | `metrics.jsonl` | one flat object for a step: `step`, `lineage`, `time` and `group/name` numbers |
 | `samples.jsonl` | rollouts kept for reading, of training and (`split` is `eval`) of held-out tasks |
 | `resolved.toml` | every setting of the run, without secrets |
@@ -10,12 +10,10 @@
 | `tickets/` | the parameters' fingerprints of the newest published versions |
 | `run.lock` | held by the writer for as long as it lives; contains its pid and host |
 
-Guarantees: one writer at a time; folder and files are private to the user; a line is handed to the system
-whole before the call returns, so `kill -9` loses at most the line being written, which readers ignore and a
-resume cuts away; `exit.json` and `resolved.toml` appear whole or not at all; text under keys that look like
-secrets is replaced. A number that is not finite is written as null and named in a warning event.
-
-Left to others: what is measured, when, and what a resumed run starts from. Nothing here imports torch.
+There is one writer at a time; folder and files are private to the user. A line is passed to the operating system as a
+whole before the call returns, so `kill -9` loses at most the line being written, which readers ignore and a resume cuts
+off; `exit.json` and `resolved.toml` are replaced atomically. Text under keys that look like secrets is replaced. A
+number that is not finite is written as null and named in a warning event. Nothing here imports torch.
 """
 
 from slipstream.runlog.reader import (

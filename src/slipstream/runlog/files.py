@@ -1,6 +1,6 @@
-"""What makes the run folder safe: the lock, files of whole lines, and files that are replaced whole.
+"""File primitives of the run folder: the lock, append-only line files, and atomically replaced files.
 
-Everything is made for its owner only, and no handle outlives the process: children inherit none.
+Everything is created for its owner only, and handles are not inherited by child processes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import msgspec
 from slipstream.errors import ConfigError, DataError, SlipstreamError
 
 LOCK_FILE = "run.lock"
-# A reader that asks whether a run lives holds the lock for an instant: a writer outwaits it.
+# A reader that checks whether a run is alive holds the lock for an instant: a writer retries for this long.
 _LOCK_WAIT_S = 1.0
 _BLOCK_BYTES = 1 << 16
 
 
 class FolderLock:
-    """An flock on `run.lock`, which the system releases when the process dies, however it dies."""
+    """A flock on `run.lock`; the operating system releases it when the process dies."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ConfigError` naming the process that holds the folder."""
+        """Raises `ConfigError` that names the process holding the folder."""
         path = folder / LOCK_FILE
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _LOCK_WAIT_S
@@ -47,24 +47,24 @@ class FolderLock:
         os.register_at_fork(after_in_child=lambda: (lock := reference()) and lock.release())
 
     def release(self) -> None:
-        """Close the handle: the lock goes with the last handle that shares it."""
+        """Closes the handle; the lock is released with the last handle that shares it."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 class LineFile:
-    """Appends whole lines; one that does not fit on the disk is taken back."""
+    """Appends whole lines; a line that does not fit on the disk is rolled back."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file at its end, without the line that a killed process left unfinished."""
+        """Opens the file at its end and cuts off a line that a killed process left unfinished."""
         self._path = path
         if path.is_file():
             os.truncate(path, _end_of_lines(path))
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def append(self, line: bytes) -> None:
-        """Write the line; raises `SlipstreamError` when the disk does not take it, or the file is gone."""
+        """Writes the line; raises `SlipstreamError` if the disk is full or the file is gone."""
         if self._handle < 0:
             raise ValueError(f"{self._path} was closed: nothing can be written to it any more")
         size_bytes = self._size_bytes()
@@ -79,20 +79,20 @@ class LineFile:
 
     def _size_bytes(self) -> int:
         ours = os.fstat(self._handle)
-        with told_of_the_disk(self._path):
+        with disk_errors(self._path):
             if not os.path.samestat(ours, os.stat(self._path)):
                 raise SlipstreamError(f"{self._path} was replaced by another file during the run: start a new run")
         return ours.st_size
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a living process holds the folder."""
+    """Whether a running process holds the folder."""
     try:
         handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -104,15 +104,14 @@ def is_locked(folder: Path) -> bool:
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Have room for a `write_whole` of that many bytes, also when the disk is full by then."""
-    with told_of_the_disk(path), _partial(path) as handle:
+    """Reserves disk space for a `write_whole` of that many bytes, for when the disk is full."""
+    with disk_errors(path), _partial(path) as handle:
         os.posix_fallocate(handle, 0, num_bytes)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file by one that is whole on the disk before it gets its name; in the room of `reserve`, if any. Raises
-    `SlipstreamError` when the disk does not take it."""
-    with told_of_the_disk(path):
+    """Replaces a file atomically, in the space from `reserve` if any. Raises `SlipstreamError` if the disk is full."""
+    with disk_errors(path):
         with _partial(path) as handle:
             rest, place = memoryview(data), 0
             while rest:
@@ -142,8 +141,8 @@ def _partial(path: Path) -> Generator[int]:
 
 
 @contextlib.contextmanager
-def told_of_the_disk(path: Path) -> Generator[None]:
-    """While `path` is written: what the system refuses is a `SlipstreamError`."""
+def disk_errors(path: Path) -> Generator[None]:
+    """Context manager for writing `path`: turns an OSError into a `SlipstreamError`."""
     try:
         yield
     except OSError as error:
@@ -151,12 +150,12 @@ def told_of_the_disk(path: Path) -> Generator[None]:
 
 
 def cannot_write(path: Path, reason: str) -> SlipstreamError:
-    """A disk that takes no more, a folder that was removed or may not be written."""
+    """The error for a full disk, or a folder that was removed or is not writable."""
     return SlipstreamError(f"{path} cannot be written ({reason}): make room on its disk, or choose another folder")
 
 
 def _end_of_lines(path: Path) -> int:
-    """Where the last whole line ends, in bytes; read from the end."""
+    """Byte offset after the last whole line; reads from the end."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -169,8 +168,8 @@ def _end_of_lines(path: Path) -> int:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The whole lines of a file with their numbers, one in memory at a time; what follows the last newline is still
-    being written, or was torn."""
+    """Iterates over the whole lines of a file with their numbers, one in memory at a time; skips what follows the last
+    newline (being written, or torn)."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -183,10 +182,8 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def read_lines(
     path: Path, damage: list[str] | None = None, words: Sequence[bytes] = (), without: str = ""
 ) -> list[dict[str, Any]]:
-    """The whole lines of a file, or those that have one of `words` in them, all fields but `without`.
-
-    Raises `DataError` for any other line that is not a JSON object; with `damage` these are left out and told there.
-    """
+    """The whole lines of a file, optionally only those that contain one of `words`, without the fields `without`.
+    Raises `DataError` for a line that is not a JSON object; with `damage` such lines are skipped and reported there."""
     decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] if without else dict[str, Any])
     rows: list[dict[str, Any]] = []
     for number, line in whole_lines(path):
@@ -206,13 +203,13 @@ def read_lines(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, none if there is no file; raises `DataError` if it is damaged."""
+    """The tables of a TOML file, empty if there is no file; raises `DataError` if it is damaged."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is damaged ({error}): write it anew or remove it") from error
+        raise DataError(f"{path} is damaged ({error}): rewrite or remove it") from error
 
 
 def _try_lock(handle: int, kind: int) -> bool:

@@ -1,4 +1,4 @@
-"""Reads run folders, of living runs too: never waits for the writer and never changes a file."""
+"""Reads run folders, also of running runs: never waits for the writer and never changes a file."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class ExitReport(msgspec.Struct, frozen=True):
     status: ExitStatus
     exit_code: int
     error: str
-    """Class of the error, empty when the run finished."""
+    """Class of the error; empty if the run finished."""
     message: str
     step: int
-    """Last step whose metrics were written."""
+    """The last step with metrics."""
     seconds: float
     """Since this process opened the folder."""
     time: float
     lineage: int
     versions: dict[str, str]
     restarts: int = 0
-    """How often the run was started again by itself, in all its lineages."""
+    """Automatic restarts, over all lineages."""
     traceback: str = ""
-    """Only for errors that are bugs, not for those whose message is meant for the user."""
+    """Only for bugs, not for errors whose message is meant for the user."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One line of a list of runs. `killed`: no exit was written and no process holds the folder."""
+    """One row of a list of runs. `killed`: there is no `exit.json` and no process holds the folder."""
 
     name: str
     folder: Path
@@ -57,7 +57,7 @@ class RunSummary:
     started: float
     """Unix time."""
     duration_s: float
-    """Time that processes spent on the run, without the pauses before resumes."""
+    """Time that processes worked on the run, without pauses before resumes."""
     message: str = ""
 
 
@@ -74,14 +74,14 @@ class _Settings(msgspec.Struct):
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """One row for each step of the surviving history, in order.
 
-    What an earlier lineage made after the step that a later one resumed from is left out: it was made again.
-    Rows of one step are merged: values are the last written, `lineage` and `time` those of the first row.
+    Steps of an earlier lineage after the step from which a later one resumed are left out: they were repeated. Rows of
+    one step are merged: values are the last written, `lineage` and `time` those of the first row.
     """
     return metrics_of(read_lines(Path(folder) / "metrics.jsonl"), read_events(folder))
 
 
 def metrics_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `read_metrics` makes of the lines of a run."""
+    """`read_metrics` for lines that were already read."""
     rows: dict[int, dict[str, Any]] = {}
     for row in _surviving(lines, _after(_resumed_from(events))):
         first = rows.setdefault(row["step"], row)
@@ -90,7 +90,7 @@ def metrics_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> lis
 
 
 def read_settings(folder: str | Path) -> dict[str, Any]:
-    """The settings in `resolved.toml` as `section.key` and value; empty when it was never written."""
+    """The settings in `resolved.toml` as `section.key` and value; empty if the file does not exist."""
     tables = read_toml(Path(folder) / "resolved.toml")
     return {
         f"{section}.{name}": value
@@ -101,13 +101,13 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
 
 
 def read_samples(folder: str | Path) -> list[dict[str, Any]]:
-    """The samples of the surviving history. A training sample's `step` is that of its batch, which counts from 0;
-    that of a held-out one (`split` is `eval`) is that of the evaluated version."""
+    """The samples of the surviving history. `step` of a training sample is that of its batch (from 0); of a held-out
+    one (`split` is `eval`) that of the evaluated version."""
     return samples_of(read_lines(Path(folder) / "samples.jsonl"), read_events(folder))
 
 
 def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `read_samples` makes of the lines of a run."""
+    """`read_samples` for lines that were already read."""
     resumed = _resumed_from(events)
     held_out = [line for line in lines if line.get("split") == "eval"]
     trained = [line for line in lines if line.get("split") != "eval"]
@@ -117,14 +117,13 @@ def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> lis
 def read_events(
     folder: str | Path, damage: list[str] | None = None, kinds: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """All events of all lineages, or those of `kinds`, in the order in which they were written; with `damage` see
-    `read_lines`."""
+    """Events of all lineages, optionally only of `kinds`, in the order of writing; for `damage` see `read_lines`."""
     events = read_lines(Path(folder) / "events.jsonl", damage, tuple(f'"{kind}"'.encode() for kind in kinds))
     return [event for event in events if not kinds or event.get("kind") in kinds]
 
 
 def read_exit(folder: str | Path) -> ExitReport | None:
-    """How the run ended, or None while it runs or when it was killed."""
+    """How the run ended; None while it runs, or if it was killed."""
     path = Path(folder) / "exit.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=ExitReport)
@@ -135,20 +134,20 @@ def read_exit(folder: str | Path) -> ExitReport | None:
 
 
 def is_running(folder: str | Path) -> bool:
-    """Whether a living process writes to the folder."""
+    """Whether a running process writes to the folder."""
     return is_locked(Path(folder))
 
 
 def list_runs(root: str | Path) -> list[RunSummary]:
-    """The runs whose folders lie in `root`, or in a folder there that is no run, newest first; named by their paths
-    below `root`. One that cannot be read is listed and says so."""
+    """The runs in `root` and one folder level below, newest first, named by their paths below `root`. A run that cannot
+    be read is listed as such."""
     root = Path(root)
     runs = [replace(summarize(folder), name=str(folder.relative_to(root))) for folder in _run_folders(root)]
     return sorted(runs, key=lambda run: (-run.started, run.name))
 
 
 def _run_folders(root: Path, depth: int = 2) -> Iterator[Path]:
-    """Folders of runs, and those that this user may not look into, which may be some."""
+    """Folders of runs, and folders that this user may not read, which may be runs."""
     for folder in sorted(path for path in root.glob("*") if os.path.isdir(path)):
         try:
             os.scandir(folder).close()
@@ -162,7 +161,7 @@ def _run_folders(root: Path, depth: int = 2) -> Iterator[Path]:
 
 
 def summarize(folder: str | Path) -> RunSummary:
-    """Where one run stands. Files that are damaged or may not be read make a summary that says so, never an error."""
+    """Summarizes one run. Damaged or unreadable files are reported in the summary, never raised."""
     folder = Path(folder)
     try:
         return _summarize(folder)
@@ -180,7 +179,7 @@ def _changed(folder: Path) -> float:
 
 
 def _summarize(folder: Path) -> RunSummary:
-    # Asked first: a run that ends in between has its exit by the time that is read.
+    # Checked first: if the run ends in between, its `exit.json` exists when that is read.
     running = is_running(folder)
     report, events, rows = read_exit(folder), read_events(folder), read_metrics(folder)
     return summary_of(folder, running, report, events, rows, read_toml(folder / "resolved.toml"))
@@ -194,7 +193,7 @@ def summary_of(
     rows: list[dict[str, Any]],
     tables: dict[str, Any],
 ) -> RunSummary:
-    """The summary of what was read of a run; `running` is asked before anything is read."""
+    """Summary of a run's files after reading; `running` is checked before anything is read."""
     settings = msgspec.convert(tables, _Settings)
     started, duration_s = _working_time([*events, *rows], until=time.time() if running else None)
     return RunSummary(
@@ -212,7 +211,7 @@ def summary_of(
 
 
 def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[float, float]:
-    """When the first lineage began, and the time from first to last line summed over lineages."""
+    """Start of the first lineage, and the time from first to last line summed over lineages."""
     spans: dict[int, tuple[float, float]] = {}
     for line in lines:
         first, last = spans.get(line["lineage"], (line["time"], line["time"]))
@@ -225,7 +224,7 @@ def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[flo
 
 
 def _resumed_from(events: list[dict[str, Any]]) -> dict[int, int]:
-    """The checkpoint's step that each resumed lineage says it started from."""
+    """For each resumed lineage, the step of the checkpoint it started from."""
     return {event["lineage"]: event["step"] for event in events if event["kind"] == "resume"}
 
 
@@ -234,7 +233,7 @@ def _after(steps: dict[int, int]) -> dict[int, int]:
 
 
 def _surviving(rows: list[dict[str, Any]], begins: dict[int, int]) -> list[dict[str, Any]]:
-    """Rows that no later lineage made again. A lineage begins where `begins` says, or at its first row."""
+    """Rows that no later lineage repeated. A lineage begins where `begins` says, or at its first row."""
     first_steps: dict[int, int] = {}
     for row in rows:
         if "step" in row:

@@ -1,7 +1,7 @@
-"""Reads the whole of a run's folder at once, whatever state it is in: running, killed, torn or damaged.
+"""Reads a whole run folder at once, in any state: running, killed, torn or damaged.
 
-Guarantees: never waits for the writer, never changes a file, and raises only when the folder holds no run.
-Lines that cannot be used are left out, and each is told in `damage`.
+Never waits for the writer, never changes a file, and raises only if the folder holds no run. Lines that cannot be used
+are left out and reported in `damage`.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ class Setting:
     name: str
     """`section.key`."""
     value: str
-    """As TOML writes it; empty when it is not set."""
+    """As TOML; empty if it is not set."""
     origin: str
-    """Line of the run file, command line, default, or the reason of what was derived."""
+    """Line of the run file, command line, default, or the reason for a derived value."""
     applies: bool = True
     """False: it is not set, or has no effect in this run."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that a run's folder tells."""
+    """Contents of a run folder."""
 
     summary: RunSummary
     rows: list[dict[str, Any]]
     """Metrics of the surviving history, one row a step."""
     events: list[dict[str, Any]]
     samples: list[dict[str, Any]]
-    """Without their tokens, which `slipstream trace` reads of the one that it follows."""
+    """Without tokens, which `slipstream trace` reads for the sample it follows."""
     settings: list[Setting]
     exit: ExitReport | None
     damage: list[str]
-    """What could not be read, a sentence each."""
+    """One sentence for each thing that could not be read."""
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """See the module. Raises `ConfigError` when `folder` holds no run."""
+    """Reads the run in `folder`. Raises `ConfigError` if it holds no run."""
     folder = Path(folder)
     if not (folder / "events.jsonl").is_file():
         raise ConfigError(f"{folder} holds no run: name a folder that `slipstream train` wrote")
     damage: list[str] = []
-    # Asked first: a run that ends in between has its exit by the time that is read.
+    # Checked first: if the run ends in between, its `exit.json` exists when that is read.
     running = is_running(folder)
     report: ExitReport | None = None
     try:
@@ -80,7 +80,7 @@ def read_run(folder: str | Path) -> RunRecord:
     try:
         summary = summary_of(folder, running, report, events, rows, tables)
     except (msgspec.ValidationError, TypeError) as error:
-        damage.append(f"{folder / 'resolved.toml'} has a value of a wrong kind ({error}): write it anew or remove it")
+        damage.append(f"{folder / 'resolved.toml'} has a value of a wrong kind ({error}): rewrite or remove it")
         summary = summary_of(folder, running, report, events, rows, {})
     if damage and report is None and not running:
         summary = replace(summary, status="damaged", message=damage[0])
@@ -88,7 +88,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def _usable(path: Path, needs: dict[str, Any], damage: list[str], without: str = "") -> list[dict[str, Any]]:
-    """The lines that have what every line must have."""
+    """The lines with the fields that every line must have."""
     rows = read_lines(path, damage, without=without)
     good = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in needs.items())]
     if len(good) < len(rows):
@@ -97,7 +97,7 @@ def _usable(path: Path, needs: dict[str, Any], damage: list[str], without: str =
 
 
 def _settings(path: Path, damage: list[str]) -> tuple[dict[str, Any], list[Setting]]:
-    """The file's tables, and its lines with their comments: where each value came from."""
+    """The file's tables, and its lines with their comments (the origins of values)."""
     try:
         tables = read_toml(path)
     except DataError as error:
@@ -110,7 +110,7 @@ def _settings(path: Path, damage: list[str]) -> tuple[dict[str, Any], list[Setti
         if line.startswith("["):
             section = line.strip("[] ") + "."
         elif line.strip():
-            # An origin never has two spaces in a row, so the last such mark is where it begins.
+            # An origin never contains two consecutive spaces, so the last such mark is its start.
             setting, _, origin = line.rpartition("  # ")
             applies = not setting.startswith("# ")
             name, _, value = setting.removeprefix("# ").strip().partition(" = ")

@@ -1,4 +1,4 @@
-"""What the run folder keeps of a rollout, and of a published version."""
+"""Records that the run folder keeps of rollouts and of published versions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import msgspec
 
 from slipstream.errors import DataError
 from slipstream.records import Rollout, Sequence, Ticket
-from slipstream.runlog.files import told_of_the_disk, write_whole
+from slipstream.runlog.files import disk_errors, write_whole
 
 TICKETS = "tickets"
 _KEEP_TICKETS = 2
-"""A receiver may still hold the version before the last."""
+"""A receiver may still hold the version before the latest."""
 
 
 def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[str, Any]:
-    """A line of `samples.jsonl`: for people to read, and for `slipstream trace` every token with its maker."""
+    """A line of `samples.jsonl`: text to read, and for `slipstream trace` every token with its version."""
     return {
         "step": step,
         **fields,
@@ -36,15 +36,15 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
 
 
 def sample_id(rollout_id: str, step: int) -> str:
-    """`STEP.PLACE.NUMBER` of a batch's rollout, and `eval.STEP.PLACE` of a held-out one, which itself is `eval.PLACE`
-    in every evaluation."""
+    """Id of a kept rollout: `STEP.PLACE.NUMBER` in a batch; `eval.STEP.PLACE` for a held-out one, whose rollout id is
+    `eval.PLACE` in every evaluation."""
     kind, _, place = rollout_id.partition(".")
     return f"eval.{step}.{place}" if kind == "eval" and place.isdigit() else rollout_id
 
 
 def _tokens_of(sequence: Sequence) -> dict[str, Any]:
-    """`sampled` are the runs [start, end) of sampled tokens, `versions` who made them from which place on; the
-    log-probabilities are those of the sampled tokens."""
+    """`sampled` are the ranges [start, end) of sampled tokens; `versions` are the versions with the positions from
+    which they sampled; log-probabilities are those of the sampled tokens."""
     logprobs = itertools.compress(sequence.logprobs or (), sequence.mask)
     return {
         "token_ids": sequence.token_ids,
@@ -64,9 +64,9 @@ def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:
 
 
 def keep_ticket(folder: Path, ticket: Ticket) -> None:
-    """Have the newest tickets in the run folder, each whole or not there."""
+    """Writes the ticket to the run folder atomically and removes old ones."""
     tickets = folder / TICKETS
-    with told_of_the_disk(tickets):
+    with disk_errors(tickets):
         tickets.mkdir(mode=0o700, exist_ok=True)
     write_whole(tickets / f"{ticket.version.name}.json", msgspec.json.encode(ticket))
     for old in sorted(tickets.glob("*.json"), key=_place)[:-_KEEP_TICKETS]:
@@ -74,13 +74,13 @@ def keep_ticket(folder: Path, ticket: Ticket) -> None:
 
 
 def read_tickets(folder: Path) -> list[Ticket]:
-    """The tickets that the run in `folder` keeps, oldest first. Raises `DataError` for a damaged one."""
+    """The tickets in the run's `folder`, oldest first. Raises `DataError` for a damaged one."""
     found: list[Ticket] = []
     for path in sorted((folder / TICKETS).glob("*.json"), key=_place):
         try:
             found.append(msgspec.json.decode(path.read_bytes(), type=Ticket))
         except FileNotFoundError:
-            continue  # a newer one has taken its place
+            continue  # replaced by a newer one meanwhile
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DataError(f"{path} is damaged ({error}): remove it") from error
     return found

@@ -1,6 +1,6 @@
-"""Temporary folders that do not outlive their process for long: the next start removes those of dead ones.
+"""Temporary folders that are removed even if their process is killed: each start removes those of dead processes.
 
-Each holds a lock of its process, which the system releases however that ends. Children inherit no handle of it.
+Each folder holds a lock that the operating system releases when the process ends. Child processes do not inherit it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _handles: dict[Path, int] = {}
 
 
 def make_temporary(kind: str, where: Path | None = None) -> Path:
-    """A new folder `slipstream-<kind>-...`, for this user alone, in the temporary folder or in `where`."""
+    """Creates a folder `slipstream-<kind>-...` for this user only, in the temporary folder or in `where`."""
     parent = Path(tempfile.gettempdir()) if where is None else where
     _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-", dir=parent))
     new = folder / f".{_OWNER}"
     handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    new.rename(folder / _OWNER)  # only now may others ask whether it is held
+    new.rename(folder / _OWNER)  # from here on others may check whether it is locked
     _handles[folder] = handle
     return folder
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove it and what is in it."""
+    """Removes the folder and its contents."""
     shutil.rmtree(folder, ignore_errors=True)
     handle = _handles.pop(folder, None)
     if handle is not None:
@@ -40,7 +40,7 @@ def remove_temporary(folder: Path) -> None:
 
 @contextlib.contextmanager
 def temporary(kind: str, where: Path | None = None) -> Generator[Path]:
-    """The same for the length of a block."""
+    """Context manager for a temporary folder."""
     folder = make_temporary(kind, where)
     try:
         yield folder
@@ -49,7 +49,7 @@ def temporary(kind: str, where: Path | None = None) -> Generator[Path]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove this user's folders whose owners have died; what cannot be asked or removed stays."""
+    """Removes this user's folders whose processes are dead; skips what cannot be checked or removed."""
     for path in parent.glob(f"slipstream-*/{_OWNER}"):
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

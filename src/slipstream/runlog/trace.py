@@ -1,6 +1,5 @@
-"""From a kept rollout back to what made it and on to what it made: token by token to a version of the weights, its
-digest and the files that hold it; and to the batch that it was trained in. All of it is read from the run's folder.
-"""
+"""Traces a kept rollout: each token to the version that sampled it, its digest and the files that hold it; and the
+rollout to the batch and update it was trained in. Reads the run folder only."""
 
 from __future__ import annotations
 
@@ -22,25 +21,25 @@ class VersionTrace:
 
     name: str
     digest: str
-    """Over all parameters' fingerprints; empty where the run did not write it."""
+    """Digest of all parameter fingerprints; empty if the run did not record it."""
     verified: bool
-    """The engine proved that it held exactly this when it began to serve it."""
+    """The engine proved that it held exactly these weights when it began to serve them."""
     held_by: str
-    """Folder below the run's, or the model that the run began with, that holds these weights; empty when none does."""
+    """Folder below the run's, or the start model, that holds these weights; empty if none does."""
     note: str = ""
-    """How to come by weights that no folder holds."""
+    """How to obtain weights that no folder holds."""
 
 
 @dataclass(frozen=True)
 class SpanTrace:
-    """Sampled tokens that follow one another and have one maker."""
+    """Consecutive sampled tokens of one version."""
 
     sequence: int
     start: int
     end: int
-    """Places in the sequence, the prompt's tokens counted, `end` not included."""
+    """Positions in the sequence, prompt tokens included; `end` is exclusive."""
     first: int
-    """Number of the first among all sampled tokens of the rollout, from 0."""
+    """Index of the first of them among all sampled tokens of the rollout, from 0."""
     version: str
     mean_logprob: float | None
 
@@ -66,17 +65,17 @@ class Trace:
     split: str
     """`train` or `eval`."""
     step: int
-    """Of its batch, which counts from 0; of a held-out one, the version that was evaluated."""
+    """Step of its batch, from 0; for a held-out rollout, the evaluated version."""
     lineage: int
     reward: float | None
     outcome: str
     advantage: float | None
     carries_loss: bool | None
-    """None where the run did not write it."""
+    """None if the run did not record it."""
     update: str
-    """The version that its batch made, `0.3`; empty when it made none."""
+    """The version that its batch made, such as `0.3`; empty if it made none."""
     loss: float | None
-    """Of that batch."""
+    """Loss of that batch."""
     num_sampled: int
     spans: tuple[SpanTrace, ...]
     versions: tuple[VersionTrace, ...]
@@ -109,8 +108,8 @@ class _Sample(_Place):
 
 
 def trace(record: RunRecord, wanted: str, token: int | None = None) -> Trace:
-    """Follow the sample with the id `wanted`, see `sample_id`. With `token`, also the sampled token of that number.
-    Raises ConfigError when there is none."""
+    """Traces the sample with the id `wanted`, see `sample_id`; with `token`, also the sampled token of that index.
+    Raises ConfigError if there is none."""
     folder = record.summary.folder
     sample = _with_tokens(_find(_samples(record), wanted, folder), folder / "samples.jsonl")
     spans, tokens = _follow(sample)
@@ -141,7 +140,7 @@ def trace(record: RunRecord, wanted: str, token: int | None = None) -> Trace:
 
 
 def _samples(record: RunRecord) -> dict[str, _Sample]:
-    """By their ids."""
+    """Samples by id."""
     try:
         found = [msgspec.convert(sample, _Sample) for sample in record.samples]
     except msgspec.ValidationError as error:
@@ -164,7 +163,7 @@ def _find(samples: dict[str, _Sample], wanted: str, folder: Path) -> _Sample:
 
 
 def _with_tokens(sample: _Sample, path: Path) -> _Sample:
-    """The sample with the tokens that its line holds."""
+    """The sample with the tokens in its line."""
     same = msgspec.json.Decoder(_Place)
     place = _Place(sample.step, sample.lineage, sample.id, sample.split)
     for number, line in whole_lines(path):
@@ -184,7 +183,7 @@ def _some(names: list[str]) -> str:
 
 
 def _follow(sample: _Sample) -> tuple[list[SpanTrace], list[TokenTrace]]:
-    """Every sampled token with its maker, and runs of tokens that have the same one."""
+    """Every sampled token with its version, and the spans of tokens with one version."""
     spans: list[SpanTrace] = []
     tokens: list[TokenTrace] = []
     for number, sequence in enumerate(sample.sequences):
@@ -221,7 +220,7 @@ def _version(record: RunRecord, name: str) -> VersionTrace:
 
 
 _WHOLE = ("model.safetensors", "adapter_model.safetensors")
-"""The file of a published version that can be deployed by itself."""
+"""File of a published version that can be deployed by itself."""
 
 
 def _holder(record: RunRecord, name: str, digest: str) -> str:
@@ -238,7 +237,7 @@ def _holder(record: RunRecord, name: str, digest: str) -> str:
         same = digest and event.get("digest") == digest
         if same or path in resumed or (str(event["lineage"]), str(event.get("step"))) == (lineage, step):
             return path
-    # A folder of another kind has only what changed since the version before.
+    # Other folders hold only the changes since the previous version.
     if any((folder / "weights" / name / file).is_file() for file in _WHOLE):
         return f"weights/{name}"
     if name == "0.0":
@@ -247,7 +246,7 @@ def _holder(record: RunRecord, name: str, digest: str) -> str:
 
 
 def _checkpoints(record: RunRecord) -> dict[str, dict[str, Any]]:
-    """Those that are there now, by their folder, each with the event of its writing."""
+    """Existing checkpoints by folder, each with the event of its writing."""
     found = {str(event.get("path")): event for event in record.events if event["kind"] == "checkpoint"}
     folder = record.summary.folder
     return {path: event for path, event in found.items() if (folder / path / "manifest.json").is_file()}

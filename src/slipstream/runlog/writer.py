@@ -1,4 +1,4 @@
-"""The writer of a run folder; see the package for what it guarantees."""
+"""Writes a run folder; the package documents the guarantees."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slipstream.runlog.samples import keep_ticket
 _EVENTS, _METRICS, _SAMPLES = "events.jsonl", "metrics.jsonl", "samples.jsonl"
 _EXIT = "exit.json"
 _EXIT_BYTES = 8192
-"""Room that is kept for it, so that a run which fills the disk can say so."""
+"""Disk space reserved for `exit.json`, so that a run that fills the disk can still write it."""
 _PACKAGES = {
     "slipstream": ("slipstream",),
     "torch": ("torch",),
@@ -38,10 +38,10 @@ _PACKAGES = {
 
 
 class RunLog:
-    """Writes one run's folder. Its methods may be called from any thread.
+    """Writes one run folder. Methods may be called from any thread.
 
-    As a context manager it always leaves an `exit.json`: leaving normally means finished, an exception is the
-    reason of the failure, and an earlier call of `exit` is kept.
+    As a context manager it always leaves an `exit.json`: a normal exit means finished, an exception is the reason of
+    the failure, and an earlier call of `exit` is kept.
     """
 
     def __init__(self, folder: Path, lock: FolderLock) -> None:
@@ -59,18 +59,15 @@ class RunLog:
         events = read_lines(folder / _EVENTS)
         rows = [*events, *read_lines(folder / _METRICS)]
         self.num_restarts = sum(event.get("kind") == "restart" for event in events)
-        """How often the run was started again by itself, in all its lineages."""
+        """Automatic restarts of the run, over all lineages."""
         self._starts_again = bool(events) and events[-1].get("kind") == "restart"
         self.lineage = max((int(row["lineage"]) for row in rows), default=-1) + 1
         self._files = {name: LineFile(folder / name) for name in (_EVENTS, _METRICS, _SAMPLES)}
 
     @classmethod
     def create(cls, folder: str | Path, resume: bool = False) -> RunLog:
-        """Open a new folder or, with `resume`, that of an earlier run, whose next lineage begins.
-
-        Raises `ConfigError` when the folder is not empty (with `resume`: holds no run), or when another
-        process is using it.
-        """
+        """Opens a new folder or, with `resume`, that of an earlier run, whose next lineage begins. Raises `ConfigError`
+        if the folder is not empty (with `resume`: holds no run), or another process is using it."""
         folder = Path(folder)
         if resume:
             if not (folder / _EVENTS).is_file():
@@ -86,7 +83,7 @@ class RunLog:
                 f"{folder} cannot be made or written to ({error.strerror}): name another folder"
             ) from error
         try:
-            if not resume:  # another process may have come and gone since the first look
+            if not resume:  # another process may have used it since the first check
                 refuse_used(folder)
             previous = read_exit(folder)
             log = cls(folder, lock)
@@ -105,40 +102,37 @@ class RunLog:
 
     @property
     def step(self) -> int:
-        """That of the last metrics, or that which was resumed from."""
+        """Step of the last metrics, or the step that was resumed from."""
         return self._step
 
     def leave_open(self) -> None:
-        """The run goes on in another process: leaving writes no `exit.json`."""
+        """The run continues in another process: no `exit.json` is written."""
         self._has_exit = True
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event; text under keys that look like secrets is replaced."""
+        """Writes one event; text under keys that look like secrets is replaced."""
         if clash := fields.keys() & {"time", "lineage"}:
             raise ValueError(f"event {kind!r} has a field {min(clash)!r}, which every event has: rename it")
         self._write(_EVENTS, {"kind": kind, **cast(dict[str, Any], redact(fields))})
 
     def published(self, ticket: Ticket, **fields: Any) -> None:
-        """Write that a version was published, with `fields` of how, and keep its ticket."""
+        """Writes the event of a published version, with `fields`, and keeps its ticket."""
         with self._guard:
             keep_ticket(self.folder, ticket)
             self.event("publish", version=ticket.version.name, digest=ticket.version.digest, **fields)
 
     def warning(self, message: str, **fields: Any) -> None:
-        """Write an event of kind `warning`."""
+        """Writes an event of kind `warning`."""
         self.event("warning", message=message, **fields)
 
     def resumed(self, step: int, **fields: Any) -> None:
-        """Say that this lineage continues after `step`: what earlier ones made after it is superseded."""
+        """Records that this lineage continues after `step`: later steps of earlier lineages are superseded."""
         self.event("resume", step=step, **fields)
         self._step = step
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Write the row of a step: `values`, what was noted and the times of the phases since the last row; returns
-        these.
-
-        Names are `group/name`. A value that is not finite becomes null, and a warning event names it.
-        """
+        """Writes the row of a step: `values`, noted numbers and phase times since the last row; returns these. Names
+        are `group/name`. A value that is not finite becomes null, and a warning event names it."""
         if flat := [name for name in values if "/" not in name]:
             raise ValueError(f"metric {flat[0]!r} has no group: call it group/name")
         with self._guard:
@@ -157,20 +151,20 @@ class RunLog:
         return row
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Numbers for the next row of metrics, from whoever does not write it."""
+        """Adds numbers to the next row of metrics."""
         with self._guard:
             self._noted.update(values)
 
     def listen(self, listener: Callable[[int, Mapping[str, float | None]], None]) -> None:
-        """Have every later row of metrics told to `listener` as well, which must neither wait nor raise."""
+        """Calls `listener` with every later row of metrics; it must neither block nor raise."""
         self._listeners.append(listener)
 
     def sample(self, record: Mapping[str, Any] | msgspec.Struct) -> None:
-        """Keep a record for people to read: a rollout and the `step` of its batch, which counts from 0."""
+        """Keeps a rollout for people to read, with the `step` of its batch (from 0)."""
         self._write(_SAMPLES, cast(dict[str, Any], msgspec.to_builtins(record, enc_hook=str)))
 
     def resolved(self, toml: str) -> None:
-        """Write `resolved.toml` without its secrets, which from now on are removed from every line, too."""
+        """Writes `resolved.toml` without its secrets, which are then removed from every line, too."""
         text, secrets = redact_toml(toml)
         with self._guard:
             self._secrets |= secrets
@@ -178,7 +172,8 @@ class RunLog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time a part of a step: `time/<name>_s` in the next row of metrics, summed over repeats."""
+        """Context manager that times a phase of a step: `time/<name>_s` in the next row of metrics, summed over
+        repeats."""
         begin = time.monotonic()
         try:
             yield
@@ -188,9 +183,8 @@ class RunLog:
                 self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
 
     def exit(self, error: BaseException | None = None, step: int | None = None) -> ExitReport:
-        """Write `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics.
-
-        Raises `SlipstreamError` when the disk does not take them; a full one takes `exit.json`, in short."""
+        """Writes `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics. Raises
+        `SlipstreamError` if the disk is full; even then a short `exit.json` is written."""
         status, exit_code = _judge(error)
         is_bug = status == "failed" and not isinstance(error, SlipstreamError)
         report = ExitReport(
@@ -210,15 +204,15 @@ class RunLog:
             self._has_exit = True
             try:
                 write_whole(self.folder / _EXIT, _indented(report))
-            except SlipstreamError:  # it may be longer than the room that was kept
+            except SlipstreamError:  # it may be longer than the reserved space
                 short = msgspec.structs.replace(report, traceback="", message=report.message[:1000])
                 write_whole(self.folder / _EXIT, _indented(short))
-            with contextlib.suppress(SlipstreamError):  # a full disk: `exit.json` says the same
+            with contextlib.suppress(SlipstreamError):  # full disk: `exit.json` has the same
                 self.event("exit", status=status, exit_code=exit_code, error=report.error, message=report.message)
         return report
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Releases the folder."""
         with self._guard:
             for file in self._files.values():
                 file.close()
@@ -236,7 +230,7 @@ class RunLog:
         except SlipstreamError as unwritten:
             if error is None:
                 raise
-            error.add_note(str(unwritten))  # what ended the run is worth more
+            error.add_note(str(unwritten))  # the error that ended the run matters more
         finally:
             self.close()
 
@@ -249,7 +243,7 @@ class RunLog:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a run depends on, asked of the package metadata: nothing is imported."""
+    """Versions of the run's dependencies from the package metadata; imports none of them."""
     found = {"python": platform.python_version()}
     for name, packages in _PACKAGES.items():
         for package in packages:
@@ -260,7 +254,7 @@ def versions() -> dict[str, str]:
 
 
 def refuse_used(folder: Path) -> None:
-    """Raises `ConfigError` when a new run cannot begin in `folder`."""
+    """Raises `ConfigError` if a new run cannot start in `folder`."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: name another folder")
     if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
@@ -289,7 +283,8 @@ def _indented(report: ExitReport) -> bytes:
 
 
 def _encode(value: Any) -> bytes:
-    """JSON. Halves of surrogate pairs, which are no Unicode (a model's tool call may hold one), become escapes."""
+    """Encodes as JSON. Unpaired surrogates, which are not valid Unicode (a model's tool call may hold one), are
+    escaped."""
     try:
         return msgspec.json.encode(value, enc_hook=str)
     except UnicodeEncodeError:

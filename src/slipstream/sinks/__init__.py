@@ -1,11 +1,11 @@
-"""Metric sinks: other places to which each step's metrics go, beside the run folder.
+"""Metric sinks: send each step's metrics to TensorBoard, Weights & Biases or Trackio, beside the run folder.
 
-Guarantees: `put` never waits and never raises. Each sink has a thread and a bounded queue of its own; a row that it
-cannot take is lost to it and counted, and its first failure is one warning. `close` has a deadline. The run folder
-stays the only record that is complete.
+`put` never blocks and never raises. Each sink has its own thread and bounded queue; a row that it cannot accept is
+dropped and counted, and its first failure is one warning. `close` has a deadline. Only the run folder's record is
+complete.
 
-Left to others: credentials, which each library looks up itself (environment, login), so that none passes through the
-settings or the run folder.
+Each library finds its credentials itself (environment, login), so that none passes through the settings or the run
+folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, one_line
 from slipstream.sinks.targets import TARGETS, Run, Sink
 
 __all__ = ["MetricSinks", "Run", "Sink", "require_sinks", "run_of"]
@@ -29,22 +29,22 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Log(Protocol):
-    """Where a sink's failure is told."""
+    """Receives reports of sink failures."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One event."""
+        """Writes one event."""
         ...
 
     def warning(self, message: str, **fields: Any) -> None:
-        """One warning."""
+        """Writes one warning."""
         ...
 
 
 def require_sinks(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for the first sink whose library is not installed; nothing is imported."""
+    """Raises `ConfigError` for the first sink whose library is not installed; imports nothing."""
     for name in names:
         spec = importlib.util.find_spec(name)
-        # A folder of that name in the current one is found as well, and is no library.
+        # `find_spec` also finds a folder of that name in the current one, which is not the library.
         if spec is None or spec.origin is None:
             raise ConfigError(
                 f'run.sinks has "{name}", which is not installed: pip install "slipstream[{name}]", or leave it out'
@@ -52,7 +52,7 @@ def require_sinks(names: Sequence[str]) -> None:
 
 
 class MetricSinks:
-    """All sinks of a run; see the module. As a context manager it closes them."""
+    """All sinks of a run. As a context manager it closes them."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class MetricSinks:
         self._workers = [_Worker(name, targets[name], run, log, max_waiting) for name in dict.fromkeys(names)]
 
     def put(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Hand a step's metrics to every sink."""
+        """Passes a step's metrics to every sink."""
         row = {name: value for name, value in values.items() if value is not None}
         for worker in self._workers:
             worker.put((step, time.time(), row))
 
     def close(self) -> None:
-        """Let the sinks write what waits, within one deadline, and tell what each of them got."""
+        """Lets the sinks write their queues within one deadline, and reports what each of them got."""
         deadline = time.monotonic() + self._close_timeout_s
         for worker in self._workers:
             worker.ask_to_end()
@@ -93,7 +93,7 @@ class MetricSinks:
 
 
 class _Worker:
-    """One sink in a thread of its own, in which even its import happens."""
+    """One sink in its own thread, which also imports the library."""
 
     def __init__(self, name: str, make: Callable[[Run], Sink], run: Run, log: Log, max_waiting: int) -> None:
         self.name = name
@@ -134,8 +134,8 @@ class _Worker:
     def _work(self) -> None:
         try:
             sink = self._make(self._run)
-        except BaseException as error:  # noqa: BLE001 (a library that exits must not end the run; it is told)
-            self._fail(f"cannot be opened ({_short(error)})")
+        except BaseException as error:  # noqa: BLE001 (a library that exits must not end the run; it is reported)
+            self._fail(f"cannot be opened ({one_line(error)})")
             return
         while not (self._ends.is_set() and self._rows.empty()):
             try:
@@ -146,14 +146,14 @@ class _Worker:
                 sink.write(step, when, row)
                 self.num_written += 1
             except BaseException as error:  # noqa: BLE001 (foreign code: its failure is counted, the run goes on)
-                self._fail(f"did not take step {step} ({_short(error)})")
+                self._fail(f"did not take step {step} ({one_line(error)})")
         try:
             sink.close()
         except BaseException as error:  # noqa: BLE001 (the same)
-            self._fail(f"could not be closed ({_short(error)})")
+            self._fail(f"could not be closed ({one_line(error)})")
 
     def _fail(self, what: str) -> None:
-        # An abandoned thread may come back after the log was closed.
+        # An abandoned thread may return after the log was closed.
         if not self._has_warned and not self._abandoned:
             self._has_warned = True
             self._log.warning(
@@ -161,10 +161,6 @@ class _Worker:
             )
 
 
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def run_of(folder: Path, lineage: int, settings: Mapping[str, Any]) -> Run:
-    """What a sink is told of the run; `settings` are those of the run folder, which hold no secrets."""
+    """The description of the run for sinks; `settings` are those of the run folder, without secrets."""
     return Run(folder.resolve().name, folder.resolve(), lineage, dict(settings))

@@ -62,6 +62,6 @@ class EarlyStop:
         return {"last": self._last, "best": self.best, "best_step": self.best_step, "num_worse": self._num_worse}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; from nothing where an older checkpoint has none."""
-        self._last, self.best, self.best_step = (state.get(name) for name in ("last", "best", "best_step"))
-        self._num_worse = int(state.get("num_worse", 0))
+        """Go on from what `state` returned."""
+        self._last, self.best, self.best_step = state["last"], state["best"], state["best_step"]
+        self._num_worse = state["num_worse"]

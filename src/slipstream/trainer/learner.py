@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream import records
+from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import MicroBatch, StepBatch, blank_row, micro_batches
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
@@ -31,8 +32,8 @@ from slipstream.weights.fingerprint import describe
 from slipstream.weights.model_files import write_model_folder
 from slipstream.weights.shards import held
 
-GIB = 1 << 30
-_UNPROCESSED = records.SamplingParams(max_tokens=1)
+UNPROCESSED = records.SamplingParams(max_tokens=1)
+"""Temperature 1 and no filter: log-probabilities are those of the logits as they are."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def one_order_of_sums(device: torch.device) -> Generator[None]:
 def score(
     model: PolicyModel,
     sequences: Sequence[records.Sequence],
-    sampling: records.SamplingParams = _UNPROCESSED,
+    sampling: records.SamplingParams = UNPROCESSED,
     *,
     micro_batch_tokens: int,
 ) -> Scores:
@@ -156,7 +157,7 @@ class Reference:
     model: PolicyModel
     micro_batch_tokens: int
 
-    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = _UNPROCESSED) -> Scores:
+    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
         """See `Scorer`."""
         return score(self.model, sequences, sampling, micro_batch_tokens=self.micro_batch_tokens)
 
@@ -199,7 +200,7 @@ class Learner:
     def forward(
         self,
         sequences: Sequence[records.Sequence],
-        sampling: records.SamplingParams = _UNPROCESSED,
+        sampling: records.SamplingParams = UNPROCESSED,
         *,
         micro_batch_tokens: int | None = None,
     ) -> Scores:

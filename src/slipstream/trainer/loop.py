@@ -167,7 +167,7 @@ class TrainingLoop:
                 f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
                 "resume with the same data, or start a new run from the checkpoint's weights"
             )
-        before: dict[str, str] = extra.get("identity", {})
+        before: dict[str, str] = extra["identity"]
         for name in before.keys() & self.identity.keys():
             if before[name] != self.identity[name]:
                 raise ConfigError(
@@ -178,7 +178,7 @@ class TrainingLoop:
         self._trained_steps = int(extra["trained_steps"])
         self._quiet_steps = int(extra["quiet_steps"])
         self._evaluated_step = int(extra["evaluated_step"])
-        self.early_stop.load(extra.get("early_stop", {}))
+        self.early_stop.load(extra["early_stop"])
         if self.early_stop.keeps_best:
             self.store.best_step = self.early_stop.best_step
 

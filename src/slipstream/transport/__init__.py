@@ -1,4 +1,4 @@
-"""How batches cross from the orchestrator to the trainer: put, take, acknowledge."""
+"""Queue of batches from the orchestrator to the trainer: put, take, acknowledge."""
 
 from slipstream.transport.base import Receipt, Transport, TransportClosed
 from slipstream.transport.memory import MemoryTransport

@@ -1,6 +1,6 @@
-"""The transport inside one process: between the orchestrator's event loop and the trainer's thread.
+"""The transport within one process, between the orchestrator's event loop and the trainer's thread.
 
-Guarantees the contract of `base`. Nothing survives the process; records are handed over without a copy.
+Nothing survives the process; records are passed without a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 class MemoryTransport(Generic[T]):
-    """A bounded queue with acknowledgements; `producer` and `consumer` are the names used in errors."""
+    """A bounded queue with acknowledgements; `producer` and `consumer` are their names in errors."""
 
     def __init__(self, capacity: int, producer: str = "the orchestrator", consumer: str = "the trainer") -> None:
         """`capacity` counts records from `put` to `ack`."""
@@ -104,7 +104,7 @@ class MemoryTransport(Generic[T]):
             return receipt, record
 
     def _wait(self, attempt: Callable[[], Answer | None], timeout_s: float) -> Answer | None:
-        """What the attempt gives once it succeeds, None at the deadline."""
+        """The result of `attempt` once it succeeds; None at the deadline."""
         deadline = time.monotonic() + check_timeout(timeout_s)
         with self._changed:
             while (answer := attempt()) is None and (left_s := deadline - time.monotonic()) > 0:
@@ -116,7 +116,7 @@ class MemoryTransport(Generic[T]):
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so no task waits there
                 loop.call_soon_threadsafe(woken.set)
 
         with self._changed:
@@ -134,7 +134,7 @@ class MemoryTransport(Generic[T]):
 
     @contextlib.contextmanager
     def _changing(self) -> Generator[None]:
-        """Hold the lock and wake everybody who waits for a change."""
+        """Context manager: holds the lock and notifies all waiters of a change."""
         with self._changed:
             before = (len(self._waiting), len(self._taken), self._reason)
             yield

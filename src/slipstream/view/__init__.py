@@ -1,8 +1,7 @@
-"""What a person sees of a run: a live picture in a terminal, plain lines elsewhere, or nothing; and tables.
+"""Terminal output of a run: a live display, plain lines, or nothing; and tables.
 
-Guarantees: any thread may call any method of a view; no method raises into the run or waits for anything but
-the terminal. A view that fails is switched off and keeps the reason in `failure`. Numbers come from the rows
-that `runlog` writes, so a view never knows more than the run folder does.
+Any thread may call any method of a view; no method raises into the run or waits for anything but the terminal. A view
+that fails is switched off and keeps the reason in `failure`. Numbers come from the rows that `runlog` writes.
 """
 
 from __future__ import annotations

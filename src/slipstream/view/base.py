@@ -1,7 +1,7 @@
 """The numbers that views show, and the state that they keep; their interface is `slipstream.progress`.
 
-Each thread has one phase at a time (trainer and orchestrator work at once); `advance` moves the calling
-thread's phase, or the newest one when that thread has none.
+Each thread has one phase at a time (trainer and orchestrator work concurrently); `advance` moves the calling thread's
+phase, or the newest one if that thread has none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP_TIME = "time/step_s"
 
 @dataclass(frozen=True)
 class Column:
-    """A number worth watching: the first of `names` that a row has."""
+    """A metric to show: the first of `names` that a row has."""
 
     label: str
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 def why_untrained(row: Mapping[str, float]) -> str:
-    """Why a step has neither loss nor gradient; empty where it has them."""
+    """Why a step has neither loss nor gradient; empty if it has them."""
     if row.get("train/skipped"):
         return "skipped: no group had better and worse answers"
     return "the critic alone was trained" if row.get("value/warmup") else ""
@@ -87,24 +87,24 @@ class NullView:
 
 @dataclass
 class Phase:
-    """Something that goes on."""
+    """A phase that is running."""
 
     name: str
     total: int | None
     began: float
     done: int = 0
     reported: float = 0.0
-    """When a line about it was written last."""
+    """When a line about it was last written."""
 
     def text(self) -> str:
-        """`12/50`, or nothing when it has no parts."""
+        """`12/50`; empty if it has no parts."""
         if self.total is None:
             return f"{self.done:,}" if self.done else ""
         return f"{self.done:,}/{self.total:,}"
 
 
 class StatefulView:
-    """Keeps what there is to show, behind one lock; a subclass shows it when told of a change."""
+    """Holds the state to show, behind one lock; subclasses draw it on each change."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
@@ -198,23 +198,23 @@ class StatefulView:
             self.phases.clear()
         for phase in ended:
             self._show(lambda phase=phase: self._on_phase_end(phase))
-        # Also after a failure: the terminal gets its cursor and its output back.
+        # Also after a failure, to restore the terminal's cursor and output.
         self._show(self._on_stop, anyway=True)
 
     def seconds_left(self) -> float | None:
-        """Until the last step, at the pace so far."""
+        """Estimated time to the last step, at the pace so far."""
         num_done = self.steps_done - self.first_step
         if num_done <= 0:
             return None
         return (self.last_step_at - self.began) / num_done * (self.total_steps - self.steps_done)
 
     def printable(self, text: str) -> str:
-        """The text without what the terminal would obey or cannot show."""
+        """The text without control sequences and characters that the terminal cannot show."""
         encoding = self.console.encoding
         return clean(text).encode(encoding, "replace").decode(encoding)
 
     def _show(self, change: Callable[[], None], anyway: bool = False) -> None:
-        """The one place where a terminal can fail: a run is worth more than its picture."""
+        """The only place where terminal errors are caught: they must not end the run."""
         if self.failure is None or anyway:
             try:
                 change()

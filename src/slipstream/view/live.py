@@ -1,4 +1,4 @@
-"""The view for a terminal."""
+"""The live view for a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.view.text import ASCII_LEVELS, BLOCK_LEVELS, as_duration, sparkl
 
 
 class RichView(StatefulView):
-    """A picture that is drawn anew a few times a second; information scrolls by above it."""
+    """A picture that is redrawn several times a second; messages scroll by above it."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
@@ -37,13 +37,13 @@ class RichView(StatefulView):
         self._live.stop()
 
     def _safe_picture(self) -> RenderableType:
-        """Called by the thread that refreshes: an error there would be seen by nobody."""
+        """Called by the refresh thread, where an error would go unnoticed."""
         pictures: list[RenderableType] = []
         self._show(lambda: pictures.append(self.picture()))
         return pictures[0] if pictures else Text(f"the view failed: {self.failure}")
 
     def picture(self) -> RenderableType:
-        """The whole picture as it is now."""
+        """The whole picture for the current state."""
         with self._lock:
             parts: list[RenderableType] = [self._bars(), Text(), self._numbers()]
             if self.why_untrained:

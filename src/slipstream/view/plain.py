@@ -13,7 +13,7 @@ QUICK_STEP_S = 2.0
 
 
 class PlainView(StatefulView):
-    """A line for each step, every two seconds at most; and lines for phases that take long."""
+    """A line for each step, at most one in two seconds; and lines for long phases."""
 
     _written = -QUICK_STEP_S
 

@@ -15,7 +15,7 @@ from slipstream.view.text import as_duration, clean
 
 
 def render_runs(runs: Sequence[RunSummary]) -> Group:
-    """A table of runs, one line each, and below it why those ended that have something to say."""
+    """A table of runs, one line each, followed by the reasons why runs ended."""
     styles = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red", "damaged": "red"}
     styles["unreadable"] = "red"
     table = Table(box=None, pad_edge=False)
@@ -39,7 +39,7 @@ def render_runs(runs: Sequence[RunSummary]) -> Group:
 
 
 def render_table(rows: Iterable[Mapping[str, object]], columns: Sequence[str]) -> Table:
-    """A plain table of the named keys; numbers stand to the right, what a row lacks is shown as a dash."""
+    """A plain table of the named keys; numbers are right-aligned, missing values are shown as a dash."""
     rows = list(rows)
     table = Table(box=None, pad_edge=False)
     for name in columns:

@@ -1,4 +1,4 @@
-"""Numbers and foreign text as a terminal can show them."""
+"""Formats numbers and untrusted text for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ASCII_LEVELS = "_.-=+*#@"
 
 
 def sparkline(values: Iterable[float], width: int, levels: str = BLOCK_LEVELS) -> str:
-    """At most `width` characters: the means of equal parts of `values`, from the least to the largest."""
+    """At most `width` characters: means of equal parts of `values`, scaled from minimum to maximum."""
     values = list(values)
     num_cells = min(width, len(values))
     edges = [len(values) * cell // num_cells for cell in range(num_cells + 1)] if num_cells else []
@@ -30,5 +30,5 @@ def as_duration(seconds: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Without control characters, with which a completion or a message could write over the terminal."""
+    """Removes control characters, which could overwrite the terminal."""
     return "".join(character if character.isprintable() else " " for character in text)

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slipstream.errors import first_line
 from slipstream.records import ParameterSpec
 from slipstream.runlog.files import cannot_write
 from slipstream.weights.shards import ShardedWeights
@@ -82,7 +83,7 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
+            reason = getattr(error, "strerror", None) or first_line(error)
         elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_CANNOT_WRITE):
             reason = "torch could not write all of it"
         else:

@@ -1,1 +1,1 @@
-"""From a run file, the command line and the environment to one checked config; and a config back to TOML."""
+"""Parses the run file and the command line into one checked config, and writes a config as TOML."""

@@ -1,7 +1,7 @@
-"""Reads settings off the command line: `--section.key value`, `--section.key=value`, `--section.[no-]flag`.
+"""Parses settings on the command line: `--section.key value`, `--section.key=value`, `--section.[no-]flag`.
 
-Guarantees: a value means what it would mean in a TOML file, a bare word is a text, and nothing is ignored.
-Whether the key exists and the value fits is for whoever merges it into the run file.
+A value means what it would mean in a TOML file, a bare word is text, and nothing is ignored. Whether the value fits the
+key is checked after the settings are merged into the run file.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.config.parse.keys import Key, all_keys, optional_sections, sections, suggestion
+from slipstream.config.parse.aliases import ALSO, REFUSED, TAKEN, alias_of, converted, refusal
+from slipstream.config.parse.keys import Key, all_keys, optional_sections, sections
 from slipstream.config.parse.run_file import MAX_DEPTH, unusable
+from slipstream.config.parse.suggestions import suggestion
 from slipstream.errors import ConfigError
 
 
@@ -22,14 +24,16 @@ class Override:
     """One setting from the command line."""
 
     path: tuple[str, ...]
-    """Section, key, and further keys inside a free table; one name alone turns a section on or off."""
+    """Section, key, and further keys inside a free table; a single name turns a section on or off."""
     value: Any
     flag: str
-    """The flag as it was typed, without its value."""
+    """The flag as typed, without its value."""
+    alias: str = ""
+    """The alias (see `aliases.py`) that the flag uses; empty if none."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The settings in `arguments`, in order, and a sentence for each argument that cannot be read."""
+    """Parses `arguments` in order. Returns the settings, and a sentence for each argument that cannot be parsed."""
     overrides: list[Override] = []
     problems: list[str] = []
     rest = [_as_utf8(argument) for argument in arguments]
@@ -49,24 +53,39 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
             overrides.append(override)
         except ConfigError as error:
             problems.append(str(error))
-    return overrides, problems
+    problems += _given_twice(overrides)
+    second = [replace(it, path=tuple(ALSO[it.alias].split("."))) for it in overrides if it.alias in ALSO]
+    return [*second, *overrides], problems
+
+
+def _given_twice(overrides: Sequence[Override]) -> list[str]:
+    """A sentence for each setting that is set both by an alias and by another flag."""
+    flags: dict[tuple[str, ...], dict[str, str]] = {}
+    for override in overrides:
+        flags.setdefault(override.path, {})[override.flag] = override.alias
+    return [
+        f"{' and '.join(given)} are the same setting: give one of them"
+        for given in flags.values()
+        if len(given) > 1 and any(given.values())
+    ]
 
 
 def parse_value(text: str) -> Any:
-    """`text` as a TOML value, or as the text it is when it is none. Raises ConfigError for what no setting can be."""
+    """Parses `text` as a TOML value; text that is not TOML is returned as it is. Raises ConfigError for a value that no
+    setting can have."""
     try:
         document = tomllib.loads(f"value = [ {text} ]")
     except tomllib.TOMLDecodeError:
         return text
-    except (RecursionError, ValueError):  # of `int`: thousands of digits
+    except (RecursionError, ValueError):  # `int` refuses thousands of digits
         raise ConfigError(f"{text[:20]}... is too long a number or nested too deeply: write a shorter value") from None
-    # Brackets, commas and line ends in the text could make more of it than one value.
+    # Brackets, commas and line ends in the text could make it several values.
     is_one_value = list(document) == ["value"] and len(document["value"]) == 1
     return document["value"][0] if is_one_value else text
 
 
 def _as_utf8(argument: str) -> str:
-    """What was typed, read as UTF-8 whatever the locale says. Raises ConfigError."""
+    """Decodes the argument as UTF-8 whatever the locale. Raises ConfigError."""
     try:
         return os.fsencode(argument).decode("utf-8")
     except UnicodeError:
@@ -80,6 +99,28 @@ def _override(flag: str, text: str | None) -> Override:
         raise ConfigError(f"{flag[:60]} is not a setting: write --section.key VALUE")
     if len(names) > MAX_DEPTH:
         raise ConfigError(f"{flag[:60]}... has {len(names)} parts: use at most {MAX_DEPTH}")
+    alias, names = _resolve_alias(flag, names)
+    override = _own_setting(flag, names, text)
+    return replace(override, value=converted(alias, override.value), alias=alias)
+
+
+def _resolve_alias(flag: str, names: list[str]) -> tuple[str, list[str]]:
+    """The alias that the flag's names match, and the names of our setting for it. Raises ConfigError for an alias
+    without an equal setting here."""
+    *above, last = (name.replace("-", "_") for name in names)
+    for prefix in ("", "no-"):
+        if not names[-1].startswith(prefix):
+            continue
+        alias = alias_of(".".join([*above, last[len(prefix) :]]))
+        if alias in REFUSED:
+            raise ConfigError(f"{flag[:60]} {refusal(alias)}")
+        if alias:
+            section, name = TAKEN[alias].split(".")
+            return alias, [section, prefix + name]
+    return "", names
+
+
+def _own_setting(flag: str, names: list[str], text: str | None) -> Override:
     if len(names) == 1:
         return _section_switch(flag, names[0], text)
     section, name = names[0].replace("-", "_"), names[1].replace("-", "_")
@@ -87,7 +128,7 @@ def _override(flag: str, text: str | None) -> Override:
     if key is not None and key.is_free and len(names) > 2:
         return _inside_free_table(flag, (section, name, *names[2:]), text)
     if len(names) > 2:
-        # The longest known beginning tells the user where the path went wrong.
+        # The longest known prefix shows where the path goes wrong.
         reason = f"{section}.{name} has no keys of its own" if key else suggestion(f"{section}.{name}")
         raise ConfigError(f"{flag[:60]} is not a known setting: {reason}")
     if key is None and names[1].startswith("no-"):
@@ -132,11 +173,9 @@ def _section_switch(flag: str, name: str, text: str | None) -> Override:
     raise ConfigError(f"{flag[:60]} is not a known setting: {suggestion(name.replace('-', '_'))}")
 
 
-def place(tree: dict[str, Any], override: Override) -> None:
-    """Put the override's value into the tree of a run file, making tables as needed.
-
-    What stands in the way of a table is replaced, but not a section that is no table: the schema refuses it.
-    """
+def apply_override(tree: dict[str, Any], override: Override) -> None:
+    """Writes the override into the tree of a run file and creates tables as needed. A value in the place of a table is
+    replaced, except a section that is not a table: the schema refuses that."""
     section = override.path[0]
     if len(override.path) == 1:
         if override.value is False:

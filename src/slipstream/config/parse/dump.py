@@ -1,7 +1,7 @@
-"""Writes a config as TOML in which every line says where its value came from.
+"""Writes a config as TOML, with the origin of each value as a comment.
 
-Guarantees: what is written loads again to the same config. Keys without effect are written as comments,
-because setting them would be refused.
+The text loads again to the same config. Keys without effect are written as comments, because setting them would be
+refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.config.parse.load import DEFAULT, Loaded
 
 @dataclass(frozen=True)
 class Derived:
-    """A value that the plan put in the place of `auto`, or of a value that does not fit."""
+    """A value that the plan derived in the place of `auto`, or of a value that does not fit."""
 
     name: str
     """`section.key`."""
@@ -38,7 +38,7 @@ class Derived:
 
 
 def dump_resolved(loaded: Loaded, derived: Sequence[Derived] = ()) -> str:
-    """The TOML text of the config with the derived values in it, each line followed by its origin."""
+    """The config with the derived values as TOML text, each line followed by the origin of its value."""
     config = with_values(loaded.config, {item.name: item.value for item in derived})
     comments = loaded.origins | {item.name: f"derived: {item.reason}" for item in derived}
     reasons = inapplicable(config)
@@ -71,7 +71,7 @@ def dump_resolved(loaded: Loaded, derived: Sequence[Derived] = ()) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """`value` on one line, as TOML. Raises TypeError for what TOML has no form for."""
+    """`value` as TOML, on one line. Raises TypeError for types that TOML does not have."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):

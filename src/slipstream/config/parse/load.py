@@ -1,7 +1,7 @@
-"""From a run file and a command line to one checked `RunConfig`, and where each of its values came from.
+"""Loads a run file and a command line into one checked `RunConfig`, and records where each value was set.
 
-Guarantees: every wrong key and value is told at once, in one ConfigError with a line for each, before
-anything is started. Paths in the result are absolute, so that it means the same from any folder.
+All wrong keys and values are reported at once, in one ConfigError with a line for each, before anything starts. Paths
+in the result are absolute, so it means the same in any folder.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
-from slipstream.config.parse.command_line import Override, parse_overrides, place
-from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections, suggestion
+from slipstream.config.parse.aliases import FOREIGN_SECTIONS, note, translated
+from slipstream.config.parse.command_line import Override, apply_override, parse_overrides
+from slipstream.config.parse.keys import all_keys, dotted, flatten, leaves, optional_sections, sections
 from slipstream.config.parse.messages import located, rewrite, shortened, show
 from slipstream.config.parse.paths import path_problems, unusable_path
 from slipstream.config.parse.run_file import RunFile, read_run_file
+from slipstream.config.parse.suggestions import suggestion
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RunConfig
@@ -32,22 +34,18 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked config and, for each leaf `section.key`, where it was set.
-
-    An origin is `run.toml:12`, `command line` or `default`. A section that is turned off is a leaf too.
-    """
+    """A checked config and, for each leaf `section.key`, its origin: `run.toml:12`, `command line` or `default`. A
+    section that is turned off is a leaf too."""
 
     config: RunConfig
     origins: dict[str, str]
     warnings: tuple[str, ...] = ()
-    """Keys of the file that the command line leaves without effect."""
+    """Notes on aliases, and on keys of the file that have no effect because of the command line."""
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = (), *, algorithm: str | None = None) -> Loaded:
-    """Read the run file at `path` and the settings that follow it on the command line.
-
-    `algorithm` is the kind that the command itself implies (`slipstream sft`). Raises ConfigError.
-    """
+    """Loads the run file at `path` and the settings that follow it on the command line. `algorithm` is the kind that
+    the command implies (`slipstream sft`). Raises ConfigError."""
     return _checked(read_run_file(path), overrides, algorithm)
 
 
@@ -59,14 +57,16 @@ def load_settings(tree: Mapping[str, Any], *, algorithm: str | None = None) -> L
 
 
 def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None) -> Loaded:
-    settings, problems = parse_overrides(overrides)
-    sources = _Sources(file, settings)
+    file, warnings, problems = translated(file)
+    settings, problems_of_flags = parse_overrides(overrides)
+    problems += problems_of_flags
+    warnings += dict.fromkeys(note(setting.flag, setting.alias) for setting in settings if setting.alias)
+    sources = _Origins(file, settings)
     tree = copy.deepcopy(file.tables)
     for setting in settings:
-        place(tree, setting)
+        apply_override(tree, setting)
     problems += _force_algorithm(tree, algorithm, sources)
-    warnings: list[str] = []
-    problems += _take_out_unknown(tree, sources, warnings)
+    problems += _remove_unknown(tree, sources, warnings)
     for section in optional_sections():
         if tree.get(section) is False:
             tree[section] = None
@@ -74,7 +74,7 @@ def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None) -> 
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems += _not_told_yet(rewrite(error, sources.place), problems)
+        problems += _unreported(rewrite(error, sources.place), problems)
         raise ConfigError("\n".join(problems)) from None
     if problems:
         raise ConfigError("\n".join(problems))
@@ -82,14 +82,14 @@ def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None) -> 
     origins = sources.origins(config)
     wrong = (*path_problems(config), *contradictions(config))
     problems = [located(sentence, sources.place(key)) for key, sentence in wrong]
-    problems += _refused(config, origins, sources, warnings)
+    problems += _without_effect(config, origins, sources, warnings)
     if problems:
         raise ConfigError("\n".join(problems))
     return Loaded(config, origins, tuple(warnings))
 
 
-class _Sources:
-    """Where each value came from."""
+class _Origins:
+    """Records where each value was set."""
 
     def __init__(self, file: RunFile, overrides: Sequence[Override]) -> None:
         self.file = file
@@ -98,23 +98,23 @@ class _Sources:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing but the file says anything."""
+        """Whether only the run file sets values."""
         return not self.flags and not self.forced
 
     def place(self, path: str) -> str:
-        """For an error: the flag or the line that set `path`; empty for a default."""
+        """For error messages: the flag or line that set `path`; empty for a default."""
         flag = self._flag(path)
         if flag is not None:
             return flag
         return self.file.where(path) if self._in_file(path) else ""
 
     def is_set(self, path: str) -> bool:
-        """Whether a person wrote `path`, or anything below it."""
+        """Whether the user set `path` or anything below it."""
         below = any(known.startswith(f"{path}.") for known in self.flags)
         return below or self._flag(path) is not None or self._in_file(path)
 
     def origin(self, path: str) -> str:
-        """For a reader: `run.toml:12`, `command line` or `default`."""
+        """The origin of `path`: `run.toml:12`, `command line` or `default`."""
         if self._flag(path) is not None or path in self.forced:
             return COMMAND_LINE
         return self.file.where(path) if self._in_file(path) else DEFAULT
@@ -128,7 +128,7 @@ class _Sources:
         return found
 
     def _flag(self, path: str) -> str | None:
-        # A flag that sets a whole table also sets what is in it.
+        # A flag that sets a whole table also sets its keys.
         for known, flag in self.flags.items():
             if known == path or ("." in known and path.startswith(f"{known}.")):
                 return flag
@@ -138,8 +138,8 @@ class _Sources:
         return any(known == path or known.startswith(f"{path}.") for known in self.file.lines)
 
 
-def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Sources) -> list[str]:
-    """Fill in the command's own kind; a sentence when the settings say another."""
+def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Origins) -> list[str]:
+    """Sets the kind that the command implies; returns a sentence if the settings have another kind."""
     if kind is None:
         return []
     section = tree.setdefault("algorithm", {})
@@ -150,7 +150,7 @@ def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Sources) 
         if not sources.is_set("algorithm.kind"):
             sources.forced.add("algorithm.kind")
         return []
-    # Anything but a known kind is the schema's to refuse.
+    # The schema refuses unknown kinds.
     if found not in all_keys()["algorithm.kind"].choices:
         return []
     sentence = (
@@ -160,9 +160,9 @@ def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Sources) 
     return [located(sentence, sources.place("algorithm.kind"))]
 
 
-def _take_out_unknown(tree: dict[str, Any], sources: _Sources, warnings: list[str]) -> list[str]:
-    """Remove what the schema does not know from the tree; one sentence for each, as a warning where the command line
-    chose another algorithm than the file was written for."""
+def _remove_unknown(tree: dict[str, Any], sources: _Origins, warnings: list[str]) -> list[str]:
+    """Removes unknown keys and sections from the tree. Returns a sentence for each; it is a warning instead if the
+    command line selected another algorithm than the file was written for."""
     problems: list[str] = []
     chosen = sources.origin("algorithm.kind") == COMMAND_LINE
 
@@ -173,7 +173,11 @@ def _take_out_unknown(tree: dict[str, Any], sources: _Sources, warnings: list[st
 
     for section in list(tree):
         content = tree[section]
-        if section not in sections():
+        if section in FOREIGN_SECTIONS and isinstance(content, dict):
+            for path, _ in flatten((section,), content):
+                refuse(path, f"is not a known setting: {suggestion(path)}")
+            del tree[section]
+        elif section not in sections():
             refuse(dotted((section,)), f"is not a known section: {suggestion(section)}")
             del tree[section]
         elif section in optional_sections() and content is False:
@@ -185,23 +189,23 @@ def _take_out_unknown(tree: dict[str, Any], sources: _Sources, warnings: list[st
             refuse(section, f"= {show(content)} is not a table: {remedy}")
             del tree[section]
         else:
-            _take_out_unknown_keys(section, content, refuse)
+            _remove_unknown_keys(section, content, refuse)
     return problems
 
 
-def _not_told_yet(sentences: Mapping[str, str], problems: Sequence[str]) -> list[str]:
-    """Leave out that a key is missing when a misspelt form of it, or of its section, is told already."""
-    told = "\n".join(problems)
+def _unreported(sentences: Mapping[str, str], problems: Sequence[str]) -> list[str]:
+    """Drops the sentence that a key is missing if a misspelling of the key or of its section is already reported."""
+    reported = "\n".join(problems)
 
-    def is_told(path: str) -> bool:
+    def is_reported(path: str) -> bool:
         section = path.split(".")[0]
         hints = (f"mean {path}?", f"mean the section [{section}]?", f"{section} = ")
-        return any(hint in told for hint in hints)
+        return any(hint in reported for hint in hints)
 
-    return [text for path, text in sentences.items() if " is missing: " not in text or not is_told(path)]
+    return [text for path, text in sentences.items() if " is missing: " not in text or not is_reported(path)]
 
 
-def _take_out_unknown_keys(section: str, content: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
+def _remove_unknown_keys(section: str, content: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
     kind = content.get("kind") if section == "algorithm" else None
     for name in list(content):
         key = all_keys().get(f"{section}.{name}")
@@ -214,11 +218,11 @@ def _take_out_unknown_keys(section: str, content: dict[str, Any], refuse: Callab
             del content[name]
 
 
-def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> None:
-    """Make the tree's relative paths absolute.
+def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> None:
+    """Makes relative paths in the tree absolute.
 
-    A path in the run file is looked for beside the file first and then, like one from the command line, in
-    the current folder. A model path that is in neither place and has no leading dot is a hub id.
+    A path in the run file is looked up beside the file first, then in the current folder; a path on the command line
+    only in the current folder. A model path that exists in neither and has no leading dot is a hub id.
     """
 
     def resolve(path: str, text: str, *, always: bool) -> str:
@@ -257,7 +261,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Sources) -> Non
 
 
 def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
-    """The paths among the settings of the environment `rows`: files of rows, and of reward functions."""
+    """Resolves the paths among the settings of the environment `rows`: data files and reward functions."""
     if not isinstance(settings, dict):
         return
     for name in ("path", "eval_path"):
@@ -273,16 +277,16 @@ def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
             table[name] = resolve("environment.settings.reward", file, always=True) + colon + function
 
 
-def _drop_unusable_evaluation(config: RunConfig, sources: _Sources) -> RunConfig:
-    """Without an environment there is nothing to evaluate on, which only matters to who asked for it."""
+def _drop_unusable_evaluation(config: RunConfig, sources: _Origins) -> RunConfig:
+    """Turns evaluation off under SFT without an environment, unless the user set it."""
     if config.environment is not None or config.algorithm.kind != "sft" or sources.is_set("evaluation"):
         return config
     return config.model_copy(update={"evaluation": None})
 
 
-def _refused(config: RunConfig, origins: Mapping[str, str], sources: _Sources, warnings: list[str]) -> list[str]:
-    """One sentence for each key without effect that a person set; a warning for a key of the file that has an effect
-    there, and loses it by the command line."""
+def _without_effect(config: RunConfig, origins: Mapping[str, str], sources: _Origins, warnings: list[str]) -> list[str]:
+    """One sentence for each key without effect that the user set. A key of the file that has an effect there, but not
+    together with the command line, becomes a warning."""
     reasons, problems = inapplicable(config), list[str]()
     by_itself = _reasons_in_file(sources.file)
     for path, origin in origins.items():
@@ -296,7 +300,7 @@ def _refused(config: RunConfig, origins: Mapping[str, str], sources: _Sources, w
 
 
 def _reasons_in_file(file: RunFile) -> dict[str, str]:
-    """What is without effect in the file as it is; nothing where it is not whole without the command line."""
+    """The keys that have no effect in the file alone; empty if the file is not complete without the command line."""
     tree = {name: None if name in optional_sections() and it is False else it for name, it in file.tables.items()}
     try:
         return inapplicable(RunConfig.model_validate(tree))

@@ -1,7 +1,6 @@
-"""Turns what pydantic says of a tree into sentences for people: value, reason, remedy, place.
+"""Turns pydantic's validation errors into sentences: value, reason, remedy, place.
 
-Guarantees: one sentence for each wrong key, however many alternatives its type has. Words for what a key
-takes come from `keys.py`.
+One sentence for each wrong key, however many alternatives its type has.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from pydantic import ValidationError
 from slipstream.config.parse.keys import Key, all_keys, keys_of, quoted
 
 Where = Callable[[str], str]
-"""From a key's path to where it was set: `run.toml:12`, `--training.steps`, or nothing for a default."""
+"""Maps a key's path to the place where it was set: `run.toml:12`, `--training.steps`; empty for a default."""
 
 
 def rewrite(error: ValidationError, where: Where) -> dict[str, str]:
-    """One sentence for each key that `error` complains about, by the key's path."""
+    """One sentence for each key in `error`, by the key's path."""
     sentences: dict[str, str] = {}
     for item in error.errors(include_url=False):
         section = str(item["loc"][0])
@@ -36,19 +35,19 @@ def rewrite(error: ValidationError, where: Where) -> dict[str, str]:
         key = all_keys().get(path)
         if item["type"].startswith("union_tag"):
             key = all_keys()["algorithm.kind"]
-        # Of a type with alternatives the first complaint says most: the last one is about "auto".
+        # Of several complaints about alternatives the first is the most useful: the last one is about "auto".
         if key is not None and key.path not in sentences:
             sentences[key.path] = _sentence(key, item, where)
     return sentences
 
 
 def missing(key: Key) -> str:
-    """The sentence for a key that has to be set and is not."""
+    """The sentence for a required key that is not set."""
     return f"{key.path} is missing: set it to {key.requirement}, in [{key.section}] or with --{key.path} VALUE"
 
 
 def show(value: Any) -> str:
-    """A value as the run file would have it, cut when long."""
+    """A value as TOML, shortened if long."""
     if isinstance(value, bool):
         return str(value).lower()
     return shortened(quoted(value[:80]) if isinstance(value, str) else str(value))
@@ -76,7 +75,7 @@ def _sentence(key: Key, item: Mapping[str, Any], where: Where) -> str:
     remedy = key.requirement
     if isinstance(value, str) and key.choices:
         near = difflib.get_close_matches(value, key.choices)
-        # Two letters in the wrong order are the commonest slip.
+        # Two transposed letters are the most common typing error.
         near.sort(key=lambda choice: sorted(choice) != sorted(value))
         remedy = f'did you mean "{near[0]}"? It takes {remedy}' if near else f"use {remedy}"
     else:
@@ -99,10 +98,10 @@ def _reason(kind: str, context: Mapping[str, Any], value: Any) -> str:
         return "is not a finite number"
     if isinstance(value, str) and (kind == "literal_error" or kind == "union_tag_invalid"):
         return "is not a choice"
-    return f"is {_type_in_words(value)}"
+    return f"is {_type_name(value)}"
 
 
-def _type_in_words(value: Any) -> str:
+def _type_name(value: Any) -> str:
     if isinstance(value, bool):
         return "a flag"
     words: tuple[tuple[type | tuple[type, ...], str], ...] = (

@@ -1,4 +1,5 @@
-"""Which texts cannot be paths on any Linux machine, or not in this process's locale. Asks no file system."""
+"""Checks that settings can be paths: on any Linux machine and in this process's locale. Does not access the file
+system."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 
 
 def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for each setting that names a file and cannot."""
+    """(key, sentence) for each setting that names a file and cannot be a path."""
     named: dict[str, object] = {"model.path": config.model.path, "run.folder": config.run.folder}
     for section in ("data", "lora", "teacher"):
         named[f"{section}.path"] = getattr(getattr(config, section), "path", None)
@@ -29,7 +30,7 @@ def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def unusable_path(text: str) -> str:
-    """Why `text` cannot be a path, and what to do; or nothing."""
+    """Why `text` cannot be a path, and the remedy; empty if it can."""
     if "\0" in text:
         return "has a NUL character, which no path can have: remove it"
     try:

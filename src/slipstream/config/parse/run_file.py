@@ -1,8 +1,8 @@
-"""Reads a run file: its tables, and the line on which each key stands.
+"""Reads a run file: its tables, and the line number of each key.
 
-Guarantees: any file that cannot be read is one ConfigError that names it, in a time that grows with its length. What
-it holds can be copied, shown and written again: integers are of 64 bits, and tables and lists are nested `MAX_DEPTH`
-deep at most. The meaning of keys is not known here.
+A file that cannot be read raises one ConfigError that names it, in time linear in its length. Integers have 64 bits,
+and tables and lists are nested at most `MAX_DEPTH` deep, so that values can be copied, shown and written again. The
+meaning of keys is not checked here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKEN = re.compile(
     r"""|"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|\#[^\n]*|[\[\]{}\n]""",
     re.DOTALL,
 )
-"""What decides where a statement of a valid TOML document ends: strings and comments, brackets, ends of lines."""
+"""Tokens that determine where a statement of a valid TOML document ends: strings, comments, brackets, line ends."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read_run_file(path: Path | str) -> RunFile:
         raise ConfigError(f"run file {path} is not valid TOML: {error}{hint}") from None
     except RecursionError:
         raise ConfigError(f"run file {path} nests lists or tables too deeply: use at most {MAX_DEPTH} levels") from None
-    except ValueError:  # of `int`: thousands of digits
+    except ValueError:  # `int` refuses thousands of digits
         line = next((number for number, statement in _statements(text) if _has_long_integer(statement)), 1)
         raise ConfigError(f"an integer of thousands of digits: use a smaller number ({path.name}:{line})") from None
     if problem := unusable(tables):
@@ -62,7 +62,7 @@ def read_run_file(path: Path | str) -> RunFile:
 
 
 def unusable(value: Any, path: tuple[str, ...] = ()) -> str:
-    """Why a value that was parsed cannot be a setting, with the key below `path` that it is at; or nothing."""
+    """Why a parsed value cannot be a setting, with the path of the part that is wrong; empty if it can."""
     waiting = [(path, value, 0)]
     while waiting:
         at, inner, depth = waiting.pop()
@@ -98,7 +98,7 @@ def _read_text(path: Path) -> str:
 
 
 def _lines(text: str) -> dict[str, int]:
-    """The line of every key and header of a valid TOML document."""
+    """Line numbers of all keys and headers of a valid TOML document."""
     found: dict[str, int] = {}
     section: tuple[str, ...] = ()
     for number, statement in _statements(text.replace("\r\n", "\n")):
@@ -113,7 +113,7 @@ def _lines(text: str) -> dict[str, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Each statement of a valid TOML document, comments and empty lines among them, and the line that it begins on."""
+    """The statements of a valid TOML document, comments and empty lines included, each with its first line number."""
     begin, number, line, depth = 0, 1, 1, 0
     for token in _TOKEN.finditer(text):
         found = token.group()

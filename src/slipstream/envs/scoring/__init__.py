@@ -1,1 +1,1 @@
-"""Reward workers: processes in which the user's `score` runs, with deadlines, and that can be killed."""
+"""Reward workers: killable processes with deadlines that run the user's `score`."""

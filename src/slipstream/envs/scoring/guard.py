@@ -1,11 +1,10 @@
-"""Stands between a run and one reward worker, `python -I -S guard.py COMMAND...`, and leaves nothing of it.
+"""Parent process of one reward worker, `python -I -S guard.py COMMAND...`: ends the worker and all its descendants.
 
-It starts the worker and kills it with all that it started, sessions of their own and daemons included, as soon as the
-worker has ended, the run asks for it (SIGTERM), or the run is gone: a second after its standard input closes, which
-the worker takes for its end. Then it ends as the worker did. Processes that lose their parent come back to it
-(PR_SET_CHILD_SUBREAPER), so that none of them is out of sight. SIGUSR1 is passed on to the worker.
-
-It imports only what it needs of the standard library, and is started by its path, so that it costs little.
+It kills them, including daemons and processes in sessions of their own, when the worker has ended, when the run asks
+for it (SIGTERM), or when the run is gone: one second after its standard input closes, which also tells the worker to
+end. Then it exits with the worker's status. Orphaned descendants become its children (PR_SET_CHILD_SUBREAPER), so that
+none is missed. SIGUSR1 is forwarded to the worker. It imports only the standard library and is started by path, so that
+it starts fast.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ import sys
 import time
 
 GRACE_S = 1.0
-"""How long the worker may go on after its input has closed."""
+"""Time that the worker may continue after its input has closed."""
 END_S = 5.0
-"""How long to go on killing; what is left then cannot be killed."""
+"""Time limit for killing; processes left after it cannot be killed."""
 _POLL_S = 0.5
 _PAUSE_S = 0.002
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def main(command: list[str]) -> None:
-    """Start the worker, wait for its end or the run's, and end everything."""
+    """Starts the worker, waits until it or the run ends, and ends all descendants."""
     run = os.getppid()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # uvloop leaves its children second descriptors of their pipes
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # uvloop leaves duplicate descriptors of the pipes open in children
     adopt()
     woken, wake = os.pipe()
     for end in (woken, wake):
@@ -40,26 +39,27 @@ def main(command: list[str]) -> None:
         signal.signal(number, lambda *_: None)
     worker = _start(command)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # the answers' pipe is the worker's alone
+    os.dup2(null, 1)  # only the worker may hold the pipe of answers
     status = _wait(worker, run, woken)
     end_descendants(END_S)
     _end_like(status)
 
 
 def adopt() -> None:
-    """From now on processes below this one that lose their parent become its own children."""
+    """Makes orphaned descendants children of this process."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_descendants(within_s: float) -> bool:
-    """Kill every process below this one, which must have called `adopt`; false if some were left after `within_s`."""
+    """Kills all descendants of this process, which must have called `adopt`; false if some are left after
+    `within_s`."""
     deadline = time.monotonic() + within_s
     stopped: set[int] = set()
     while _reap() and time.monotonic() < deadline:
         below = _descendants()
         for pid in below - stopped:
             _send(pid, signal.SIGSTOP)
-        if below <= stopped:  # none of them can have started another since
+        if below <= stopped:  # all stopped, so none can have started another
             for pid in below:
                 _send(pid, signal.SIGKILL)
             time.sleep(_PAUSE_S)
@@ -75,7 +75,7 @@ def _start(command: list[str]) -> int:
     try:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guard:
-            os.setsid()  # what it does to its group, it does not to the guard
+            os.setsid()  # signals to its process group must not reach the guard
             os.execv(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
@@ -83,9 +83,9 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(worker: int, run: int, woken: int) -> int | None:
-    """How the worker ended, or nothing if its end is wanted."""
+    """Waits for the worker; its status, or None if it is to be ended."""
     poller = select.poll()
-    poller.register(0, select.POLLRDHUP)  # what is to be read there is the worker's
+    poller.register(0, select.POLLRDHUP)  # only hang-ups: the data is for the worker
     poller.register(woken, select.POLLIN)
     deadline: float | None = None
     while deadline is None or time.monotonic() < deadline:
@@ -106,7 +106,7 @@ def _wait(worker: int, run: int, woken: int) -> int | None:
 
 
 def _reap() -> bool:
-    """Whether there are children; the kernel's word, so that none can slip through."""
+    """Whether there are children left, as the kernel reports it."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -133,10 +133,10 @@ def _send(pid: int, number: int) -> None:
 
 
 def _end_like(status: int | None) -> None:
-    """End as a process with this status did."""
+    """Exits with the same status."""
     if status is not None and os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        _prctl(_PR_SET_DUMPABLE, 0)  # one core is enough
+        _prctl(_PR_SET_DUMPABLE, 0)  # one core dump, the worker's, is enough
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,15 +1,16 @@
-"""Where rewards run. `ScorerPool` runs them in worker processes that can be killed, `InlineScorer` right here.
+"""Runs rewards: `ScorerPool` in worker processes that can be killed, `InlineScorer` in this process.
 
-Guarantees of the pool: a reward that hangs is killed at its deadline with all that it started (`RewardTimeout`); one
-that raises, ends its process or returns something that is no finite number is a `RewardFailed`; a fresh worker goes
-on with the others, and no call waits for longer than the deadlines say. The deadline counts for each reward from
-the moment that the worker was free for it, not from the call. What a reward prints is seen only in the `details`
-of its failure. None of what rewards have started outlives the pool, however that ends. A reward is not a sandbox: it
-may read and write whatever this user may.
+Guarantees of the pool: a reward that hangs is killed at its deadline with all its descendants (`RewardTimeout`); one
+that raises, exits or returns a value that is not finite is a `RewardFailed`; a new worker then takes the other
+requests, and no call waits longer than the deadlines allow. A reward's deadline counts from the moment the worker was
+free for it, not from the call. Output of a reward appears only in the `details` of its failure. No descendant of a
+reward outlives the pool, however the pool ends.
 
-Several requests are with a worker at once, and every answer comes as soon as there is one: so the first request
-without an answer is the one that hangs. Of coroutines, which a worker runs side by side and ends at their deadlines,
-that cannot be said: where such a worker hangs or dies, each of them is graded again, by itself.
+A reward is not sandboxed: it may read and write whatever this user may.
+
+A worker holds several requests at once and answers each as soon as it is done, so the first request without an answer
+is the one that hangs. This does not hold for coroutines, which a worker runs concurrently and cancels at their
+deadlines: if such a worker hangs or dies, each of its coroutines is graded again, alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
+from slipstream.config.bounds import GIB
 from slipstream.config.python_objects import given, is_python_object
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardTimeout, Score, judge
@@ -27,16 +29,16 @@ from slipstream.errors import EnvironmentFault
 from slipstream.records import Task
 
 MAX_NAMES = 256
-"""Most names of metrics in a pool's life: each is a column of the run's metrics."""
+"""Most distinct metric names in a pool's life: each becomes a metric of the run."""
 _MAX_IN_FLIGHT = 64
-_BATCH_S = 0.02  # slow rewards are sent one by one, so that a free worker does not wait beside a full one
-_MAX_IN_FLIGHT_BYTES = 32 * 1024  # half of a pipe: the requests are with the worker even if this loop is busy
-_PATIENCE_S = 0.25  # what has to wait for longer starts a further worker
-_GRACE_S = 1.0  # how late a worker may end coroutines that have passed their deadline
+_BATCH_S = 0.02  # slower rewards are sent one by one, so that no worker idles while another has a queue
+_MAX_IN_FLIGHT_BYTES = 32 * 1024  # half of a pipe: requests reach the worker even if this loop is busy
+_PATIENCE_S = 0.25  # a job that waits longer starts another worker
+_GRACE_S = 1.0  # how late a worker may cancel coroutines after their deadline
 
 
 class InlineScorer:
-    """Runs rewards in this process, where nothing can stop them: for rewards known to end, and for tests."""
+    """Runs rewards in this process, where they cannot be killed: for rewards known to end, and for tests."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -55,9 +57,9 @@ class _Job:
         self.data = frame(Request(task, completion, self.id))
         self.future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self.begun = False
-        """It is a coroutine, and others may be graded beside it."""
+        """It is a coroutine, and others may run concurrently."""
         self.alone = False
-        """Nothing else may be with its worker."""
+        """It must be its worker's only job."""
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -68,31 +70,31 @@ class _Job:
             self.future.set_result(score)
 
 
-class _Desk:
-    """A worker, and the jobs that are with it in the order in which they were sent."""
+class _Slot:
+    """A worker and its jobs, in the order in which they were sent."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.jobs: dict[str, _Job] = {}
         self.runs_coroutines = False
         self.ends = False
-        """It gets no more, since a coroutine has passed its deadline here."""
+        """It gets no more jobs, because a coroutine has passed its deadline here."""
         self.heard_at = 0.0
-        """When it last said something or was sent something, by the loop's clock."""
+        """When it last answered or was sent a job, by the loop's clock."""
         self.sent_at = 0.0
 
     def may_have_written(self, answer: Answer) -> bool:
-        """Whether `answer` is to a job that the worker can be at."""
+        """Whether `answer` belongs to a job that the worker can be working on."""
         job = self.jobs.get(answer.id)
         return job is not None and (job.begun or job is self.first)
 
     @property
     def first(self) -> _Job | None:
-        """The one that the worker is at, coroutines aside."""
+        """The job that the worker is working on, not counting coroutines."""
         return next((job for job in self.jobs.values() if not job.begun), None)
 
     def suspects(self) -> list[_Job]:
-        """Those of which any may have cost the worker's life."""
+        """Jobs that may have caused the worker's death."""
         begun = [job for job in self.jobs.values() if job.begun]
         return [*begun, self.first] if self.first is not None else begun
 
@@ -100,9 +102,9 @@ class _Desk:
 class ScorerPool:
     """Killable workers that grade for one environment. Use as `async with ScorerPool(...) as scorer`.
 
-    Entering starts a worker and waits for it: `EnvironmentFault` when the environment cannot be made there. Further
-    ones, up to `num_workers`, start when rewards wait. What is not given is the config's (`auto`: one worker). `warn`
-    gets a sentence.
+    Entering starts a worker and waits for it: `EnvironmentFault` if the environment cannot be constructed there.
+    Further workers, up to `num_workers`, start when rewards wait. Defaults come from the config (`auto`: one worker).
+    `warn` receives a sentence.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class ScorerPool:
         self._start_timeout_s = start_timeout_s
         self._memory_gib = config.reward_memory_gib if memory_limit_gib is None else memory_limit_gib
         passed = given(config.name) if is_python_object(config.name) else None
-        self._setup = Setup(config.model_dump_json(), self._timeout_s, int(self._memory_gib * 2**30), passed)
+        self._setup = Setup(config.model_dump_json(), self._timeout_s, int(self._memory_gib * GIB), passed)
         planned = 1 if config.reward_workers == "auto" else config.reward_workers
         self._num_workers = planned if num_workers is None else num_workers
         self._warn = warn
@@ -135,13 +137,13 @@ class ScorerPool:
         self._servers: list[asyncio.Task[None]] = []
         self._fault: EnvironmentFault | None = None
         self.num_restarts = 0
-        """Workers that had to be replaced."""
+        """Workers that were replaced."""
 
     async def __aenter__(self) -> ScorerPool:
-        first = _Desk(await self._start())
+        first = _Slot(await self._start())
         self._num_started = 1
-        desks = [first, *[None] * (self._num_workers - 1)]
-        self._servers = [asyncio.create_task(self._serve(desk)) for desk in desks]
+        slots = [first, *[None] * (self._num_workers - 1)]
+        self._servers = [asyncio.create_task(self._serve(slot)) for slot in slots]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -152,7 +154,7 @@ class ScorerPool:
         self._fail_waiting(self._fault)
 
     async def score(self, task: Task, completion: str) -> Score:
-        """See `base.Scorer`. Raises `EnvironmentFault` when no worker can be started any more."""
+        """See `base.Scorer`. Raises `EnvironmentFault` if no worker can be started any more."""
         if self._fault is not None:
             raise self._fault
         if not self._servers:
@@ -160,7 +162,7 @@ class ScorerPool:
         job = _Job(task, completion)
         self._waiting.append(job)
         self._work.set()
-        return self._bounded(await job.future)
+        return self._limit_metrics(await job.future)
 
     async def _start(self) -> Worker:
         try:
@@ -183,34 +185,34 @@ class ScorerPool:
             reason = f"failed: {answer.message}"
         await worker.kill()
         tail = " ".join(worker.stderr_tail.split())[-300:]
-        said = f" ({tail})" if tail else ""
+        detail = f" ({tail})" if tail else ""
         if "MemoryError" in reason + tail:
-            said += f" with environment.reward_memory_gib = {self._memory_gib:g}"
-        raise EnvironmentFault(f"the reward worker of {self._name} {reason}{said}: run `slipstream env test`")
+            detail += f" with environment.reward_memory_gib = {self._memory_gib:g}"
+        raise EnvironmentFault(f"the reward worker of {self._name} {reason}{detail}: run `slipstream env test`")
 
-    async def _serve(self, desk: _Desk | None) -> None:
-        """Grade until cancelled, replacing the worker when it was killed or died."""
+    async def _serve(self, slot: _Slot | None) -> None:
+        """Grades until cancelled; replaces a worker that was killed or died."""
         try:
             while True:
-                if desk is None:
-                    desk = await self._further()
-                while not self._waiting and not desk.jobs:
+                if slot is None:
+                    slot = await self._start_another()
+                while not self._waiting and not slot.jobs:
                     self._work.clear()
                     await self._work.wait()
-                if not await self._grade(desk):
+                if not await self._grade(slot):
                     self.num_restarts += 1
-                    desk = _Desk(await self._start())
+                    slot = _Slot(await self._start())
         except EnvironmentFault as fault:
-            self._end(fault, desk)
+            self._fail_all(fault, slot)
         except Exception as error:  # noqa: BLE001 (callers wait: whatever it is, they must learn of it)
-            self._end(EnvironmentFault(f"grading by {self._name} broke ({error!r}): report this as a bug"), desk)
+            self._fail_all(EnvironmentFault(f"grading by {self._name} broke ({error!r}): report this as a bug"), slot)
         finally:
-            if desk is not None:
-                self._take_back(desk)
-                await desk.worker.stop()
+            if slot is not None:
+                self._return_jobs(slot)
+                await slot.worker.stop()
 
-    async def _further(self) -> _Desk:
-        """One more worker, once there is work that the others leave waiting."""
+    async def _start_another(self) -> _Slot:
+        """Starts one more worker if jobs are waiting that the others do not take."""
         while True:
             while not self._waiting:
                 self._work.clear()
@@ -225,61 +227,61 @@ class ScorerPool:
         finally:
             self._num_starting -= 1
         self._num_started += 1
-        return _Desk(worker)
+        return _Slot(worker)
 
-    async def _grade(self, desk: _Desk) -> bool:
-        """Send what there is room for and settle what comes next; false when the worker has been killed for it."""
-        self._send(desk)
-        if not desk.jobs:
-            return not desk.ends
+    async def _grade(self, slot: _Slot) -> bool:
+        """Sends as many jobs as fit and handles the next answer; false if the worker was killed."""
+        self._send(slot)
+        if not slot.jobs:
+            return not slot.ends
         try:
-            answer = await self._hear(desk)
+            answer = await self._next_answer(slot)
         except TimeoutError:
-            await desk.worker.kill()
-            self._blame(desk, RewardTimeout, f"was killed after {self._timeout_s:g} s")
+            await slot.worker.kill()
+            self._blame(slot, RewardTimeout, f"was killed after {self._timeout_s:g} s")
             return False
         except WorkerDied as death:
-            self._blame(desk, RewardFailed, f"ended its process with {death}")
+            self._blame(slot, RewardFailed, f"ended its process with {death}")
             return False
         if answer is None:
             return True
-        desk.heard_at = asyncio.get_running_loop().time()
-        if not desk.may_have_written(answer):
-            await desk.worker.kill()
-            self._blame(desk, RewardFailed, "had an answer written that is not its own")
+        slot.heard_at = asyncio.get_running_loop().time()
+        if not slot.may_have_written(answer):
+            await slot.worker.kill()
+            self._blame(slot, RewardFailed, "had an answer written that is not its own")
             return False
         if answer.kind == "begun":
-            desk.jobs[answer.id].begun = desk.runs_coroutines = True
+            slot.jobs[answer.id].begun = slot.runs_coroutines = True
             return True
-        self._settle(desk, desk.jobs.pop(answer.id), answer)
-        if desk.ends and not desk.jobs:
-            await desk.worker.kill()
+        self._settle(slot, slot.jobs.pop(answer.id), answer)
+        if slot.ends and not slot.jobs:
+            await slot.worker.kill()
             return False
         return True
 
-    def _send(self, desk: _Desk) -> None:
-        batch = self._take(self._room(desk), beside=len(desk.jobs))
+    def _send(self, slot: _Slot) -> None:
+        batch = self._take(self._num_free(slot), beside=len(slot.jobs))
         if batch:
             now = asyncio.get_running_loop().time()
-            desk.heard_at = now
-            if not desk.jobs:
-                desk.sent_at = now
-            desk.jobs |= {job.id: job for job in batch}
-            desk.worker.send(b"".join(job.data for job in batch))
+            slot.heard_at = now
+            if not slot.jobs:
+                slot.sent_at = now
+            slot.jobs |= {job.id: job for job in batch}
+            slot.worker.send(b"".join(job.data for job in batch))
 
-    def _room(self, desk: _Desk) -> int:
-        """How many more the worker may have."""
-        if desk.ends or any(job.alone for job in desk.jobs.values()):
+    def _num_free(self, slot: _Slot) -> int:
+        """How many more jobs the worker may get."""
+        if slot.ends or any(job.alone for job in slot.jobs.values()):
             return 0
-        if desk.runs_coroutines:
-            return max(0, self._config.reward_concurrency - len(desk.jobs))
-        if desk.jobs:
+        if slot.runs_coroutines:
+            return max(0, self._config.reward_concurrency - len(slot.jobs))
+        if slot.jobs:
             return 0
         return 1 if self._config.fresh_worker else self._share
 
-    def _take(self, room: int, *, beside: int) -> list[_Job]:
-        """A fair share of what is waiting, within the limits."""
-        share = min(room, -(-len(self._waiting) // self._num_started))
+    def _take(self, num_free: int, *, beside: int) -> list[_Job]:
+        """Takes a fair share of the waiting jobs, within the limits."""
+        share = min(num_free, -(-len(self._waiting) // self._num_started))
         batch: list[_Job] = []
         num_bytes = 0
         while self._waiting and len(batch) < share:
@@ -294,16 +296,16 @@ class ScorerPool:
                     break
         return batch
 
-    async def _hear(self, desk: _Desk) -> Answer | None:
-        """The worker's next answer; nothing when there is more work that it has room for."""
-        # Each coroutine ends at its own deadline, so one of them speaks up in time unless the worker hangs.
-        timeout_s = self._timeout_s + (_GRACE_S if desk.runs_coroutines else 0.0)
-        due = desk.heard_at + timeout_s
-        if not desk.runs_coroutines or not self._room(desk):
-            return await desk.worker.receive(due, timeout_s)
+    async def _next_answer(self, slot: _Slot) -> Answer | None:
+        """The worker's next answer; None if more jobs arrive that it has room for."""
+        # Each coroutine ends at its own deadline, so one of them answers in time unless the worker hangs.
+        timeout_s = self._timeout_s + (_GRACE_S if slot.runs_coroutines else 0.0)
+        due = slot.heard_at + timeout_s
+        if not slot.runs_coroutines or not self._num_free(slot):
+            return await slot.worker.receive(due, timeout_s)
         self._work.clear()
         waits = (
-            asyncio.create_task(desk.worker.receive(due, timeout_s)),
+            asyncio.create_task(slot.worker.receive(due, timeout_s)),
             asyncio.create_task(self._work.wait()),
         )
         try:
@@ -315,38 +317,38 @@ class ScorerPool:
         receiving = waits[0]
         return None if receiving.cancelled() else receiving.result()
 
-    def _settle(self, desk: _Desk, job: _Job, answer: Answer) -> None:
+    def _settle(self, slot: _Slot, job: _Job, answer: Answer) -> None:
         name, details = self._name, answer.details
         if answer.kind == "timeout":
-            desk.ends = True
+            slot.ends = True
             job.fail(RewardTimeout(f"the reward of {name} was killed after {self._timeout_s:g} s", details))
         elif answer.kind == "died":
-            said = f"the reward of {name} ended its process with {answer.message}"
-            job.fail(RewardFailed(said, desk.worker.stderr_tail))
+            detail = f"the reward of {name} ended its process with {answer.message}"
+            job.fail(RewardFailed(detail, slot.worker.stderr_tail))
         elif answer.score is None:
             job.fail(RewardFailed(answer.message, details))
         else:
             job.succeed(answer.score)
-        if not desk.jobs and not desk.runs_coroutines:
-            quick = asyncio.get_running_loop().time() - desk.sent_at < _BATCH_S
+        if not slot.jobs and not slot.runs_coroutines:
+            quick = asyncio.get_running_loop().time() - slot.sent_at < _BATCH_S
             self._share = min(_MAX_IN_FLIGHT, self._share * 2) if quick else max(1, self._share // 2)
 
-    def _blame(self, desk: _Desk, kind: type[RewardError], said: str) -> None:
-        """Fail the job that has cost the worker its life, or have each that may have done so graded by itself."""
-        suspects = desk.suspects()
+    def _blame(self, slot: _Slot, kind: type[RewardError], detail: str) -> None:
+        """Fails the job that caused the worker's death, or has every job that may have caused it graded alone."""
+        suspects = slot.suspects()
         if len(suspects) == 1:
-            desk.jobs.pop(suspects[0].id).fail(kind(f"the reward of {self._name} {said}", desk.worker.stderr_tail))
+            slot.jobs.pop(suspects[0].id).fail(kind(f"the reward of {self._name} {detail}", slot.worker.stderr_tail))
         for job in suspects:
             job.alone, job.begun = True, False
-        self._take_back(desk)
+        self._return_jobs(slot)
 
-    def _take_back(self, desk: _Desk) -> None:
-        self._waiting.extendleft(reversed(desk.jobs.values()))
-        desk.jobs.clear()
+    def _return_jobs(self, slot: _Slot) -> None:
+        self._waiting.extendleft(reversed(slot.jobs.values()))
+        slot.jobs.clear()
         self._work.set()
 
-    def _bounded(self, score: Score) -> Score:
-        """Without those metrics whose names are more than a run can have; they are counted."""
+    def _limit_metrics(self, score: Score) -> Score:
+        """The score without metrics beyond `MAX_NAMES`, which are counted."""
         known = [name for name in score.metrics if name in self._names]
         new = [name for name in score.metrics if name not in self._names][: MAX_NAMES - len(self._names)]
         self._names.update(new)
@@ -362,11 +364,11 @@ class ScorerPool:
         kept = {name: score.metrics[name] for name in (*known, *new)}
         return Score(score.reward, kept | {"metrics_left_out": float(left_out)})
 
-    def _end(self, fault: EnvironmentFault, desk: _Desk | None) -> None:
-        """Nobody waits any longer."""
+    def _fail_all(self, fault: EnvironmentFault, slot: _Slot | None) -> None:
+        """Fails all jobs."""
         self._fault = fault
-        if desk is not None:
-            self._take_back(desk)
+        if slot is not None:
+            self._return_jobs(slot)
         self._fail_waiting(fault)
 
     def _fail_waiting(self, fault: EnvironmentFault) -> None:

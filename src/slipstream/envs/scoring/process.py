@@ -1,9 +1,9 @@
-"""One reward worker as a process, and what is said to it. The other half is `worker.py`.
+"""Starts a reward worker process and talks to it. The other end is `worker.py`.
 
-Frames of four bytes of length and a record go over its standard streams: `Setup` first, then `Request`s, each answered
-by an `Answer` that is written as soon as there is one, in order but for coroutines, which have `begun` first. An answer
-repeats its request's `id`, which nobody can guess, so what another process writes to the pipe is taken for no reward.
-A guard (`guard.py`) is the worker's parent and ends it with all that it started. Every wait here has a deadline.
+Frames (four bytes of length and a record) go over its standard streams: `Setup` first, then `Request`s. Each gets an
+`Answer` as soon as there is one, in order except for coroutines, which first answer `begun`. An answer repeats its
+request's random `id`, so that data that another process writes to the pipe is not taken for a reward. A guard
+(`guard.py`) is the worker's parent and ends it with all its descendants. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from slipstream.envs.scoring import guard
 from slipstream.records import Task
 
 _STDERR_TAIL_BYTES = 4096
-_LAST_WORDS_S = 2.0
-_MORE_WORDS_S = 0.05
+_OUTPUT_WAIT_S = 2.0
+_MORE_OUTPUT_S = 0.05
 _LATE_S = 0.25
 _POLL_S = 0.005
 _MAX_ANSWER_BYTES = 64 * 2**20
@@ -40,7 +40,7 @@ PASSED_ON = re.compile(
     r"|TOKENIZERS_PARALLELISM|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE"
     r"|COVERAGE_PROCESS_START|SLIPSTREAM_COVERAGE"
 )
-"""Environment variables that every worker has; no key and no token is among them."""
+"""Environment variables that every worker gets; none holds a key or token."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """Grade this."""
+    """A completion to grade."""
 
     task: Task
     completion: str
@@ -62,8 +62,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's answer to its setup (`ready`, `failed`) or to a request. A coroutine has `begun` before it has a
-    score; `died` is the end of a process that graded nothing else."""
+    """A worker's answer to its setup (`ready`, `failed`) or to a request. A coroutine answers `begun` before its score;
+    `died`: a process that graded nothing else ended."""
 
     kind: Literal["ready", "begun", "score", "failed", "timeout", "died"]
     score: Score | None = None
@@ -76,7 +76,7 @@ _Record = TypeVar("_Record", Setup, Request, Answer)
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """As msgpack; as JSON where a text holds half a surrogate pair, which only JSON's escapes can say."""
+    """Encodes as msgpack; as JSON if a text holds an unpaired surrogate, which only JSON can escape."""
     try:
         return msgspec.msgpack.encode(record)
     except UnicodeEncodeError:
@@ -84,7 +84,7 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[_Record]) -> _Record:
-    """The record that `encode` wrote. Raises `msgspec.DecodeError`."""
+    """Decodes what `encode` wrote. Raises `msgspec.DecodeError`."""
     if data[:1] not in (b"[", b"{"):
         return msgspec.msgpack.decode(data, type=kind)
     try:
@@ -94,23 +94,23 @@ def decode(data: bytes, kind: type[_Record]) -> _Record:
 
 
 def frame(record: msgspec.Struct) -> bytes:
-    """A record as it goes over the pipe."""
+    """A record with its length, as sent over the pipe."""
     data = encode(record)
     return len(data).to_bytes(_LENGTH, "big") + data
 
 
 def worker_environment(names: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
-    """Of the variables `own` those that a worker gets: `PASSED_ON`, and what is named."""
+    """The variables of `own` that a worker gets: `PASSED_ON` and the named ones."""
     named = set(names)
     return {name: value for name, value in own.items() if name in named or PASSED_ON.fullmatch(name)}
 
 
 class WorkerDied(Exception):
-    """The worker's pipe closed; the text says how the process ended."""
+    """The worker's pipe closed; the message says how the process ended."""
 
 
 class Worker:
-    """One worker process; only ever used by one coroutine."""
+    """One worker process; used by one coroutine only."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -120,12 +120,12 @@ class Worker:
         self._stdout = process.stdout
         self._length: int | None = None
         self._tail = b""
-        self._heard = asyncio.Event()
+        self._output_seen = asyncio.Event()
         self._drain = asyncio.create_task(self._keep_tail())
 
     @classmethod
     async def start(cls, setup: Setup, variables: Iterable[str] = ()) -> Worker:
-        """A process that was sent its setup; its first answer says whether the environment could be made."""
+        """Starts a process and sends its setup; its first answer says whether the environment was constructed."""
         python = sys.executable
         process = await asyncio.create_subprocess_exec(
             *(python, "-I", "-S", str(Path(guard.__file__))),
@@ -135,7 +135,7 @@ class Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=worker_environment(variables, os.environ),
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # Ctrl-C must reach the run only
         )
         worker = cls(process)
         worker.send(frame(setup))
@@ -143,20 +143,18 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended yet."""
+        """Whether the process is running."""
         return self._process.returncode is None
 
     def send(self, data: bytes) -> None:
-        """Start to write `data`; a pipe that is broken shows itself when the answer is read."""
+        """Starts to write `data`; a broken pipe is noticed when the answer is read."""
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._stdin.write(data)
 
     async def receive(self, due: float, timeout_s: float) -> Answer:
-        """The next answer. Raises `TimeoutError` when there is none at `due` (of the loop's clock), or `WorkerDied`.
-        Nothing is lost when it is cancelled.
-
-        A deadline that was met late means that this process was busy, not the worker: then it waits for `timeout_s`.
-        """
+        """The next answer. Raises `TimeoutError` if there is none by `due` (the loop's clock), or `WorkerDied`.
+        Cancelling it loses no data. If the deadline passed because this process was busy, it waits another
+        `timeout_s`."""
         loop = asyncio.get_running_loop()
         for chance in (1, 2):
             try:
@@ -164,7 +162,7 @@ class Worker:
                     return await self._next_answer()
             except (asyncio.IncompleteReadError, ConnectionError):
                 raise WorkerDied(await self._how_it_ended()) from None
-            except msgspec.DecodeError:  # the reward wrote to a pipe that is not its own
+            except msgspec.DecodeError:  # the reward wrote to the protocol's pipe
                 await self.kill()
                 raise WorkerDied("an answer that cannot be read") from None
             except TimeoutError:
@@ -183,7 +181,7 @@ class Worker:
         return decode(data, Answer)
 
     async def _how_it_ended(self) -> str:
-        by_itself = await self._has_ended(_LAST_WORDS_S)
+        by_itself = await self._has_ended(_OUTPUT_WAIT_S)
         await self.kill()
         code = self._process.returncode or 0
         if not by_itself:
@@ -192,7 +190,7 @@ class Worker:
 
     @property
     def stderr_tail(self) -> str:
-        """The last that the worker wrote to its output streams."""
+        """The end of what the worker wrote to its output streams."""
         return self._tail.decode(errors="replace")
 
     async def _keep_tail(self) -> None:
@@ -200,45 +198,46 @@ class Worker:
         with contextlib.suppress(ConnectionError):
             while chunk := await self._process.stderr.read(65536):
                 self._tail = (self._tail + chunk)[-_STDERR_TAIL_BYTES:]
-                self._heard.set()
-        self._heard.set()
+                self._output_seen.set()
+        self._output_seen.set()
 
     async def stop(self) -> None:
-        """Close its input, which it takes for its end; kill it when it does not."""
+        """Closes its input, which tells it to end; kills it if it does not."""
         self._stdin.close()
         await self._has_ended(guard.GRACE_S)
         await self._end()
 
     async def kill(self) -> None:
-        """Kill the worker and everything it started; returns when it is gone. Its last words are where it hung."""
+        """Kills the worker and all its descendants and waits for their end. What it wrote last, which shows where it
+        hung, is in `stderr_tail`."""
         if self.alive and not self._stdout.at_eof() and not self._drain.done():
-            self._heard.clear()
+            self._output_seen.clear()
             self._signal(signal.SIGUSR1)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS_S):
-                    # A busy machine may not let it speak at once, and it speaks in pieces.
-                    await self._heard.wait()
-                    await asyncio.sleep(_MORE_WORDS_S)
+                async with asyncio.timeout(_OUTPUT_WAIT_S):
+                    # On a busy machine its output comes late and in pieces.
+                    await self._output_seen.wait()
+                    await asyncio.sleep(_MORE_OUTPUT_S)
         await self._end()
 
     async def _end(self) -> None:
         self._signal(signal.SIGCONT)
         self._signal(signal.SIGTERM)
         self._stdin.close()
-        if not await self._has_ended(guard.END_S + _LAST_WORDS_S):
+        if not await self._has_ended(guard.END_S + _OUTPUT_WAIT_S):
             self._signal(signal.SIGKILL)
-            await self._has_ended(_LAST_WORDS_S)
+            await self._has_ended(_OUTPUT_WAIT_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_OUTPUT_WAIT_S):
                 await self._drain
-        cast("Any", self._process)._transport.close()  # whoever may still hold the other ends of its pipes
+        cast("Any", self._process)._transport.close()  # even if another process holds the other ends
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     async def _has_ended(self, within_s: float) -> bool:
-        """Whether the guard ends in time. Not `wait`, which in asyncio also waits for whoever holds its pipes."""
+        """Whether the guard ends in time. Not `wait`, which in asyncio also waits for other holders of its pipes."""
         loop = asyncio.get_running_loop()
         due = loop.time() + within_s
         while self.alive and loop.time() < due:

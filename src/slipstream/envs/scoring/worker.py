@@ -1,13 +1,13 @@
-"""A reward worker, `python -m slipstream.envs.scoring.worker`: the other half of the protocol in `process.py`.
+"""Reward worker, `python -m slipstream.envs.scoring.worker`: the other end of the protocol in `process.py`.
 
-It makes the environment itself from its config, answers one request after another, and ends when its input closes.
-Rewards that are coroutines run side by side, up to `reward_concurrency` of them, on one event loop, which stands still
-while a plain reward computes; one that passes its deadline is cancelled. Under `fresh_worker` each request is graded
-by a fork of this process, which then is as it was when the environment was made.
+It constructs the environment from its config, answers requests one after another, and ends when its input closes.
+Coroutine rewards run concurrently, up to `reward_concurrency`, on one event loop, which a plain reward blocks; a
+coroutine that passes its deadline is cancelled. Under `fresh_worker` each request is graded in a fork of this process,
+which keeps its initial state.
 
-Rewards may print and read as they like: the protocol's pipes are moved away from the standard streams first, and closed
-in every process that a reward forks; one that comes back from the reward ends there. On SIGUSR1 it writes where it
-is, also from inside C code.
+Rewards may print and read: the protocol's pipes are moved away from the standard streams first, and closed in every
+process that a reward forks; a fork that returns from the reward exits. On SIGUSR1 it writes its traceback, also from
+inside C code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_BYTES = 1 << 20
 
 
 def main() -> int:
-    """Serve until the input ends; the exit code is 1 when the environment could not be made."""
+    """Serves until the input ends; the exit code is 1 if the environment could not be constructed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     requests, answers = _take_standard_streams()
@@ -70,14 +70,14 @@ def main() -> int:
 
 
 class _Requests:
-    """What comes from the pool."""
+    """Reads requests from the pool."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._received = bytearray()
 
     def next(self) -> bytes | None:
-        """Wait for a frame; none at the input's end."""
+        """Waits for a frame; None at the end of the input."""
         while not self.is_there():
             data = os.read(self.fd, _CHUNK)
             if not data:
@@ -89,7 +89,7 @@ class _Requests:
         return data
 
     def is_there(self) -> bool:
-        """Whether `next` has one without reading."""
+        """Whether `next` has a frame without reading."""
         return len(self._received) >= _LENGTH and len(self._received) >= _LENGTH + self._length()
 
     def _length(self) -> int:
@@ -97,14 +97,15 @@ class _Requests:
 
 
 class _Answers:
-    """What goes to the pool; nothing but from the process that it was made in."""
+    """Writes answers to the pool, from the process that it was constructed in only."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
         self._own = os.getpid()
 
     def write(self, answer: Answer) -> None:
-        """A process that a reward has forked, and that came back from it, ends here: its parent answers."""
+        """Writes an answer. A process that a reward forked and that returned from the reward exits here: its parent
+        answers."""
         if os.getpid() != self._own:
             os._exit(0)
         view = memoryview(frame(answer))
@@ -127,7 +128,7 @@ class _Grader:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def run(self) -> None:
-        """Until the input ends."""
+        """Grades until the input ends."""
         while True:
             if self._under_way:
                 self._loop.run_until_complete(self._go_on())
@@ -137,7 +138,7 @@ class _Grader:
             self._take(decode(data, Request))
 
     def _take(self, request: Request) -> None:
-        # Outside of the loop, so that a plain reward may use one of its own.
+        # Outside of the event loop, so that a plain reward may run its own.
         found = _judged(self._environment, request)
         if isinstance(found, Answer):
             self._answers.write(msgspec.structs.replace(found, id=request.id))
@@ -158,7 +159,7 @@ class _Grader:
         self._answers.write(msgspec.structs.replace(answer, id=id_))
 
     async def _go_on(self) -> None:
-        """Run coroutines until there is something to be taken, or none of them is left."""
+        """Runs coroutines until there is a request to read, or none is left."""
         while self._under_way:
             waits: set[asyncio.Future[None]] = {*self._under_way}
             may_read = len(self._under_way) < self._concurrency
@@ -178,7 +179,7 @@ class _Grader:
 
 
 def _where(coming: Any) -> str:
-    """Where a coroutine waits, as in a traceback."""
+    """Where a coroutine is waiting, as in a traceback."""
     frames: list[tuple[FrameType, int]] = []
     while (frame := getattr(coming, "cr_frame", None)) is not None:
         frames.append((frame, frame.f_lineno))
@@ -192,13 +193,13 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _grade_apart(environment: Environment, requests: _Requests, answers: _Answers) -> None:
-    """Each request in a fork of this process, until the input ends; what it leaves is killed."""
+    """Grades each request in a fork of this process until the input ends; kills the fork's descendants."""
     adopt()
     child = 0
-    # Where it hangs is the child's to say: nothing of a reward runs here.
+    # The child writes where it hangs: no reward runs in this process.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *_: child and os.kill(child, signal.SIGUSR1))
-    shared = mmap.mmap(-1, _MAX_BYTES)  # no descriptor leads to it, and nobody waits at it
+    shared = mmap.mmap(-1, _MAX_BYTES)  # anonymous: a reward can neither reach it by a descriptor nor block on it
     while (data := requests.next()) is not None:
         request = decode(data, Request)
         shared[:_LENGTH] = bytes(_LENGTH)
@@ -267,7 +268,7 @@ def _failed(environment: Environment, error: BaseException) -> Answer:
 
 
 def _take_standard_streams() -> tuple[_Requests, _Answers]:
-    """Input and output as private files; what is printed goes to stderr from now on, and reading finds nothing."""
+    """Moves input and output to private files; printed text then goes to stderr, and reading returns nothing."""
     requests, answers = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.config import RunConfig
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, first_line
 from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts
 from slipstream.launch.plan.machine import measure_disk, measure_gpus, name_card, usable_cpus, usable_memory_bytes
 from slipstream.launch.plan.memory.peaks import find_peaks
@@ -303,9 +303,8 @@ def _library_config(path: str, trust_remote_code: bool) -> dict[str, Any]:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f'model.path = "{path}" is neither a local folder nor a hub id that can be read ({reason}): '
+            f'model.path = "{path}" is neither a local folder nor a hub id that can be read ({first_line(error)}): '
             "check the spelling, or give the path of a folder"
         ) from None
 

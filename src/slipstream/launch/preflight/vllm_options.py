@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.config import RunConfig
-from slipstream.config.parse.keys import closest
 from slipstream.config.parse.messages import show
+from slipstream.config.parse.suggestions import closest
 from slipstream.errors import ConfigError
 from slipstream.inference import child_process
 from slipstream.inference.settings import EngineSettings

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.config import RunConfig
-from slipstream.errors import ZeroGradientError
+from slipstream.errors import ZeroGradientError, first_line
 from slipstream.inference.child_process import leave
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
 from slipstream.launch.ranks.processes import RankSettings, rank_threads
@@ -39,7 +39,7 @@ def main(path: str, descriptor: str) -> int:
         from slipstream.trainer.distributed.worker import Answer
 
         traceback.print_exc()
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = first_line(error)
         channel.send(msgspec.msgpack.encode(Answer(kind=type(error).__name__, error=reason)), None)
         return 1
     return 0

@@ -34,7 +34,7 @@ def refuse_to_resume(folder: Path, config: RunConfig) -> int:
     CheckpointStore.check_format(latest)
     extra = CheckpointStore.read_extra(latest)
     step, watch = int(extra["step"]), EarlyStop(config.evaluation)
-    watch.load(extra.get("early_stop", {}))
+    watch.load(extra["early_stop"])
     # A run that was stopped in its last evaluation still has to make it.
     is_evaluated = config.evaluation is None or int(extra["evaluated_step"]) >= step
     if step >= config.training.steps and is_evaluated:

@@ -114,9 +114,6 @@ def _checkpoint(path: Path, digests: dict[str, str]) -> Verdict:
     began, proof = time.perf_counter(), CheckpointStore.read_fingerprints(path)
     problems = list(filter(None, [damage(path)]))
     version = ""
-    if proof is None:
-        note = "written before fingerprints were kept: only the sizes of its files were looked at"
-        return Verdict(f"checkpoint {path.name}", "", "", 0, 0, time.perf_counter() - began, tuple(problems), note)
     try:
         extra = CheckpointStore.read_extra(path)
         version = f"{extra['lineage']}.{extra['step']}"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.errors import first_line, one_line
 from slipstream.trainer.attention.row_layout import Ragged
 
 ENABLED = True
@@ -81,9 +82,9 @@ def _tried(query: Tensor, key: Tensor) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and _INTERFACE.startswith(error.name):
             return None  # an older FlashAttention's package has the name
-        wrong = str(error)
+        wrong = first_line(error)
     except Exception as error:  # noqa: BLE001 - whatever a compiler of kernels may raise
-        wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        wrong = one_line(error)
     heads = f"{query.shape[1]} heads on {key.shape[1]} of {query.shape[2]}"
     if wrong:
         _log.warning("FlashAttention 4 is not used for %s (%s): attention takes torch's kernels", heads, wrong)

@@ -185,15 +185,13 @@ class CheckpointStore:
             )
 
     @staticmethod
-    def read_fingerprints(path: Path) -> Fingerprints | None:
-        """What the weights of the checkpoint in `path` must be; None for one of a version that did not write it. Raises
-        `DataError` when that is damaged."""
+    def read_fingerprints(path: Path) -> Fingerprints:
+        """The recorded fingerprints of the weights of the checkpoint in `path`. Raises `DataError` when they are
+        missing or damaged."""
         file = path / _FINGERPRINTS
         try:
             return msgspec.json.decode(file.read_bytes(), type=Fingerprints)
-        except FileNotFoundError:
-            return None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DataError(f"{file} is damaged ({error}): use another checkpoint") from error
 
     def _step_aside(self, final: Path) -> None:

@@ -148,12 +148,11 @@ class CheckpointWriter:
 
         def write() -> None:
             path = self._store.save(step, learner, source, extra, critic, best=best is not None)
-            proof = self._store.read_fingerprints(path)
             self._log.event(
                 "checkpoint",
                 step=step,
                 path=str(path.relative_to(self._log.folder)),
-                digest=proof.digest if proof else "",
+                digest=self._store.read_fingerprints(path).digest,
                 seconds=round(time.monotonic() - began, 3),
                 beside=beside,
             )

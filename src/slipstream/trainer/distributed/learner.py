@@ -33,15 +33,13 @@ from slipstream.trainer.distributed.worker import (
     Share,
     share_of,
 )
-from slipstream.trainer.learner import Learner, Scores, Sums
+from slipstream.trainer.learner import UNPROCESSED, Learner, Scores, Sums
 from slipstream.trainer.model.policy import is_same
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optim.base import OptimStats
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.fingerprint import as_hex, describe
 from slipstream.weights.shards import ShardedWeights
-
-_UNPROCESSED = records.SamplingParams(max_tokens=1)
 
 
 class Crew(Protocol):
@@ -65,7 +63,7 @@ class ShardedScorer:
     crew: Crew
     micro_batch_tokens: int
 
-    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = _UNPROCESSED) -> Scores:
+    def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
         """See `learner.Scorer`."""
         return self.scores(sequences, sampling, self.micro_batch_tokens)
 
@@ -171,7 +169,7 @@ class ShardedLearner(Learner):
     def forward(
         self,
         sequences: Sequence[records.Sequence],
-        sampling: records.SamplingParams = _UNPROCESSED,
+        sampling: records.SamplingParams = UNPROCESSED,
         *,
         micro_batch_tokens: int | None = None,
     ) -> Scores:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from slipstream import records
+from slipstream.errors import one_line
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.learner import one_order_of_sums
 from slipstream.trainer.model import fused_weight_gradients
@@ -85,7 +86,7 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens:
         dress_layers(model.network, model.layers)
         compiled = [layer.forward for layer in layers]
     except Exception as error:  # noqa: BLE001 - whatever a compiler may raise
-        problems.append(_told(error))
+        problems.append(one_line(error))
         layers, plain, compiled = [], [], []
         dress_layers(model.network, before)
     for layer, own, tried in zip(layers, plain, compiled, strict=True):
@@ -119,11 +120,6 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens:
     return problem
 
 
-def _told(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
-
-
 def _beside(
     layer: nn.Module, own: Callable[..., Any], tried: Callable[..., Any], problems: list[str]
 ) -> Callable[..., Any]:
@@ -139,7 +135,7 @@ def _beside(
                     # Up to the layer's inputs, where ranks would begin to add up what they have.
                     torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
             except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise
-                problems.append(_told(error))
+                problems.append(one_line(error))
         return own(*args, **kwargs)
 
     return call

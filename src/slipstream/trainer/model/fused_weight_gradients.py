@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slipstream.errors import TrainingError
+from slipstream.errors import TrainingError, one_line
 
 _SHAPE = (256, 384, 512)
 """Tokens, outputs and inputs of the trial."""
@@ -187,7 +187,7 @@ def _wrong(device: torch.device) -> str:
         for grad_TO, input_TI in pairs:
             total = with_product(total, grad_TO, input_TI)
     except Exception as error:  # noqa: BLE001 - an older torch, a card without such kernels
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return one_line(error)
     assert total is not None
     expected = sum(grad_TO.double().t() @ input_TI.double() for grad_TO, input_TI in pairs)
     off = float((total - expected).norm() / torch.as_tensor(expected).norm())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from slipstream import records
 from slipstream.algo.logprobs import HeadLogits
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, one_line
 from slipstream.trainer.attention import packed
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.model.layers import Checkpointing, LayerOptions, dress_layers
@@ -303,7 +303,7 @@ def load_network(
             else _place(kind, config, folder, shared, trust_remote_code, options),
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model.path {str(folder)!r} cannot be loaded ({_one_line(error)}): save it again") from error
+        raise ConfigError(f"model.path {str(folder)!r} cannot be loaded ({one_line(error)}): save it again") from error
     if missing := sorted(loading.get("missing_keys") or ()):
         # Transformers would draw them at random and go on.
         raise ConfigError(
@@ -384,7 +384,7 @@ def resolve_folder(path: str | os.PathLike[str], revision: str | None = None, *,
     except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError, ValueError) as error:
         wanted = f" (model.revision = {revision!r})" if revision is not None else ""
         raise ConfigError(
-            f"model.path {str(path)!r}{wanted} is no folder and the hub did not give it ({_one_line(error)}): check "
+            f"model.path {str(path)!r}{wanted} is no folder and the hub did not give it ({one_line(error)}): check "
             "spelling and network, or give the path of a folder"
         ) from error
 
@@ -411,12 +411,6 @@ def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, 
         return "eager", True
     (name, *_) = [*(getattr(config, "architectures", None) or []), ""]
     return "sdpa" if getattr(getattr(transformers, name, None), "_supports_sdpa", True) else "eager", False
-
-
-def _one_line(error: BaseException) -> str:
-    """The first sentences of an error that may say much, on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _check_config(config: Any, path: str, packing: bool) -> None:

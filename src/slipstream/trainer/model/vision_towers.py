@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, one_line
 
 
 def reads_images(config: Any) -> bool:
@@ -42,7 +42,7 @@ def blank_network(path: str, *, trust_remote_code: bool = False) -> nn.Module:
 
 def unusable(path: str, error: Exception) -> ConfigError:
     """What is said of a model folder whose configuration transformers refuses."""
-    reason = " ".join(str(error).split())[:300]
+    reason = one_line(error)
     if "custom code" in reason:
         return ConfigError(
             f"model.path {path!r} brings its own Python code, which is run only if you trust it: read it, then set "

@@ -26,7 +26,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipstream.errors import WeightsError
+from slipstream.errors import WeightsError, first_line
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
 from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.weights.base import Announce, Engine, NamedWeights
@@ -305,7 +305,7 @@ class BroadcastPublisher:
         except (RuntimeError, ValueError) as error:
             raise WeightsError(
                 f"version {ticket.version.name} could not be sent to {self._rendezvous.num_workers} engine worker(s) "
-                f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {_first_line(error)}"
+                f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {first_line(error)}"
             ) from error
 
     def _meet_anew(self) -> None:
@@ -383,7 +383,3 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         else:
             for target, source in zip(to, of, strict=True):
                 target.copy_(source, non_blocking=True)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

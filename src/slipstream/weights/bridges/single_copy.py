@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError, WeightsError
+from slipstream.errors import ConfigError, WeightsError, first_line
 from slipstream.records import Ticket, Version
 from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.fingerprint import describe, digest
@@ -178,8 +178,7 @@ def open_weights(shared: SharedWeights) -> dict[str, Tensor]:
     try:
         storages = [_open(storage) for storage in shared.storages]
     except (OSError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CannotShare(f"the engine's weights cannot be opened here ({reason})") from error
+        raise CannotShare(f"the engine's weights cannot be opened here ({first_line(error)})") from error
     return {
         name: _view(storages[t.storage], t.offset, t.shape, t.strides, getattr(torch, t.dtype))
         for name, t in shared.tensors.items()

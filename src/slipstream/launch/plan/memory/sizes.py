@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from slipstream.config.bounds import GIB
 from slipstream.config.schema import OptimizerName
 from slipstream.launch.plan.facts import ModelFacts
 
 Checkpointing = bool | Literal["auto", "selective"]
 """`training.gradient_checkpointing`; as long as it is "auto", as if nothing were computed again."""
-GIB = 1 << 30
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
