@@ -1,16 +1,13 @@
 """Which bridge `weights.bridge = "auto"` becomes, and that the plan says why."""
 
-import dataclasses
-
 import pytest
 
-from slipstream.config import LoraConfig, with_values
+from slipstream.config import LoraConfig
 from slipstream.config.checks import contradictions
-from slipstream.launch import make_plan
-from slipstream.launch.plan.facts import AdapterFacts, Peak
+from slipstream.launch.plan.facts import AdapterFacts
 from slipstream.launch.plan.memory.sizes import GIB
 
-from .test_plan import CARD, GENERATED, GRPO, SFT, SFT_DATA, facts, plan, reasons
+from .test_plan import CARD, GENERATED, GRPO, SFT, SFT_DATA, plan, reasons
 
 ADAPTER = AdapterFacts(num_parameters=10_000, target_modules=("q_proj",))
 SMALL = CARD | {"gpu_memory_bytes": 48 * GIB}
@@ -107,16 +104,3 @@ def test_what_was_set_stays():
         made = plan(GENERATED | {"weights.bridge": bridge}, **CARD)
         assert made.config.weights.bridge == bridge
         assert "weights.bridge" not in reasons(made)
-
-
-def test_a_bridge_that_an_earlier_run_changed_names_it():
-    """Its trainer held more than is counted, so that both sides do not fit beside each other."""
-    card, values = CARD | {"gpu_memory_bytes": 64 * GIB, "card": "A card"}, GENERATED | {"training.steps": 5}
-    first = plan(values, **card)
-    assert first.config.weights.bridge == "single_copy"
-    held = first.trainer_bytes + 8 * GIB
-    peak = Peak("runs/before", held, held, 2000, first.memory_settings)
-    made = make_plan(with_values(GRPO, values), dataclasses.replace(facts(**card), peaks=(peak,)))
-    assert made.config.weights.bridge == "disk"
-    assert "corrected by runs/before" in reasons(made)["weights.bridge"]
-    assert peak in made.peaks, "a run that goes on is to have this plan again"

@@ -30,7 +30,7 @@ from slipstream.launch.engine_sleep import Turns
 from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
 from slipstream.launch.fallbacks import with_fallbacks
 from slipstream.launch.log_events import logged_as_events
-from slipstream.launch.plan.memory.peaks import as_fields, note_peak
+from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.progress import Progress, title_of, warn
 from slipstream.launch.ranks.processes import RankCrew, rank_threads
@@ -86,12 +86,12 @@ def train(
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         changed = changed_settings(before, read_settings(folder)) if before else []
         warnings = list(prepared.plan.warnings)
-        peaks, memory = as_fields(prepared.plan.peaks), begun_with(prepared.config)
+        memory = begun_with(prepared.config)
         found = {"dropped": prepared.dropped, "warnings": warnings, "changed": changed}
-        log.event("start", resume=resume, **found, peaks=peaks, memory=memory)
+        log.event("start", resume=resume, **found, memory=memory)
         for text in warnings:
             progress.message(text, "warning")
-        for text in prepared.plan.told:
+        for text in prepared.plan.notices:
             progress.message(text)
         for reason, count in prepared.dropped.items():
             progress.message(f"left out: {count} ({reason})")
@@ -185,7 +185,7 @@ class _Run:
             self._teacher = launch_teacher(self.prepared, self.folder, self.log, self.progress, self._make_engine)
             self._exits.callback(self._teacher.kill)
         loop = self._loop = self._build_loop(resume)
-        self.log.listen(note_peak(self.log, self.prepared.plan.memory_settings))
+        self.log.listen(record_memory(self.log, self.prepared.config.model.path))
         self.progress.ready()
         self._stages.begin_steps(loop.step)
         loop.run()

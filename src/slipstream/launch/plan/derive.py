@@ -8,11 +8,10 @@ are). What cannot work on this machine, model or data is a ConfigError here, bef
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+import math
+from dataclasses import dataclass
 
-from slipstream.config import Derived, RLConfig, RunConfig, with_values
+from slipstream.config import Derived, RLConfig, RunConfig
 from slipstream.config.checks import inapplicable
 from slipstream.config.recipes import choices, resolved
 from slipstream.config.traits import uses_critic, uses_engine, usual_reward_workers
@@ -20,15 +19,12 @@ from slipstream.errors import ConfigError
 from slipstream.launch.plan.bridge import plan_bridge
 from slipstream.launch.plan.builder import Draft
 from slipstream.launch.plan.deadlines import plan_deadlines
-from slipstream.launch.plan.facts import SMALL_MODEL_PARAMETERS, Facts, Peak
+from slipstream.launch.plan.facts import SMALL_MODEL_PARAMETERS, Facts
 from slipstream.launch.plan.lengths import plan_lengths
 from slipstream.launch.plan.memory.checkpoints import checkpoint_notes, disk_warnings, plan_checkpoints
-from slipstream.launch.plan.memory.sizes import gib
 from slipstream.launch.plan.memory.split import plan_card, plan_compile, plan_cpu_cache, plan_micro_batch
 from slipstream.launch.plan.memory.teacher import TeacherRoom, planned_teacher
-from slipstream.launch.plan.memory.trainer import WAYS, memory_settings, rows_of
 from slipstream.launch.plan.placement import plan_placement
-from slipstream.launch.plan.rates import plan_learning_rate
 from slipstream.launch.plan.summary import (
     Note,
     batch_notes,
@@ -43,10 +39,13 @@ from slipstream.launch.plan.summary import (
     trainer_bytes,
 )
 from slipstream.launch.plan.vllm_version import plan_patches
-from slipstream.launch.recovery.resume import changed_settings
 
 MAX_SEQUENCES = 1_000_000
-_WAY = "training.gradient_checkpointing"
+LARGE, TINY = 500e6, 1e6
+RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
+"""At `LARGE` and at `TINY` parameters. The first are usual: of GRPO in TRL and verl, of SFT, and of LoRA, which wants
+ten times that of full fine-tuning and more ("LoRA Without Regret", Thinking Machines, 2025). The second are those that
+the tutorial and the tests train at."""
 
 
 @dataclass(frozen=True)
@@ -61,83 +60,19 @@ class Plan:
     """What the trainer will hold at most, without contexts and workspaces; a run tells its peak beside it."""
     teacher: TeacherRoom | None = None
     """How its engine is started, where there is a teacher of ours."""
-    memory_settings: dict[str, Any] = field(default_factory=dict)
-    """What decides how much the trainer takes, beside the length of its rows."""
-    peaks: tuple[Peak, ...] = ()
-    """What earlier runs took, as far as the plan rests on it."""
-    told: tuple[str, ...] = ()
-    """What there is to say of what earlier runs took."""
+    notices: tuple[str, ...] = ()
+    """What there is to say of earlier runs; no value depends on it."""
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
-    """Derive every `auto` of `config` from `facts`; raises ConfigError for what cannot work by what is counted. What
-    earlier runs took refuses nothing, as they ran: it changes values, each with its reason, or warns."""
-    counted = made = _derive(config, replace(facts, peaks=()))
-    if not facts.peaks:
-        return replace(counted, told=facts.peaks_told)
-    problem = ""
-    try:
-        made = _derive(config, facts)
-    except ConfigError as error:
-        problem = f"the run may end for want of memory, as an earlier one took more than is counted: {error}"
-    ways = [each.config.training.gradient_checkpointing for each in (made, counted)]
-    values = {item.name: item.value for item in counted.derived}
-    configs = _alternatives(config, made.config)
-    correction = partial(_correction, configs, facts)
-    derived = [
-        item
-        if values.get(item.name) == item.value
-        # Layers are computed again because of what those took that were not.
-        else replace(item, reason=f"{item.reason}; {correction(ways[:: -1 if item.name == _WAY else 1])}")
-        for item in made.derived
-    ]
-    settings = [memory_settings(each, facts) | {_WAY: way} for each in configs for way in WAYS]
-    return replace(
-        made,
-        derived=tuple(derived),
-        warnings=(*made.warnings, *([problem] if problem else [])),
-        peaks=tuple(peak for peak in facts.peaks if peak.settings in settings),
-        told=(*facts.peaks_told, correction(ways) or _difference(made, facts)),
-    )
-
-
-def _alternatives(asked: RunConfig, made: RunConfig) -> list[RunConfig]:
-    """What was planned, and where it was free to choose, what weights that are spread otherwise, or reach the engine by
-    another bridge, would have been."""
-    found = [made]
-    if asked.training.ranks > 1 and asked.training.reshard == "auto":
-        other = "layer" if made.training.reshard == "step" else "step"
-        found.append(with_values(made, {"training.reshard": other}))
-    if asked.weights.bridge == "auto" and made.weights.bridge in ("single_copy", "disk"):
-        other = "disk" if made.weights.bridge == "single_copy" else "single_copy"
-        found += [with_values(each, {"weights.bridge": other}) for each in found]
-    return found
-
-
-def _correction(configs: list[RunConfig], facts: Facts, ways: list[Any]) -> str:
-    """The earlier run that says most of rows as the first of `configs` has them, in the first of these and of the
-    `ways` in which one computed."""
-    tokens = int(configs[0].training.micro_batch_tokens)
-    each = (rows_of(config, facts, checkpointing=way).told(tokens) for config in configs for way in (*ways, *WAYS))
-    return next(filter(None, each), "")
-
-
-def _difference(made: Plan, facts: Facts) -> str:
-    """Why nothing is corrected though there are earlier runs."""
-    last = facts.peaks[-1]
-    changes = changed_settings(dict(last.settings), made.memory_settings)
-    more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
-    return f"{last.run} took {gib(last.held)} and corrects nothing: {'; '.join(changes[:3])}{more}"
-
-
-def _derive(config: RunConfig, facts: Facts) -> Plan:
+    """Derive every `auto` of `config` from `facts`; raises ConfigError for what cannot work."""
     draft = Draft(config, facts)
     _plan_dtype(draft)
     _plan_batch(draft)
     _plan_evaluation(draft)
     plan_placement(draft)
     _plan_lora(draft)
-    plan_learning_rate(draft)
+    _plan_learning_rate(draft)
     plan_compile(draft)
     if uses_engine(config):
         plan_lengths(draft)
@@ -194,7 +129,7 @@ def _derive(config: RunConfig, facts: Facts) -> Plan:
         tuple(draft.warnings),
         trainer_bytes(planned, facts),
         planned_teacher(planned, facts),
-        memory_settings(planned, facts),
+        facts.notices,
     )
 
 
@@ -251,3 +186,24 @@ def _plan_batch(draft: Draft) -> None:
         )
     draft.derive("training.prompts_per_batch", num_tasks, reason)
     draft.warnings.append(f"training.prompts_per_batch was {reason}")
+
+
+def _plan_learning_rate(draft: Draft) -> None:
+    """`training.learning_rate`."""
+    kind = "rl" if draft.original.algorithm.kind != "sft" else "sft"
+    words = {"rl": "usual in reinforcement learning of all parameters", "sft": "usual in SFT of all parameters"}
+    if draft.original.lora is not None:
+        kind, words["lora"] = "lora", "usual for LoRA"
+    num_parameters = draft.facts.model.num_decoding
+    rate = learning_rate(kind, num_parameters)
+    reason = words[kind]
+    if rate != RATES[kind][0]:
+        reason = f"{RATES[kind][0]:g} is {reason}; more for {num_parameters / 1e6:.3g} M parameters, fewer than 500 M"
+    draft.derive_auto("training.learning_rate", rate, reason)
+
+
+def learning_rate(kind: str, num_parameters: int) -> float:
+    """Two figures of the rate for `kind`, a key of `RATES`; between its two sizes a line in logarithms."""
+    usual, highest = RATES[kind]
+    part = math.log(LARGE / max(1, num_parameters)) / math.log(LARGE / TINY)
+    return float(f"{usual * (highest / usual) ** min(1.0, max(0.0, part)):.1e}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 """A model of fewer was made for its task, as by `slipstream model new`: no chat model has so few."""
@@ -97,21 +96,6 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """What the trainer of an earlier run took of its GPU at most, in bytes."""
-
-    run: str
-    """Its folder."""
-    allocated: int
-    held: int
-    """With what its allocator kept for later, which nobody else could have."""
-    row_tokens: int
-    """Of the longest row that it had trained on by then."""
-    settings: Mapping[str, Any]
-    """What else decided it; see `launch.trainer_room.memory_settings`."""
-
-
-@dataclass(frozen=True)
 class Shortage:
     """That an earlier process of this run ran out of memory, and what it had planned."""
 
@@ -146,10 +130,6 @@ class Facts:
     num_gpus: int = 0
     gpu_memory_bytes: int = 0
     """Of one GPU."""
-    card: str = ""
-    """Its name."""
-    torch: str = ""
-    """The version of torch, whose allocator decides what is held."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
     engine: EngineFacts | None = None
@@ -158,9 +138,7 @@ class Facts:
     """Of the teacher that the run starts, if it does."""
     disk: DiskFacts | None = None
     """None where nobody looked."""
-    peaks: tuple[Peak, ...] = ()
-    """Of earlier runs, the oldest first."""
-    peaks_told: tuple[str, ...] = ()
-    """What there is to say of how they were found."""
     shortages: tuple[Shortage, ...] = ()
     """Of the run that is planned again, the oldest first."""
+    notices: tuple[str, ...] = ()
+    """What there is to say of earlier runs; no value depends on it."""

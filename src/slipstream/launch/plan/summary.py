@@ -131,8 +131,6 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         how = f"{kept} {gib(trainer.kept - critic)}, the critic's own {gib(critic)}, activations {gib(trainer.working)}"
     if (ranks := config.training.ranks) > 1:
         how += f"; of each of {ranks} ranks" if facts.num_gpus else f"; of all {ranks} ranks"
-    if told := planned_rows(config, facts).told(int(config.training.micro_batch_tokens)):
-        how += f" ({told})"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:
         how = f"weights {gib(engine.kept)}, KV cache {gib(engine.working)}"

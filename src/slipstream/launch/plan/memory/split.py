@@ -12,6 +12,7 @@ from slipstream.config import RLConfig, RunConfig, with_values
 from slipstream.config.traits import uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.builder import Draft
+from slipstream.launch.plan.facts import Facts
 from slipstream.launch.plan.memory.gpu_shares import (
     ASLEEP_RESERVE,
     ENGINE_RESERVE,
@@ -31,10 +32,9 @@ from slipstream.launch.plan.memory.sizes import (
     round_up,
     weights_bytes,
 )
-from slipstream.launch.plan.memory.smaller import fewer_sequences, fewer_tokens, must_compute_again
 from slipstream.launch.plan.memory.trainer import ACTIVATION_MARGIN, Rows, rows_of, training_state
 from slipstream.launch.plan.placement import teacher_beside
-from slipstream.launch.plan.speed import compiling_pays
+from slipstream.launch.recovery.shortages import fewer_sequences, fewer_tokens, must_compute_again
 
 MAX_SEQUENCES = 256
 MAX_MICRO_BATCH_TOKENS = 16_384
@@ -46,6 +46,14 @@ MIN_ROW_TOKENS = 4096
 """A GPU wants at least so many tokens at once; the engine rather sleeps than that it gets fewer."""
 MAX_KV_PART, MAX_ACTIVATION_PART = 1 / 4, 1 / 8
 """Parts of a CPU machine's memory."""
+GPU_FLOPS = 3e14
+"""A data centre's GPU in bfloat16, as training really uses it."""
+COMPILING_S = 60.0
+"""What compiling takes at the start of the first of several runs that are alike; the others find what it made."""
+LEAST_RUNS = 2
+"""So many runs that are alike are expected."""
+COMPILING_SAVES = 0.2
+"""Part of the time of training that compiled layers save."""
 
 
 def _sequences(draft: Draft) -> tuple[int, str]:
@@ -243,8 +251,6 @@ def plan_micro_batch(draft: Draft) -> None:
     if fitting >= longest:
         value = max(longest, fitting // 256 * 256, 1)
         reason = f"{rows.each / 1024:.3g} KiB a token in {source}, at most {most}"
-    elif rows.peaks and rows.needed(longest) <= room:
-        value, reason = longest, f"the longest sequence; in {source} is place for {fitting} tokens"
     else:
         value, reason = longest, f"the longest sequence, although {source} holds only {fitting} tokens"
         if draft["training.micro_batch_tokens"] == "auto":
@@ -317,5 +323,33 @@ def plan_compile(draft: Draft) -> None:
             "training.offload_activations = true moves activations from a GPU to the CPU's memory, and there is no GPU:"
             " remove it"
         )
-    pays, reason = compiling_pays(draft.original, draft.facts)
+    pays, reason = _compiling_pays(draft.original, draft.facts)
     draft.derive_auto("training.compile", pays, reason)
+
+
+def _training_seconds(config: RunConfig, facts: Facts) -> float:
+    """Of a whole run, by 6 N D, on as many GPUs as it has ranks: with completions of the length that the run file
+    allows, or of half the model's context where it says none."""
+    training, algorithm, data = config.training, config.algorithm, facts.data
+    if isinstance(algorithm, RLConfig):
+        allowed = config.sampling.max_tokens
+        completion = facts.model.context_length // 2 if allowed == "auto" else allowed
+        tokens = training.prompts_per_batch * algorithm.group_size * (data.max_prompt_tokens + completion)
+    else:
+        tokens = training.prompts_per_batch * (data.max_sequence_tokens or 0)
+    passes = training.steps * training.epochs_per_batch
+    return 6.0 * facts.model.num_decoding * tokens * passes / (GPU_FLOPS * training.ranks)
+
+
+def _compiling_pays(config: RunConfig, facts: Facts) -> tuple[bool, str]:
+    """Whether to compile the trainer's layers, and why."""
+    if not facts.num_gpus:
+        return False, "on a CPU compiling takes longer than it saves"
+    if not config.training.packing:
+        return False, "rows of one sequence are short: there is little to fuse"
+    if config.model.dtype == "float32":
+        return False, "in float32 the matrix multiplications take the time"
+    seconds = _training_seconds(config, facts)
+    pays = LEAST_RUNS * COMPILING_SAVES * seconds > COMPILING_S
+    told = f"about {seconds:,.0f} s of training, of which it saves a fifth" if seconds >= 1 else "hardly any training"
+    return pays, f"{told}; compiling takes about {COMPILING_S:.0f} s, and less where a run like it was made before"
