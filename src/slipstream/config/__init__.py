@@ -8,6 +8,7 @@ package imports torch. Values that need the model, the tasks or the machine are 
 from slipstream.config.parse.dump import Derived, dump_resolved
 from slipstream.config.parse.keys import with_values
 from slipstream.config.parse.load import Loaded, load_config
+from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.config.recipes import needs_engine_logprobs
 from slipstream.config.schema import (
     CriticConfig,
@@ -36,6 +37,8 @@ __all__ = [
     "Loaded",
     "LoraConfig",
     "ModelConfig",
+    "PlannedConfig",
+    "PlannedRL",
     "RLConfig",
     "RunConfig",
     "RunSection",

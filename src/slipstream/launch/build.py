@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import uses_critic
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.launch.engines import RunEngine
@@ -58,7 +58,9 @@ class Trained:
     critic: Critic | None
 
 
-def load_model(config: RunConfig, shared: SharedTensors | None = None, group: RankGroup | None = None) -> PolicyModel:
+def load_model(
+    config: PlannedConfig, shared: SharedTensors | None = None, group: RankGroup | None = None
+) -> PolicyModel:
     """The model on the trainer's device; its parameters are `shared`, or its own. With a `group` rank 0 has it on the
     CPU and the others have it without values: it is to be spread."""
     import torch
@@ -66,20 +68,19 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None, group: Ra
     from slipstream.trainer.model.policy import PolicyModel
 
     model, training = config.model, config.training
-    assert model.dtype != "auto"
     loaded = PolicyModel.load(
         model.path,
         model.dtype,
         "cuda" if torch.cuda.is_available() and group is None else "cpu",
         model.trust_remote_code,
         packing=training.packing,
-        checkpointing=False if training.gradient_checkpointing == "auto" else training.gradient_checkpointing,
+        checkpointing=training.gradient_checkpointing,
         offload=training.offload_activations,
         shared=shared,
         unread=group is not None and group.rank > 0,
         checked=group is None,
         fp32_head=model.fp32_head,
-        max_model_len=None if config.inference.max_model_len == "auto" else config.inference.max_model_len,
+        max_model_len=config.inference.max_model_len or None,
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what reading and comparing took, some gigabytes that an engine may have on this card
@@ -91,7 +92,7 @@ def needs_reference(config: RunConfig) -> bool:
     return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
 
 
-def import_ahead(config: RunConfig) -> None:
+def import_ahead(config: PlannedConfig) -> None:
     """Import what `build` will, and make the network without its values: what need not wait for an engine that has the
     weights."""
     import torch
@@ -110,7 +111,7 @@ def import_ahead(config: RunConfig) -> None:
         auto_class(settings).from_config(settings, trust_remote_code=trusted)
 
 
-def compile_ahead(config: RunConfig) -> None:
+def compile_ahead(config: PlannedConfig) -> None:
     """Compile the layers of a small network like the policy's, whose weights are still with an engine that starts: the
     policy's then need no compiler. Where that cannot be done nothing is lost but the time."""
     import torch
@@ -119,12 +120,11 @@ def compile_ahead(config: RunConfig) -> None:
     from slipstream.trainer.model.stand_in import save_stand_in
 
     model = config.model
-    assert model.dtype != "auto"
     try:
         with temporary("stand-in") as folder, torch.random.fork_rng(devices=[]):  # its weights are drawn
             save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
             alike = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
-            compile_if_asked(alike, load_model(alike), row_tokens=int(config.training.micro_batch_tokens))
+            compile_if_asked(alike, load_model(alike), row_tokens=config.training.micro_batch_tokens)
     except Exception as error:  # noqa: BLE001 - the model itself is compiled all the same, or says why not
         _log.info("layers are not compiled ahead (%s)", error)
     gc.collect()
@@ -133,7 +133,7 @@ def compile_ahead(config: RunConfig) -> None:
 
 
 def build(
-    config: RunConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
+    config: PlannedConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
 ) -> Trained:
     """Everything in this process, the policy's weights in the memory of the only one of `workers`, where there is one;
     `planned_bytes` is what the trainer was planned to take. Raises ConfigError where layers are to be compiled and
@@ -142,7 +142,6 @@ def build(
     from slipstream.trainer.learner import Learner, Reference
 
     tokens = config.training.micro_batch_tokens
-    assert isinstance(tokens, int)
 
     def learner(model: PolicyModel) -> Learner:
         with stage("compile the layers") if config.training.compile is True else nullcontext():
@@ -166,7 +165,7 @@ def build(
 
 
 def compile_if_asked(
-    config: RunConfig, model: PolicyModel, group: RankGroup | None = None, *, row_tokens: int = 0
+    config: PlannedConfig, model: PolicyModel, group: RankGroup | None = None, *, row_tokens: int = 0
 ) -> None:
     """Compile the layers of `model` under `training.compile`, for rows of `row_tokens` too; with a `group` a
     collective, which fails on all ranks alike. Raises ConfigError, see `build`."""
@@ -183,7 +182,7 @@ def compile_if_asked(
 
 
 def build_sharded(
-    config: RunConfig, sampling: SamplingParams, crew: RankCrew, planned_bytes: int, stage: Stage = nullcontext
+    config: PlannedConfig, sampling: SamplingParams, crew: RankCrew, planned_bytes: int, stage: Stage = nullcontext
 ) -> Trained:
     """The same where every rank has a share of it; this one's, and how the others are reached. `planned_bytes` is what
     each was planned to take."""
@@ -191,7 +190,6 @@ def build_sharded(
     from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
 
     tokens = config.training.micro_batch_tokens
-    assert isinstance(tokens, int)
     with stage("start the ranks"):
         group = crew.join()
     with stage("load and compile on all ranks"), crew.loading():
@@ -206,7 +204,7 @@ def build_sharded(
 
 
 def build_parts(
-    config: RunConfig,
+    config: PlannedConfig,
     sampling: SamplingParams,
     group: RankGroup,
     shared: Sequence[SharedWeights] = (),
@@ -244,7 +242,7 @@ def build_parts(
     return parts
 
 
-def build_objective(config: RunConfig, sampling: SamplingParams) -> Objective:
+def build_objective(config: PlannedConfig, sampling: SamplingParams) -> Objective:
     """What `algorithm` minimises."""
     from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
@@ -253,14 +251,14 @@ def build_objective(config: RunConfig, sampling: SamplingParams) -> Objective:
     return PolicyObjective(config.algorithm, sampling, config.teacher.coef if config.teacher else None)
 
 
-def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
+def with_adapter(config: PlannedConfig, model: PolicyModel) -> PolicyModel:
     """`model`, and beside it the adapter that [lora] asks for."""
     if (lora := config.lora) is not None:
         model.add_adapter(adapter_config(config), Path(lora.path) if lora.path else None)
     return model
 
 
-def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Optimizer:
+def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) -> Optimizer:
     """What `training.optimizer` names, for all that is trainable in `network`, or for this rank's share of it."""
     from slipstream.trainer.model.lora import rate_in_adapter
     from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
@@ -289,7 +287,7 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
     return MasterAdamW(named, **options)
 
 
-async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
+async def share_weights(config: PlannedConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
     """Where each worker of an engine that is ready has its live weights. Raises CannotShare when it lives and cannot
     say so."""
     from slipstream.trainer.model.policy import resolve_folder
@@ -298,7 +296,7 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWei
 
     folder = resolve_folder(config.model.path)
     try:
-        return await engine.share(stored_parameters(folder, config.model.dtype), float(config.weights.apply_timeout_s))
+        return await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
     except DeadlineError:
         raise
     except EngineError as error:
@@ -307,7 +305,7 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWei
         raise CannotShare(f"the engine cannot share its weights ({error})") from error
 
 
-def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
+def open_shared(config: PlannedConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
     """The weights of the only worker, checked against the model's files, which takes as long as reading them; without
     workers nothing."""
     import torch

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from slipstream import weights
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, SupervisedEngine
@@ -95,12 +95,12 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
 
 
 _GRACE_S = 5.0
-EngineMaker = Callable[[RunConfig, EngineSettings, Path, OnEvent], RunEngine]
+EngineMaker = Callable[[PlannedConfig, EngineSettings, Path, OnEvent], RunEngine]
 """Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
 
 
 def engine_settings(
-    config: RunConfig,
+    config: PlannedConfig,
     model: str,
     *,
     on_cpu: bool,
@@ -110,12 +110,6 @@ def engine_settings(
 ) -> EngineSettings:
     """How to start the engine on the folder `model`; the config's `auto`s have been replaced by the plan."""
     inference = config.inference
-    assert isinstance(inference.max_model_len, int)
-    assert isinstance(inference.max_num_seqs, int)
-    assert isinstance(inference.enforce_eager, bool)
-    assert isinstance(inference.kv_cache_gib, float | int)
-    assert isinstance(inference.gpu_memory_utilization, float | int)
-    assert isinstance(config.run.threads, int)
     lora = config.lora if publishes_adapter(config) else None
     return EngineSettings(
         model=model,
@@ -144,7 +138,7 @@ def engine_settings(
     )
 
 
-def engine_gpus(config: RunConfig, visible: str | None, replica: int = 0) -> tuple[str, ...]:
+def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) -> tuple[str, ...]:
     """The GPUs that an engine may see, as `visible`, CUDA_VISIBLE_DEVICES, names them; none: all, where the only engine
     shares the trainer's."""
     size, separate = config.inference.tensor_parallel_size, config.run.placement == "separate"
@@ -157,7 +151,7 @@ def engine_gpus(config: RunConfig, visible: str | None, replica: int = 0) -> tup
 
 
 def create_engine(
-    config: RunConfig,
+    config: PlannedConfig,
     settings: EngineSettings,
     log_folder: Path,
     on_event: OnEvent,
@@ -173,10 +167,10 @@ def create_engine(
         return SupervisedEngine(
             settings,
             log_folder / log,
-            start_timeout_s=float(config.inference.start_timeout_s),
+            start_timeout_s=config.inference.start_timeout_s,
             max_restarts=config.inference.max_restarts,
             on_event=on_event,
-            silence_s=min(SILENCE_S, float(config.inference.request_timeout_s) + _GRACE_S),
+            silence_s=min(SILENCE_S, config.inference.request_timeout_s + _GRACE_S),
             ahead=ahead,
         )
 

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from slipstream.config import Derived, Loaded, RunConfig, with_values
+from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig, with_values
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import uses_engine
 from slipstream.data.chat_template import ChatTokenizer
@@ -57,7 +57,7 @@ class Prepared:
     """What the plan had chosen otherwise until it was tried, by name."""
 
     @property
-    def config(self) -> RunConfig:
+    def config(self) -> PlannedConfig:
         """The config with every `auto` replaced."""
         return self.plan.config
 
@@ -102,7 +102,6 @@ class Prepared:
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without nucleus)."""
         s = self.config.sampling
-        assert isinstance(s.max_tokens, int), "the plan replaces every auto"
         greedy = temperature == 0.0
         return SamplingParams(
             max_tokens=s.max_tokens,

@@ -304,7 +304,7 @@ class _Run:
         if not self.prepared.uses_engine or config.weights.bridge != "single_copy":
             return ()
         thread, waits_for = self._event_loop(), "the engine to start and to share its weights"
-        timeout_s = float(config.inference.start_timeout_s) + START_GRACE_S
+        timeout_s = config.inference.start_timeout_s + START_GRACE_S
         with self._stages.stage("import what loading needs"):
             import_ahead(config)
         if config.training.compile is True and config.lora is None and config.training.ranks == 1:
@@ -313,7 +313,7 @@ class _Run:
         with self._stages.stage(WAIT):
             thread.call(self._engine_ready(), timeout_s, waits_for)
         sharing = share_weights(config, self._create_engine())
-        return thread.call(sharing, float(config.weights.apply_timeout_s), waits_for)
+        return thread.call(sharing, config.weights.apply_timeout_s, waits_for)
 
     def _resume(self, loop: TrainingLoop) -> None:
         latest = loop.store.latest()
@@ -355,7 +355,7 @@ class _Run:
             scorer,
             prepared.tokenizer,
             engine,
-            request_timeout_s=float(config.inference.request_timeout_s),
+            request_timeout_s=config.inference.request_timeout_s,
             run_timeout_s=config.environment.run_timeout_s,
         )
 
@@ -370,7 +370,7 @@ class _Run:
             engine,
             self.log,
             sleeps=config.inference.sleep is True,
-            timeout_s=float(config.weights.apply_timeout_s),
+            timeout_s=config.weights.apply_timeout_s,
         )
         loop.engine = Orchestrator(
             thread,
@@ -408,7 +408,7 @@ class _Run:
             prepared.sampling(),
             max_tokens=config.weights.probe_tokens,
             seed=config.run.seed,
-            timeout_s=float(config.inference.request_timeout_s),
+            timeout_s=config.inference.request_timeout_s,
         )
 
     def _evaluation(self, runner: RolloutRunner) -> Callable[[], Awaitable[Evaluation]]:
@@ -417,7 +417,6 @@ class _Run:
 
         async def run() -> Evaluation:
             assert evaluation is not None
-            assert evaluation.temperature != "auto"
             self.progress.phase("evaluate", len(self.prepared.eval_tasks))
             try:
                 return await evaluate(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from slipstream.config import LoraConfig, RunConfig, with_values
+from slipstream.config import LoraConfig, PlannedConfig, with_values
 from slipstream.config.traits import engine_workers, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.build import share_weights
@@ -83,7 +83,7 @@ def measure_sync(
     return found
 
 
-def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
+def _config(name: BridgeName, options: SyncOptions) -> PlannedConfig:
     """The settings of a run that would use this bridge on this machine."""
     bridge, _, variant = name.partition("+")
     placement, ranks = _placement(bridge, variant, options)
@@ -171,7 +171,7 @@ class _Sides:
 
 @contextlib.contextmanager
 def _started(
-    name: BridgeName, config: RunConfig, options: SyncOptions, folder: Path, stop: StopRequest
+    name: BridgeName, config: PlannedConfig, options: SyncOptions, folder: Path, stop: StopRequest
 ) -> Generator[_Sides]:
     """Both sides, as `launch.local` starts them."""
     import torch
@@ -199,14 +199,14 @@ def _started(
             engine.kill()
 
 
-def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) -> Bridge:
+def _bridge(name: BridgeName, config: PlannedConfig, folder: Path, sides: _Sides) -> Bridge:
     model, engine = sides.trainer.model, sides.engine
     if publishes_adapter(config):
         assert model.adapter is not None
         return create_adapter_bridge(
             folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
         )
-    timeout_s, apply_s = float(config.inference.start_timeout_s), float(config.weights.apply_timeout_s)
+    timeout_s, apply_s = config.inference.start_timeout_s, config.weights.apply_timeout_s
     call = sides.thread.call
     whole: Literal["disk", "restart", "broadcast", "single_copy"]
     assert name not in ("lora", "single_copy+lora")
@@ -224,7 +224,7 @@ def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) ->
     )
 
 
-def _between_gpus(config: RunConfig, trainer: SyncTrainer) -> bool:
+def _between_gpus(config: PlannedConfig, trainer: SyncTrainer) -> bool:
     return trainer.on_gpu and config.run.placement == "separate"
 
 
@@ -291,7 +291,7 @@ class _Bench:
     """Both sides, ready."""
 
     def __init__(
-        self, name: BridgeName, config: RunConfig, options: SyncOptions, sides: _Sides, bridge: Bridge, lineage: int
+        self, name: BridgeName, config: PlannedConfig, options: SyncOptions, sides: _Sides, bridge: Bridge, lineage: int
     ) -> None:
         self._name = name
         self._config = config
@@ -303,7 +303,6 @@ class _Bench:
         self._thread = sides.thread
         self._should_stop = sides.should_stop
         self._bridge = bridge
-        assert isinstance(config.inference.max_model_len, int)
         self._length = config.inference.max_model_len
         self._load = _Load(sides.engine, sides.thread, options, self._length)
         # A new engine knows nothing of the requests of the one before.

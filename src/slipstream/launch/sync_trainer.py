@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.launch.build import POLICY, build_parts, load_model, open_shared
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.ranks.processes import RankCrew
@@ -129,7 +129,7 @@ class _Ranks(SyncTrainer):
 
 @contextlib.contextmanager
 def sync_trainer(
-    config: RunConfig, workers: Sequence[SharedWeights], logs: Path, stop: StopRequest
+    config: PlannedConfig, workers: Sequence[SharedWeights], logs: Path, stop: StopRequest
 ) -> Generator[SyncTrainer]:
     """The trainer that `config` asks for, in the memory of `workers` where there are such; whoever else belongs to it
     ends with the block, or when `stop` ends all at once."""

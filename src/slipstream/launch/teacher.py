@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.config import RunConfig, with_values
+from slipstream.config import PlannedConfig, RunConfig, with_values
 from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
@@ -42,7 +42,7 @@ class RunTeacher:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: PlannedConfig,
         room: TeacherRoom | None,
         tokenizer: ChatTokenizer,
         log: RunLog,
@@ -83,7 +83,7 @@ class RunTeacher:
         await self._teacher_now.score(rollout)
 
     async def _source(self) -> Source:
-        timeout_s = float(self._config.inference.request_timeout_s)
+        timeout_s = self._config.inference.request_timeout_s
         if self._engine is not None:
             health = await self._engine.wait_ready()
             self._log.event("teacher", digest=self.digest, patches=health.patches, vllm_version=health.vllm_version)
@@ -185,15 +185,13 @@ def agreement_warning(log: RunLog, tell: Callable[[str], None]) -> Callable[[int
     return listener
 
 
-def _settings(config: RunConfig, room: TeacherRoom) -> EngineSettings:
+def _settings(config: PlannedConfig, room: TeacherRoom) -> EngineSettings:
     from slipstream.trainer.model.policy import DTYPES, resolve_folder
     from slipstream.weights.fingerprint import describe, digest
     from slipstream.weights.model_files import read_model_folder
 
     assert config.teacher is not None
     assert config.teacher.path is not None
-    assert config.model.dtype != "auto"
-    assert isinstance(config.run.threads, int)
     folder, dtype = resolve_folder(config.teacher.path), DTYPES[config.model.dtype]
     parameters: tuple[ParameterSpec, ...] = ()
     for name, tensor in read_model_folder(folder):  # one at a time: a teacher may be large

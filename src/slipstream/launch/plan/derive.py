@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slipstream.config import Derived, RLConfig, RunConfig
+from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
 from slipstream.config.checks import inapplicable
-from slipstream.config.recipes import choices, resolved
-from slipstream.config.traits import uses_critic, uses_engine, usual_reward_workers
+from slipstream.config.recipes import choices
+from slipstream.config.traits import planned_config, uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.bridge import plan_bridge
 from slipstream.launch.plan.builder import Draft
@@ -52,7 +52,7 @@ the tutorial and the tests train at."""
 class Plan:
     """What will be run."""
 
-    config: RunConfig
+    config: PlannedConfig
     derived: tuple[Derived, ...]
     notes: tuple[Note, ...]
     warnings: tuple[str, ...]
@@ -109,9 +109,10 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if config.evaluation is not None:
         draft.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     plan_checkpoints(draft)
-    planned = draft.config()
+    undecided = draft.config()
+    planned = planned_config(undecided)
     if isinstance(planned.algorithm, RLConfig):
-        draft.warnings += rl_warnings(planned, resolved(planned.algorithm))
+        draft.warnings += rl_warnings(planned, planned.algorithm)
     draft.warnings += [*delta_warnings(planned), *rotary_warnings(planned, facts), *lora_warnings(facts)]
     draft.warnings += disk_warnings(planned, facts)
     notes = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.config import RLConfig, RunConfig
+from slipstream.config import PlannedConfig, PlannedRL, RLConfig
 from slipstream.config.recipes import resolved
 from slipstream.config.traits import engine_workers, keeps_copy, num_replicas, shares_weights, uses_critic, uses_engine
 from slipstream.errors import ConfigError
@@ -34,14 +34,14 @@ class Note:
     how: str
 
 
-def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
+def batch_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     """How much is generated and trained on, in a batch and in all."""
     training, algorithm = config.training, config.algorithm
     group = algorithm.group_size if isinstance(algorithm, RLConfig) else 1
     sequences = training.prompts_per_batch * group
     longest = facts.data.max_sequence_tokens or 0
     if isinstance(algorithm, RLConfig):
-        longest = int(config.inference.max_model_len)
+        longest = config.inference.max_model_len
     updates = training.steps * training.updates_per_batch * training.epochs_per_batch
     passes = training.steps * training.prompts_per_batch / facts.data.num_train_tasks
     yield Note("sequences per batch", sequences, "", f"{training.prompts_per_batch} prompts x {group}")
@@ -56,21 +56,21 @@ def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         yield Note("evaluations", times, "", f"of {config.evaluation.num_tasks} held-out tasks")
 
 
-def planned_rows(config: RunConfig, facts: Facts) -> Rows:
+def planned_rows(config: PlannedConfig, facts: Facts) -> Rows:
     """Rows as a config without any `auto` has them computed."""
     return rows_of(config, facts, checkpointing=config.training.gradient_checkpointing)
 
 
-def trainer_bytes(config: RunConfig, facts: Facts) -> int:
+def trainer_bytes(config: PlannedConfig, facts: Facts) -> int:
     """What a planned run's trainer will hold at most, without contexts and workspaces."""
     trainer, _ = _memory(config, facts)
     return trainer.kept + trainer.working
 
 
-def rotary_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
+def rotary_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     """Which factors of a rotary embedding that has two sets of them are trained with; the engine chooses alike."""
     if original := facts.model.original_context:
-        length = int(config.inference.max_model_len)
+        length = config.inference.max_model_len
         which, side = ("long", "above") if length > original else ("short", "within")
         how = (
             f"longrope: inference.max_model_len = {length} is {side} it, so sequences of every length have the {which} "
@@ -79,10 +79,10 @@ def rotary_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         yield Note("original context", original, "tokens", how)
 
 
-def rotary_warnings(config: RunConfig, facts: Facts) -> Iterator[str]:
+def rotary_warnings(config: PlannedConfig, facts: Facts) -> Iterator[str]:
     """Conversations beyond the original context that its short factors would be trained on."""
     original, longest = facts.model.original_context, facts.data.max_sequence_tokens or 0
-    if original and int(config.inference.max_model_len) <= original < longest:
+    if original and config.inference.max_model_len <= original < longest:
         yield (
             f"conversations of up to {longest} tokens are trained with the rotary factors for up to {original}: raise "
             "inference.max_model_len, which decides them"
@@ -112,7 +112,7 @@ def lora_warnings(facts: Facts) -> Iterator[str]:
         )
 
 
-def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
+def memory_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     """What trainer and engine will hold at most, in GiB; on a GPU with what they need to work."""
     trainer, engine = _memory(config, facts)
     kept = "moments and gradients" if config.training.optimizer == "adamw_bf16" else "masters, moments and gradients"
@@ -164,7 +164,7 @@ def check_divided(model: ModelFacts, tensor_parallel_size: int, *, has_ranks: bo
         )
 
 
-def delta_warnings(config: RunConfig) -> Iterator[str]:
+def delta_warnings(config: PlannedConfig) -> Iterator[str]:
     """Where deltas cost memory and save nothing."""
     if keeps_copy(config) and config.model.dtype == "float32":
         yield (
@@ -173,8 +173,8 @@ def delta_warnings(config: RunConfig) -> Iterator[str]:
         )
 
 
-def rl_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
-    """Settings of [algorithm] that will not do what they seem to; `algorithm` is what its recipe makes of it."""
+def rl_warnings(config: PlannedConfig, algorithm: PlannedRL) -> Iterator[str]:
+    """Settings of [algorithm] that will not do what they seem to."""
     one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
     usual = resolved(RLConfig(kind=algorithm.kind))
     is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
@@ -183,7 +183,7 @@ def rl_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
             "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
             "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
         )
-    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
+    budget, longest = algorithm.thinking_budget, config.sampling.max_tokens
     if budget is not None and budget >= longest:
         yield (
             f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
@@ -210,20 +210,20 @@ class _Side:
         return self.kept + self.working + self.reserve
 
 
-def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
+def _memory(config: PlannedConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     dtype, on_gpu, rows = config.model.dtype, facts.num_gpus > 0, planned_rows(config, facts)
-    activations = rows.num_bytes(int(config.training.micro_batch_tokens)) * (1 if on_gpu else config.training.ranks)
+    activations = rows.num_bytes(config.training.micro_batch_tokens) * (1 if on_gpu else config.training.ranks)
     trainer = _Side(rows.state, activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):
         return trainer, None
-    cache, size = int(float(config.inference.kv_cache_gib) * GIB), config.inference.tensor_parallel_size
+    cache, size = int(config.inference.kv_cache_gib * GIB), config.inference.tensor_parallel_size
     if on_gpu:
         return trainer, _Side(-(-weights_bytes(facts.model, dtype) // size), cache, ENGINE_RESERVE)
     replicas = num_replicas(config)
     return trainer, _Side(replicas * weights_bytes(facts.model, dtype), replicas * size * cache, 0)
 
 
-def _paged(config: RunConfig, facts: Facts) -> int:
+def _paged(config: PlannedConfig, facts: Facts) -> int:
     """Moments that the CPU's memory may have to take, the critic's too."""
     if not facts.num_gpus or facts.adapter is not None:
         return 0
@@ -236,7 +236,7 @@ def _memory_note(name: str, side: _Side, how: str) -> Note:
     return Note(name, round(side.total / GIB, 2), "GiB", how)
 
 
-def host_bytes(config: RunConfig, facts: Facts) -> int:
+def host_bytes(config: PlannedConfig, facts: Facts) -> int:
     """What a planned run keeps in the machine's own memory, without libraries: on a CPU everything, on GPUs what leaves
     them."""
     if facts.num_gpus:
@@ -246,7 +246,7 @@ def host_bytes(config: RunConfig, facts: Facts) -> int:
     return trainer.total + (engine.total if engine else 0) + (room.total if room else 0)
 
 
-def check_memory(config: RunConfig, facts: Facts) -> None:
+def check_memory(config: PlannedConfig, facts: Facts) -> None:
     """Raises ConfigError when trainer and engine need more memory than there is, each or together."""
     trainer, engine = _memory(config, facts)
     needed = trainer.total
@@ -277,12 +277,12 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
         raise ConfigError(f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: {remedy}")
 
 
-def _blamed(config: RunConfig, facts: Facts, needed: int) -> list[str]:
+def _blamed(config: PlannedConfig, facts: Facts, needed: int) -> list[str]:
     """The settings that make most of what is `needed`, where a smaller value would do as well."""
     trainer, engine = _memory(config, facts)
-    row, longest = int(config.training.micro_batch_tokens), facts.data.max_sequence_tokens or 0
+    row, longest = config.training.micro_batch_tokens, facts.data.max_sequence_tokens or 0
     if isinstance(config.algorithm, RLConfig):
-        longest = int(config.inference.max_model_len)
+        longest = config.inference.max_model_len
     found: list[str] = []
     if 2 * trainer.working > needed:
         found += [f"training.micro_batch_tokens = {row}"] * (row > longest)

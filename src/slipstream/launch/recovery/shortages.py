@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.config.traits import uses_engine
 from slipstream.launch.plan.facts import Shortage
 from slipstream.launch.plan.machine import count_oom_kills
@@ -30,14 +30,14 @@ def run_name(folder: Path, lineage: int) -> str:
     return f"{folder.resolve().name} (lineage {lineage})"
 
 
-def shortage_of(config: RunConfig, run: str, side: Literal["trainer", "engine"]) -> Shortage:
+def shortage_of(config: PlannedConfig, run: str, side: Literal["trainer", "engine"]) -> Shortage:
     """What a planned run had planned when that `side` of it ran out of memory."""
-    checkpointing: Any = config.training.gradient_checkpointing
-    max_num_seqs = int(config.inference.max_num_seqs) if uses_engine(config) else 0
-    return Shortage(run, side, int(config.training.micro_batch_tokens), checkpointing, max_num_seqs)
+    checkpointing = config.training.gradient_checkpointing
+    max_num_seqs = config.inference.max_num_seqs if uses_engine(config) else 0
+    return Shortage(run, side, config.training.micro_batch_tokens, checkpointing, max_num_seqs)
 
 
-def begun_with(config: RunConfig) -> dict[str, Any]:
+def begun_with(config: PlannedConfig) -> dict[str, Any]:
     """For the event `start`: what tells a later process that the kernel killed this one for want of memory."""
     planned = dataclasses.asdict(shortage_of(config, "", "trainer"))
     return {**planned, "oom_kills": count_oom_kills(), "boot": _boot()}

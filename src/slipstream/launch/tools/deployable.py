@@ -15,12 +15,14 @@ from slipstream.config import (
     Loaded,
     LoraConfig,
     ModelConfig,
+    PlannedConfig,
     RLConfig,
     RunConfig,
     RunSection,
     TrainingConfig,
     with_values,
 )
+from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.deadlines import LEAST_S
 from slipstream.launch.plan.derive import SMALL_MODEL_PARAMETERS
@@ -146,7 +148,7 @@ def engine_config(
     enforce_eager: bool | None = None,
     trust_remote_code: bool = False,
     start_timeout_s: float = 600.0,
-) -> RunConfig:
+) -> PlannedConfig:
     """The settings of an engine on it, none of them `auto`: its dtype, how long a conversation may get, its memory.
 
     On a CPU it is compiled only where `enforce_eager` is False. Raises ConfigError for what does not fit.
@@ -182,7 +184,7 @@ def engine_config(
         modules = adapted_modules(read_adapter_shapes(deployable.adapter))
         targets = tuple(sorted({name.rpartition(".")[2] for name in modules}))
         lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets, path=str(deployable.adapter))
-    return RunConfig(
+    config = RunConfig(
         model=ModelConfig(path=deployable.model, dtype=dtype, trust_remote_code=trust_remote_code),
         algorithm=RLConfig(),
         training=TrainingConfig(steps=1),
@@ -199,3 +201,4 @@ def engine_config(
         ),
         run=RunSection(threads=usable_cpus()),
     )
+    return planned_config(config)

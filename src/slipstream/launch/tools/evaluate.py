@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from slipstream.config import RunConfig, with_values
+from slipstream.config import PlannedConfig, with_values
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.inference.settings import EngineSettings
@@ -52,7 +52,6 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
     config, evaluation, section = prepared.config, prepared.config.evaluation, prepared.config.environment
     assert prepared.environment is not None
     assert evaluation is not None
-    assert evaluation.temperature != "auto"
     assert section is not None
     engine = create_engine(
         config,
@@ -71,7 +70,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
                 scorer,
                 prepared.tokenizer,
                 engine,
-                request_timeout_s=float(config.inference.request_timeout_s),
+                request_timeout_s=config.inference.request_timeout_s,
                 run_timeout_s=section.run_timeout_s,
             )
             progress.phase("evaluate", len(prepared.eval_tasks))
@@ -89,7 +88,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
         await engine.stop()
 
 
-def verified_settings(config: RunConfig, scratch: Path) -> EngineSettings:
+def verified_settings(config: PlannedConfig, scratch: Path) -> EngineSettings:
     """An engine on the model, and on its adapter if `lora.path` names one; both to be verified. No `auto` is left in
     `config`; what the engine loads beside the model lies in `scratch`."""
     import torch

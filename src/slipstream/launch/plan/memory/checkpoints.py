@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.config import RunConfig
-from slipstream.config.traits import uses_critic, uses_engine
+from slipstream.config import PlannedConfig
+from slipstream.config.traits import planned_config, uses_critic, uses_engine
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.builder import Draft
 from slipstream.launch.plan.facts import Facts
@@ -41,8 +41,8 @@ class Saved:
         return self.weights + self.state
 
 
-def saved_bytes(config: RunConfig, facts: Facts) -> Saved:
-    """Of a run whose `model.dtype` is decided. The optimizer's state is what it keeps, but for the gradients, and with
+def saved_bytes(config: PlannedConfig, facts: Facts) -> Saved:
+    """The optimizer's state is what it keeps, but for the gradients, and with
     the weights where it has no masters."""
     dtype, optimizer, adapter, model = config.model.dtype, config.training.optimizer, facts.adapter, facts.model
     trained = model.num_decoding if adapter is None else adapter.num_parameters
@@ -56,7 +56,7 @@ def plan_checkpoints(draft: Draft) -> None:
     """`run.checkpoint_every` and `run.async_checkpoints`; everything else that takes memory is decided."""
     reason = "one every ten minutes of training, rarer while they take more than 3 % of the time; and the last"
     draft.derive_auto("run.checkpoint_every", BY_CLOCK, reason)
-    config, facts, asked = draft.config(), draft.facts, draft["run.async_checkpoints"]
+    config, facts, asked = planned_config(draft.config()), draft.facts, draft["run.async_checkpoints"]
     needed, ranks = saved_bytes(config, facts).total, config.training.ranks
     if ranks > 1:
         if asked is True:
@@ -86,7 +86,7 @@ def plan_checkpoints(draft: Draft) -> None:
     )
 
 
-def checkpoint_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
+def checkpoint_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     """What one takes, where, and how many there are."""
     saved, run = saved_bytes(config, facts), config.run
     how = f"weights {gib(saved.weights)}, resume state {gib(saved.state)}; "
@@ -98,7 +98,7 @@ def checkpoint_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
     yield Note("size of a checkpoint", round(saved.total / GIB, 2), "GiB of disk", how)
 
 
-def disk_warnings(config: RunConfig, facts: Facts) -> Iterator[str]:
+def disk_warnings(config: PlannedConfig, facts: Facts) -> Iterator[str]:
     """A disk that may get too full. Raises ConfigError for one that certainly gets too full: with the checkpoints that
     are made whatever happens."""
     disk = facts.disk
@@ -123,11 +123,11 @@ def disk_warnings(config: RunConfig, facts: Facts) -> Iterator[str]:
         )
 
 
-def _num_weights(config: RunConfig) -> int:
+def _num_weights(config: PlannedConfig) -> int:
     return max(config.run.keep_weights, config.run.keep_checkpoints)
 
 
-def _on_disk(config: RunConfig, facts: Facts, num_made: int) -> int:
+def _on_disk(config: PlannedConfig, facts: Facts, num_made: int) -> int:
     """The most that lies there in a run of so many checkpoints: those that are kept, and one that is being written."""
     saved, num_weights = saved_bytes(config, facts), _num_weights(config)
     num_whole = min(num_made, config.run.keep_checkpoints + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import engine_workers, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.facts import Facts
@@ -54,13 +54,13 @@ class TeacherRoom:
         return f"on GPU {self.gpu}, {'its own' if self.has_own_gpu else 'which it shares'}"
 
 
-def planned_teacher(config: RunConfig, facts: Facts) -> TeacherRoom | None:
-    """That of a config without any `auto`."""
+def planned_teacher(config: PlannedConfig, facts: Facts) -> TeacherRoom | None:
+    """That of a planned run."""
     length, separate = config.inference.max_model_len, config.run.placement == "separate"
     if not starts_teacher(config):
         return None
     used = engine_workers(config) + separate * config.training.ranks
-    return teacher_room(config, facts, length=int(length), dtype=config.model.dtype, separate=separate, used_cards=used)
+    return teacher_room(config, facts, length=length, dtype=config.model.dtype, separate=separate, used_cards=used)
 
 
 def teacher_room(
