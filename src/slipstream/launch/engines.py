@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.plan.memory.gpu_shares import place
 from slipstream.orchestrator import rollouts
-from slipstream.records import EngineHealth, ParameterSpec, Ticket, Version
+from slipstream.records import EngineHealth, ParameterSpec
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
@@ -95,23 +96,34 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
 
 
 _GRACE_S = 5.0
-EngineMaker = Callable[[PlannedConfig, EngineSettings, Path, OnEvent], RunEngine]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What to start: one engine, or several alike, and how they are supervised."""
+
+    settings: EngineSettings
+    """Of each; of several, but for its GPUs and its rank in a group with the trainer."""
+    start_timeout_s: float
+    request_timeout_s: float
+    max_restarts: int = 1
+    gpus: tuple[tuple[str, ...], ...] = ((),)
+    """Of each engine, see `EngineSettings.gpus`."""
+    num_sequences: int = 0
+    """How many are generated at once at most, by all engines together."""
+
+
+EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
 """Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
 
 
-def engine_settings(
-    config: PlannedConfig,
-    model: str,
-    *,
-    on_cpu: bool,
-    version: Version | None = None,
-    parameters: tuple[ParameterSpec, ...] = (),
-    adapter: Ticket | None = None,
-) -> EngineSettings:
-    """How to start the engine on the folder `model`; the config's `auto`s have been replaced by the plan."""
-    inference = config.inference
+def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool) -> EnginePlan:
+    """The plan of the run's engines on the folder `model`."""
+    inference, visible = config.inference, os.environ.get("CUDA_VISIBLE_DEVICES")
     lora = config.lora if publishes_adapter(config) else None
-    return EngineSettings(
+    replicas = range(num_replicas(config))
+    gpus = tuple(() if on_cpu else engine_gpus(config, visible, replica) for replica in replicas)
+    settings = EngineSettings(
         model=model,
         socket="",
         dtype=config.model.dtype,
@@ -121,20 +133,25 @@ def engine_settings(
         enforce_eager=inference.enforce_eager,
         kv_cache_bytes=int(inference.kv_cache_gib * 2**30),
         gpu_memory_utilization=inference.gpu_memory_utilization,
-        gpus=() if on_cpu else engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=gpus[0],
         in_flight=config.weights.in_flight,
-        can_sleep=inference.sleep is True,
+        can_sleep=inference.sleep,
         fp32_head=config.model.fp32_head,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel_size=inference.tensor_parallel_size,
         threads=max(1, config.run.threads // engine_workers(config)) if on_cpu else None,
-        version=version,
-        parameters=parameters,
         lora_rank=lora.rank if lora else None,
         lora_target_modules=tuple(name.rpartition(".")[2] for name in lora.target_modules) if lora else (),
-        adapter=adapter,
         patches=inference.patches,
         options=inference.options,
+    )
+    return EnginePlan(
+        settings,
+        start_timeout_s=inference.start_timeout_s,
+        request_timeout_s=inference.request_timeout_s,
+        max_restarts=inference.max_restarts,
+        gpus=gpus,
+        num_sequences=config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1),
     )
 
 
@@ -151,12 +168,7 @@ def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) ->
 
 
 def create_engine(
-    config: PlannedConfig,
-    settings: EngineSettings,
-    log_folder: Path,
-    on_event: OnEvent,
-    *,
-    ahead: EngineAhead | None = None,
+    plan: EnginePlan, log_folder: Path, on_event: OnEvent, *, ahead: EngineAhead | None = None
 ) -> SupervisedEngine | EngineReplicas:
     """The engine, not started yet; its output goes to `engine.log` in `log_folder`. Of several each has its own, and
     `engine-<number>.log`. `ahead` may become its process, or that of the first."""
@@ -167,26 +179,21 @@ def create_engine(
         return SupervisedEngine(
             settings,
             log_folder / log,
-            start_timeout_s=config.inference.start_timeout_s,
-            max_restarts=config.inference.max_restarts,
+            start_timeout_s=plan.start_timeout_s,
+            max_restarts=plan.max_restarts,
             on_event=on_event,
-            silence_s=min(SILENCE_S, config.inference.request_timeout_s + _GRACE_S),
+            silence_s=min(SILENCE_S, plan.request_timeout_s + _GRACE_S),
             ahead=ahead,
         )
 
-    if num_replicas(config) == 1:
+    settings = plan.settings
+    if len(plan.gpus) == 1:
         return create(settings, "engine.log", on_event, ahead)
     engines: list[SupervisedEngine] = []
-    for number in range(num_replicas(config)):
-        own = msgspec.structs.replace(
-            settings,
-            gpus=engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES"), number)
-            if settings.threads is None
-            else (),
-            first_rank=settings.first_rank + number * settings.tensor_parallel_size,
-        )
+    for number, gpus in enumerate(plan.gpus):
+        first_rank = settings.first_rank + number * settings.tensor_parallel_size
+        own = msgspec.structs.replace(settings, gpus=gpus, first_rank=first_rank)
         first = ahead if number == 0 else None
         engines.append(create(own, f"engine-{number}.log", functools.partial(on_event, replica=number), first))
-    num_sequences = config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1)
-    fair = min(settings.max_num_seqs, -(-num_sequences // len(engines)))
+    fair = min(settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
     return EngineReplicas(engines, num_places=fair, on_event=on_event)

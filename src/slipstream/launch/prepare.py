@@ -21,7 +21,7 @@ from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.engines import engine_settings
+from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
 from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
@@ -193,7 +193,7 @@ def check_engine(prepared: Prepared) -> None:
     """Raises `ConfigError` for `inference.options` that vLLM refuses; a run that starts is told by its engine."""
     config = prepared.config
     if prepared.uses_engine and config.inference.options:
-        try_options(config, engine_settings(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0))
+        try_options(engine_plan(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0).settings)
 
 
 def _check_optimizer(config: RunConfig) -> None:

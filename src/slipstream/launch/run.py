@@ -27,7 +27,7 @@ from slipstream.launch.build import (
     share_weights,
 )
 from slipstream.launch.engine_sleep import Turns
-from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_settings
+from slipstream.launch.engines import EngineMaker, RunEngine, create_engine, engine_plan
 from slipstream.launch.fallbacks import with_fallbacks
 from slipstream.launch.log_events import logged_as_events
 from slipstream.launch.plan.memory.last_run import record_memory
@@ -206,8 +206,8 @@ class _Run:
             import torch
 
             folder, on_cpu = resolve_folder(self.config.model.path), not torch.cuda.is_available()
-            settings = engine_settings(self.config, str(folder), on_cpu=on_cpu)
-            self._engine = self._make_engine(self.config, settings, self.folder / "logs", self.log.event)
+            plan = engine_plan(self.config, str(folder), on_cpu=on_cpu)
+            self._engine = self._make_engine(plan, self.folder / "logs", self.log.event)
             self._exits.callback(self._engine.kill)
             self._stages.watch(self._engine)
             for replica, path in enumerate(self._engine.sockets):

@@ -20,20 +20,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from slipstream.config import LoraConfig, PlannedConfig, with_values
-from slipstream.config.traits import engine_workers, publishes_adapter
+from slipstream.config import (
+    LoraConfig,
+    ModelConfig,
+    PlannedConfig,
+    RLConfig,
+    RunConfig,
+    TrainingConfig,
+    with_values,
+)
+from slipstream.config.traits import engine_workers, planned_config, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.build import share_weights
-from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_settings
-from slipstream.launch.plan.machine import measure_gpus
+from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_plan
+from slipstream.launch.plan.deadlines import LEAST_S
+from slipstream.launch.plan.machine import measure_gpus, usable_cpus
 from slipstream.launch.plan.measure import measure_adapter, read_model
 from slipstream.launch.plan.memory.gpu_shares import num_cards, place
+from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.plan.summary import check_divided
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.sync_figures import PROMPT_TOKENS, WORD_IDS, Memory, SyncFigures, SyncOptions, spread
 from slipstream.launch.sync_trainer import SyncTrainer, sync_trainer
-from slipstream.launch.tools.deployable import engine_config, find_deployable
+from slipstream.launch.tools.deployable import deployed_engine_plan, find_deployable
 from slipstream.launch.usage import gpu_memory, gpus_in_use, host_memory, session_of
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
@@ -97,15 +107,28 @@ def _config(name: BridgeName, options: SyncOptions) -> PlannedConfig:
         raise ConfigError(
             f"{length} tokens of context leave no room: use --context, and a model, of {2 * PROMPT_TOKENS} or more"
         )
-    config = engine_config(
+    settings = deployed_engine_plan(
         deployable,
         max_model_len=length,
         max_num_seqs=options.streams,
         # vLLM asks for this part of the card to be free at its start, whatever it takes of it.
         gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
-        start_timeout_s=options.timeout_s,
+    ).settings
+    config = RunConfig(
+        model=ModelConfig(path=deployable.model),
+        algorithm=RLConfig(),
+        training=TrainingConfig(steps=1),
     )
     values = {
+        "model.dtype": settings.dtype,
+        "inference.max_model_len": settings.max_model_len,
+        "inference.max_num_seqs": settings.max_num_seqs,
+        "inference.kv_cache_gib": (settings.kv_cache_bytes or 0) / GIB,
+        "inference.gpu_memory_utilization": settings.gpu_memory_utilization,
+        "inference.enforce_eager": settings.enforce_eager,
+        "inference.start_timeout_s": options.timeout_s,
+        "inference.request_timeout_s": LEAST_S,
+        "run.threads": usable_cpus(),
         "weights.bridge": bridge,
         "weights.delta": variant == "delta",
         "weights.in_flight": options.in_flight,
@@ -116,7 +139,7 @@ def _config(name: BridgeName, options: SyncOptions) -> PlannedConfig:
         "training.ranks": ranks,
         "training.rank_timeout_s": options.timeout_s,
     }
-    config = with_values(config, values)
+    config = planned_config(with_values(config, values))
     if "lora" not in (bridge, variant):
         return config
     fresh = LoraConfig(rank=options.rank)
@@ -177,8 +200,8 @@ def _started(
     import torch
 
     torch.set_num_threads(rank_threads(config))
-    settings = engine_settings(config, config.model.path, on_cpu=not torch.cuda.is_available())
-    engine = create_engine(config, settings, folder, lambda kind, **fields: None)
+    plan = engine_plan(config, config.model.path, on_cpu=not torch.cuda.is_available())
+    engine = create_engine(plan, folder, lambda kind, **fields: None)
     stop.at_once = engine.kill
     thread = EventLoopThread(stop)
     shares = config.weights.bridge == "single_copy"

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.config import PlannedConfig, RunConfig, with_values
+from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.engines import EngineMaker, RunEngine
+from slipstream.launch.engines import EngineMaker, EnginePlan, RunEngine
 from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherRoom
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
 from slipstream.records import ParameterSpec, Rollout, Version
@@ -65,8 +65,14 @@ class RunTeacher:
         settings = _settings(config, room)
         assert settings.version is not None
         self.digest = settings.version.digest
-        alone = with_values(config, {"inference.replicas": 1})
-        self._engine = make_engine(alone, settings, logs / "teacher", on_event)
+        inference = config.inference
+        plan = EnginePlan(
+            settings,
+            start_timeout_s=inference.start_timeout_s,
+            request_timeout_s=inference.request_timeout_s,
+            max_restarts=inference.max_restarts,
+        )
+        self._engine = make_engine(plan, logs / "teacher", on_event)
 
     def launch(self) -> None:
         """Begin to start."""
