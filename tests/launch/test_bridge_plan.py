@@ -66,7 +66,7 @@ def test_an_adapter_travels_alone_and_dora_as_a_whole_model():
 def test_where_both_sides_do_not_fit_the_one_that_leaves_more_room_wins_and_both_are_shown():
     found, why = bridge_of(**SMALL)
     assert found == "disk"
-    assert "as that leaves more room: single_copy leaves up to" in why
+    assert "as that leaves more memory: single_copy leaves up to" in why
     assert "disk, where the engine sleeps while the trainer works, up to" in why
     assert plan(GENERATED, **SMALL).config.inference.sleep is True
     # Where the engine may not sleep, one copy always leaves more.

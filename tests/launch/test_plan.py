@@ -34,7 +34,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
 from slipstream.launch.engines import engine_gpus
 from slipstream.launch.plan.facts import AdapterFacts
-from slipstream.launch.plan.memory.gpu_shares import num_cards, place, replicas_beside
+from slipstream.launch.plan.memory.gpu_shares import num_gpus_needed, place, replicas_that_fit
 from slipstream.launch.plan.memory.sizes import (
     GIB,
     activation_bytes_per_token,
@@ -326,9 +326,9 @@ class TestGPU:
     def test_they_take_turns_where_both_do_not_fit(self):
         made = plan(GENERATED, num_gpus=1, gpu_memory_bytes=44 * GIB, **LARGE)
         assert made.config.inference.sleep is True
-        assert any("gives up its memory" in item.reason for item in made.derived)
+        assert any("frees its memory" in item.reason for item in made.derived)
         reason = next(note.how for note in made.notes if note.name == "memory of the engine")
-        assert "given up while the trainer works" in reason
+        assert "freed while the trainer works" in reason
         assert sum(note.value for note in made.notes if note.unit == "GiB") > 44
 
     def test_with_staleness_they_share_what_there_is(self):
@@ -381,7 +381,7 @@ class TestGPU:
         divided = plan(GENERATED | {"inference.tensor_parallel_size": 2}, **four | {"num_gpus": 5})
         assert divided.config.inference.replicas == 2
         engine = next(note for note in divided.notes if note.name == "memory of the engine")
-        assert "on each of its cards" in engine.how
+        assert "on each of its GPUs" in engine.how
         assert plan(GENERATED | {"weights.bridge": "single_copy"}, **four).config.inference.replicas == 1
         both = GENERATED | {"inference.replicas": 2, "run.placement": "separate"}
         assert "needs 3 GPUs" in refusal(both, **four | {"num_gpus": 2})
@@ -410,7 +410,7 @@ def refusal_of_file(values):
 def test_several_engines_on_a_cpu():
     one, two = plan(), plan({"inference.replicas": 2})
     assert (one.config.inference.max_num_seqs, two.config.inference.max_num_seqs) == (256, 250)
-    assert any("shared out to 2 engines" in item.reason for item in two.derived)
+    assert any("divided among 2 engines" in item.reason for item in two.derived)
     note = next(note for note in two.notes if note.name == "memory of the engine")
     assert "2 processes together" in note.how
     small = {"num_layers": 40, "num_kv_heads": 32, "memory_bytes": 4 * GIB}
@@ -423,11 +423,11 @@ def test_the_first_cards_are_the_trainers():
     four = place(ranks=2, replicas=2, separate=True)
     assert (four.trainer, four.engines) == ((0, 1), ((2,), (3,)))
     divided = place(replicas=2, tensor_parallel_size=2, separate=True)
-    assert (divided.engines, num_cards(divided)) == (((1, 2), (3, 4)), 5)
+    assert (divided.engines, num_gpus_needed(divided)) == (((1, 2), (3, 4)), 5)
     together = place(replicas=2, separate=False)
-    assert (together.trainer, together.engines, num_cards(together)) == ((0,), ((0,), (1,)), 2)
-    assert replicas_beside(8, ranks=2, tensor_parallel_size=2) == 3
-    assert replicas_beside(1) == 0
+    assert (together.trainer, together.engines, num_gpus_needed(together)) == ((0,), ((0,), (1,)), 2)
+    assert replicas_that_fit(8, ranks=2, tensor_parallel_size=2) == 3
+    assert replicas_that_fit(1) == 0
     config = with_values(GRPO, {"inference.replicas": 2, "run.placement": "separate"})
     assert [engine_gpus(config, visible, 1) for visible in (None, "4, 5,7")] == [("2",), ("7",)]
     assert engine_gpus(with_values(GRPO, {"inference.replicas": 1}), None) == ()

@@ -16,7 +16,7 @@ from slipstream.config import (
 )
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
 from slipstream.launch.plan.memory.sizes import GIB
-from slipstream.launch.plan.memory.trainer import Rows
+from slipstream.launch.plan.memory.trainer import RowMemory
 
 MODEL = ModelFacts(
     num_parameters=1_543_714_304,
@@ -79,7 +79,7 @@ def test_a_plan_of_a_plan_changes_nothing():
 
 @given(each=st.integers(1, 10**7), shorter=st.integers(1, 20_000), longer=st.integers(1, 20_000))
 def test_longer_rows_take_more_and_the_longest_that_fits_is_found(each, shorter, longer):
-    rows = Rows(each, 24 * GIB, 0.6)
+    rows = RowMemory(each, 24 * GIB, 0.6)
     shorter, longer = sorted((shorter, longer))
     assert rows.num_bytes(shorter) <= rows.num_bytes(longer)
     fitting = rows.fitting(40 * GIB, 16_384)

@@ -36,7 +36,7 @@ from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, eng
 from slipstream.launch.plan.deadlines import LEAST_S
 from slipstream.launch.plan.machine import measure_gpus, usable_cpus
 from slipstream.launch.plan.measure import measure_adapter, read_model
-from slipstream.launch.plan.memory.gpu_shares import num_cards, place
+from slipstream.launch.plan.memory.gpu_shares import num_gpus_needed, place
 from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.plan.summary import check_divided
 from slipstream.launch.ranks.processes import rank_threads
@@ -174,7 +174,7 @@ def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal
     if placement == "separate" and num_gpus < 2 and not alone:
         raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
     cards = place(ranks=ranks, replicas=options.replicas, tensor_parallel_size=size, separate=placement == "separate")
-    if 0 < num_gpus < (needed := num_cards(cards)):
+    if 0 < num_gpus < (needed := num_gpus_needed(cards)):
         asked = f"--replicas {options.replicas}" + (f" of --tensor-parallel-size {size}" if size > 1 else "")
         asked += f" beside --ranks {ranks}" if alone else ""
         raise ConfigError(f"{asked} needs {needed} GPUs, and there are {num_gpus}: use fewer")

@@ -16,7 +16,7 @@ from slipstream.config.traits import starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.engines import EngineMaker, EnginePlan, RunEngine
-from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherRoom
+from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherMemory
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
 from slipstream.records import ParameterSpec, Rollout, Version
 from slipstream.runlog import RunLog
@@ -43,7 +43,7 @@ class RunTeacher:
     def __init__(
         self,
         config: PlannedConfig,
-        room: TeacherRoom | None,
+        room: TeacherMemory | None,
         tokenizer: ChatTokenizer,
         log: RunLog,
         logs: Path,
@@ -191,7 +191,7 @@ def agreement_warning(log: RunLog, tell: Callable[[str], None]) -> Callable[[int
     return listener
 
 
-def _settings(config: PlannedConfig, room: TeacherRoom) -> EngineSettings:
+def _settings(config: PlannedConfig, room: TeacherMemory) -> EngineSettings:
     from slipstream.trainer.model.policy import DTYPES, resolve_folder
     from slipstream.weights.fingerprint import describe, digest
     from slipstream.weights.model_files import read_model_folder
@@ -213,7 +213,7 @@ def _settings(config: PlannedConfig, room: TeacherRoom) -> EngineSettings:
         # No decoding: graphs and compilation have nothing to gain.
         enforce_eager=True,
         kv_cache_bytes=room.cache,
-        gpu_memory_utilization=room.gpu_part,
+        gpu_memory_utilization=room.gpu_memory_utilization,
         gpus=() if room.gpu is None else (_gpu_name(room.gpu, visible),),
         fp32_head=config.model.fp32_head,
         trust_remote_code=config.model.trust_remote_code,

@@ -1,4 +1,4 @@
-"""The facts that a plan rests on, as plain numbers; `facts.py` measures them."""
+"""The facts that a plan is derived from, as plain numbers; `measure.py` measures them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ class ModelFacts:
     original_context: int = 0
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
     scores: Literal["", "plain", "capped"] = ""
-    """How its attention makes a number of every two tokens of a row, soft-capped or not, where it does (without packing
-    and a kernel for it)."""
+    """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
     thinks: bool = False
     """Whether its chat template has a switch for thinking."""
 
     @property
     def says_only_answers(self) -> bool:
-        """Whether its completions are no longer than gold answers: it is small, so it was made for its task."""
+        """Whether completions are about as long as gold answers: a small model was made for its task."""
         return self.num_parameters < SMALL_MODEL_PARAMETERS
 
     @property
     def num_decoding(self) -> int:
-        """Parameters that text goes through."""
+        """Parameters of the decoder, without an image tower."""
         return self.num_parameters - self.num_frozen
 
 
@@ -63,24 +62,24 @@ class DataFacts:
     num_requested_tasks: int | None = None
     """Training tasks that the environment was asked for; None without one."""
     num_eval_tasks: int | None = None
-    """Held-out tasks that there are and that can be used; None: nobody counted."""
+    """Held-out tasks that exist and fit; None if not counted."""
     max_turns: int = 1
-    """How often an episode asks the model at most."""
+    """Most turns of the model in an episode."""
 
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What [lora] comes to on this model."""
+    """What [lora] adapts of this model."""
 
     num_parameters: int
     target_modules: tuple[str, ...]
     """Last parts of the names of all layers that get an adapter."""
     num_outputs: int = 0
-    """Numbers that its matrices give for one token, those of all layers together."""
+    """Elements that its matrices output for a token, over all layers."""
     num_unreached: int = 0
-    """Parameters of matrices that no target can name, as they are no linear layers: those of fused experts."""
+    """Parameters of matrices that are no linear layers and so cannot be adapted, such as fused experts."""
     unreached: tuple[str, ...] = ()
-    """What these are called within a layer."""
+    """Their names within a layer."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Shortage:
-    """That an earlier process of this run ran out of memory, and what it had planned."""
+    """An earlier process of this run ran out of memory; the values that it had planned."""
 
     run: str
     """Its name for people."""
@@ -137,7 +136,7 @@ class Facts:
     teacher: ModelFacts | None = None
     """Of the teacher that the run starts, if it does."""
     disk: DiskFacts | None = None
-    """None where nobody looked."""
+    """None if not measured."""
     shortages: tuple[Shortage, ...] = ()
     """Of the run that is planned again, the oldest first."""
     notices: tuple[str, ...] = ()

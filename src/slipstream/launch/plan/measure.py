@@ -140,8 +140,8 @@ def measure_data(
 ) -> DataFacts:
     """Count tokens: of every prompt, and of the longest answers and conversations.
 
-    Answers and conversations are measured among the 1,000 longest by their bytes: the plan leaves room
-    above them, while a prompt that does not fit would be refused.
+    Answers and conversations are measured among the 1,000 longest by their bytes, as the plan adds a margin to
+    them; a prompt that does not fit would be refused.
     """
     is_sft = config.algorithm.kind == "sft"
     train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"

@@ -16,15 +16,14 @@ from slipstream.launch.plan.memory.sizes import (
 )
 
 ACTIVATION_MARGIN = 0.6
-"""Part of a GPU's room for activations that is planned with: the estimate knows no workspaces and no fragments."""
-_WORD_BLOCK = 64
-"""vLLM fills the vocabulary up to a multiple of it before it divides it."""
+"""Fraction of the memory left for activations that is planned with: the estimate has no workspaces or fragmentation."""
+_VOCABULARY_BLOCK = 64
+"""vLLM pads the vocabulary to a multiple of it before it shards it."""
 
 
 def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
-    """Bytes of what the trainer keeps between steps, beside what it shares with the engine: of several ranks, on GPUs
-    what each keeps, and on a CPU all together, in both cases with what is gathered for a layer, or a step, to
-    compute."""
+    """Bytes that the trainer keeps between steps, without what it shares with the engine. Over ranks: of each rank on
+    GPUs, of all ranks on a CPU, with the weights that an all-gather brings together for a layer or a step."""
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
     state = model_state(config, dtype, facts, with_reference=_has_reference(config))
     state += model_state(config, dtype, facts) if uses_critic(config) else 0
@@ -34,7 +33,7 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     num_kept = None
     if config.training.reshard == "step":
         num_kept = facts.adapter.num_parameters if facts.adapter else facts.model.num_decoding
-    # For a delta all of it comes together in rank 0.
+    # For a delta rank 0 gathers the whole model.
     copy, together = 2 * copy, gathered_bytes(facts.model, dtype, num_kept=num_kept)
     return copy + (-(-state // ranks) + together if facts.num_gpus else state + ranks * together)
 
@@ -44,18 +43,18 @@ def _has_reference(config: RunConfig) -> bool:
 
 
 def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:
-    """What trainer and engine have together. Workers have words in blocks; ranks that would divide them otherwise have
-    their own."""
+    """Bytes of the weights that trainer and engine share. vLLM pads the vocabulary to blocks; ranks whose shards of
+    embedding and LM head then differ have their own."""
     if not shares_weights(config):
         return 0
     num = model.num_parameters
-    if config.training.ranks > 1 and model.vocab_size % _WORD_BLOCK:
+    if config.training.ranks > 1 and model.vocab_size % _VOCABULARY_BLOCK:
         num -= model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
     return weights_bytes(replace(model, num_parameters=num), dtype)
 
 
 def model_state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool = False) -> int:
-    """The same of one model that is trained, all of it."""
+    """Bytes of one trained model with its optimizer state, on one rank."""
     num_adapter_parameters = facts.adapter.num_parameters if facts.adapter else None
     return training_state_bytes(
         facts.model,
@@ -68,27 +67,27 @@ def model_state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: 
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What rows of the trainer take while they are trained on."""
+class RowMemory:
+    """Memory of the trainer's rows while they are trained on, in bytes."""
 
     each: int
-    """Bytes of a token, as counted."""
+    """Of a token."""
     state: int
-    """What the trainer keeps beside them, as counted."""
+    """Of what the trainer keeps between steps."""
     margin: float = 1.0
-    """Part of the room that may be planned with."""
+    """Fraction of the memory left for activations that is planned with."""
 
     def num_bytes(self, tokens: int) -> int:
-        """Of a row of so many tokens."""
+        """Of a row of `tokens` tokens."""
         return self.each * tokens
 
     def needed(self, tokens: int) -> float:
-        """How much room there must be for such a row."""
+        """Memory that must be left for such a row."""
         return self.num_bytes(tokens) / self.margin
 
-    def fitting(self, room: float, most: int) -> int:
-        """Tokens of the longest row that `room` has place for, at most so many."""
-        return max(0, min(most, int(self.margin * room // self.each)))
+    def fitting(self, budget: float, most: int) -> int:
+        """Tokens of the longest row that fits into `budget` bytes, at most `most`."""
+        return max(0, min(most, int(self.margin * budget // self.each)))
 
 
 def _longest(config: RunConfig, facts: Facts) -> int:
@@ -99,8 +98,8 @@ def _longest(config: RunConfig, facts: Facts) -> int:
     return facts.model.context_length if length == "auto" else length
 
 
-def rows_of(config: RunConfig, facts: Facts, *, checkpointing: Any) -> Rows:
-    """Rows as they are computed under `config`, in which `training.gradient_checkpointing` need not be decided."""
+def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMemory:
+    """Memory of rows under `config` with `checkpointing` for `training.gradient_checkpointing`."""
     training, dtype = config.training, config.model.dtype
     each = activation_bytes_per_token(
         facts.model,
@@ -112,4 +111,4 @@ def rows_of(config: RunConfig, facts: Facts, *, checkpointing: Any) -> Rows:
         dora=config.lora is not None and config.lora.dora,
         longest=_longest(config, facts),
     )
-    return Rows(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0)
+    return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0)
