@@ -29,9 +29,11 @@ _NARROWED = {
     for planned_class in vars(planned).values()
     if inspect.isclass(planned_class) and planned_class.__module__ == planned.__name__
 }
+"""Of each section as it is written, the fields that cannot be `auto` in its planned class."""
 
 
 def _decided(section: Section) -> dict[str, Any]:
+    """The fields of `section` without those that are still `auto`; other texts "auto", such as a name, stay."""
     narrowed = next((_NARROWED[kind] for kind in type(section).__mro__ if kind in _NARROWED), {})
     return {name: value for name, value in section.model_dump().items() if value != "auto" or name not in narrowed}
 
