@@ -146,6 +146,7 @@ def make_batch(options: argparse.Namespace) -> tuple[Any, Any, list[int]]:
 
     from slipstream import records
     from slipstream.config import RLConfig
+    from slipstream.config.recipes import resolved
     from slipstream.trainer.batching import StepBatch
     from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
@@ -171,7 +172,7 @@ def make_batch(options: argparse.Namespace) -> tuple[Any, Any, list[int]]:
     # As if every completion had its own prompt: what attention computes of a shared one is the same.
     return (
         StepBatch(sequences, advantages),
-        PolicyObjective(RLConfig(), sampling),
+        PolicyObjective(resolved(RLConfig()), sampling),
         [prompt + completion - 1] * len(sequences),
     )
 

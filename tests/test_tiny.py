@@ -115,7 +115,7 @@ def test_twin_and_trainer_have_the_same_loss_and_gradients(twin, is_first_update
     loss = twins_loss(twin, batch, logits_of_sequence, twin.Settings(**chosen))
     gradients = torch.autograd.grad(loss, logits_of_sequence)
 
-    objective = PolicyObjective(RLConfig(**chosen), records.SamplingParams(max_tokens=8))
+    objective = PolicyObjective(resolved(RLConfig(**chosen)), records.SamplingParams(max_tokens=8))
     divisors = objective.counts(batch)
     micros = list(micro_batches(batch, max_tokens=12))
     assert len(micros) > 1

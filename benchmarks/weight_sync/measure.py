@@ -20,18 +20,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slipstream.config import LoraConfig, RunConfig, with_values
-from slipstream.config.traits import engine_workers, publishes_adapter
+from slipstream.config import (
+    LoraConfig,
+    ModelConfig,
+    PlannedConfig,
+    RLConfig,
+    RunConfig,
+    TrainingConfig,
+    with_values,
+)
+from slipstream.config.traits import engine_workers, planned_config, publishes_adapter
 from slipstream.errors import ConfigError, Interrupted, WeightsError
 from slipstream.launch.build import share_weights
-from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_settings
-from slipstream.launch.plan.machine import measure_gpus
+from slipstream.launch.engines import RunEngine, create_engine, engine_gpus, engine_plan
+from slipstream.launch.plan.deadlines import LEAST_S
+from slipstream.launch.plan.machine import measure_gpus, usable_cpus
 from slipstream.launch.plan.measure import measure_adapter, read_model
-from slipstream.launch.plan.memory.gpu_shares import num_cards, place
+from slipstream.launch.plan.memory.gpu_shares import num_gpus_needed, place
+from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.plan.summary import check_divided
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.signals import StopRequest
-from slipstream.launch.tools.deployable import engine_config, find_deployable
+from slipstream.launch.tools.deployable import deployed_engine_plan, find_deployable
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.runlog.temporary import temporary
@@ -82,7 +92,7 @@ def measure_sync(
     return found
 
 
-def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
+def _config(name: BridgeName, options: SyncOptions) -> PlannedConfig:
     """Return the settings of a run that uses this bridge on this machine."""
     bridge, _, variant = name.partition("+")
     placement, ranks = _placement(bridge, variant, options)
@@ -96,15 +106,28 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
         raise ConfigError(
             f"{length} tokens of context leave no room: use --context, and a model, of {2 * PROMPT_TOKENS} or more"
         )
-    config = engine_config(
+    settings = deployed_engine_plan(
         deployable,
         max_model_len=length,
         max_num_seqs=options.streams,
         # vLLM requires this fraction of the GPU memory to be free at its start.
         gpu_memory_utilization=0.8 if placement == "separate" else 0.5,
-        start_timeout_s=options.timeout_s,
+    ).settings
+    config = RunConfig(
+        model=ModelConfig(path=deployable.model),
+        algorithm=RLConfig(),
+        training=TrainingConfig(steps=1),
     )
     values = {
+        "model.dtype": settings.dtype,
+        "inference.max_model_len": settings.max_model_len,
+        "inference.max_num_seqs": settings.max_num_seqs,
+        "inference.kv_cache_gib": (settings.kv_cache_bytes or 0) / GIB,
+        "inference.gpu_memory_utilization": settings.gpu_memory_utilization,
+        "inference.enforce_eager": settings.enforce_eager,
+        "inference.start_timeout_s": options.timeout_s,
+        "inference.request_timeout_s": LEAST_S,
+        "run.threads": usable_cpus(),
         "weights.bridge": bridge,
         "weights.delta": variant == "delta",
         "weights.in_flight": options.in_flight,
@@ -115,7 +138,7 @@ def _config(name: BridgeName, options: SyncOptions) -> RunConfig:
         "training.ranks": ranks,
         "training.rank_timeout_s": options.timeout_s,
     }
-    config = with_values(config, values)
+    config = planned_config(with_values(config, values))
     if "lora" not in (bridge, variant):
         return config
     fresh = LoraConfig(rank=options.rank)
@@ -153,7 +176,7 @@ def _placement(bridge: str, variant: str, options: SyncOptions) -> tuple[Literal
     if placement == "separate" and num_gpus < 2 and not alone:
         raise ConfigError(f"--placement separate needs two GPUs, and there are {num_gpus}: use --placement shared")
     cards = place(ranks=ranks, replicas=options.replicas, tensor_parallel_size=size, separate=placement == "separate")
-    if 0 < num_gpus < (needed := num_cards(cards)):
+    if 0 < num_gpus < (needed := num_gpus_needed(cards)):
         asked = f"--replicas {options.replicas}" + (f" of --tensor-parallel-size {size}" if size > 1 else "")
         asked += f" beside --ranks {ranks}" if alone else ""
         raise ConfigError(f"{asked} needs {needed} GPUs, and there are {num_gpus}: use fewer")
@@ -173,14 +196,14 @@ class _Sides:
 
 @contextlib.contextmanager
 def _running(
-    name: BridgeName, config: RunConfig, options: SyncOptions, folder: Path, stop: StopRequest
+    name: BridgeName, config: PlannedConfig, options: SyncOptions, folder: Path, stop: StopRequest
 ) -> Generator[_Sides]:
     """Start the engine and the trainer in the order of `slipstream.launch.run`, yield them, and stop them."""
     import torch
 
     torch.set_num_threads(rank_threads(config))
-    settings = engine_settings(config, config.model.path, on_cpu=not torch.cuda.is_available())
-    engine = create_engine(config, settings, folder, lambda kind, **fields: None)
+    plan = engine_plan(config, config.model.path, on_cpu=not torch.cuda.is_available())
+    engine = create_engine(plan, folder, lambda kind, **fields: None)
     stop.at_once = engine.kill
     thread = EventLoopThread(stop)
     shares = config.weights.bridge == "single_copy"
@@ -201,14 +224,14 @@ def _running(
             engine.kill()
 
 
-def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) -> Bridge:
+def _bridge(name: BridgeName, config: PlannedConfig, folder: Path, sides: _Sides) -> Bridge:
     model, engine = sides.trainer.model, sides.engine
     if publishes_adapter(config):
         assert model.adapter is not None
         return create_adapter_bridge(
             folder=folder, engine=engine, adapter=model.adapter.config, base_weights=model.base_weights()
         )
-    timeout_s, apply_s = float(config.inference.start_timeout_s), float(config.weights.apply_timeout_s)
+    timeout_s, apply_s = config.inference.start_timeout_s, config.weights.apply_timeout_s
     call = sides.thread.call
     whole: Literal["disk", "restart", "broadcast", "single_copy"]
     assert name not in ("lora", "single_copy+lora")
@@ -226,7 +249,7 @@ def _bridge(name: BridgeName, config: RunConfig, folder: Path, sides: _Sides) ->
     )
 
 
-def _between_gpus(config: RunConfig, trainer: SyncTrainer) -> bool:
+def _between_gpus(config: PlannedConfig, trainer: SyncTrainer) -> bool:
     return trainer.on_gpu and config.run.placement == "separate"
 
 
@@ -293,7 +316,7 @@ class _Measurement:
     """The updates of one bridge."""
 
     def __init__(
-        self, name: BridgeName, config: RunConfig, options: SyncOptions, sides: _Sides, bridge: Bridge, lineage: int
+        self, name: BridgeName, config: PlannedConfig, options: SyncOptions, sides: _Sides, bridge: Bridge, lineage: int
     ) -> None:
         self._name = name
         self._config = config
@@ -305,7 +328,6 @@ class _Measurement:
         self._thread = sides.thread
         self._should_stop = sides.should_stop
         self._bridge = bridge
-        assert isinstance(config.inference.max_model_len, int)
         self._length = config.inference.max_model_len
         self._load = _Load(sides.engine, sides.thread, options, self._length)
         # Under `restart` an update starts a new engine, which does not have the running requests.

@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.launch.build import POLICY, build_parts, load_model, open_shared
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.ranks.processes import RankProcesses
@@ -134,7 +134,7 @@ class _ShardedTrainer(SyncTrainer):
 
 @contextlib.contextmanager
 def sync_trainer(
-    config: RunConfig, workers: Sequence[SharedWeights], logs: Path, stop: StopRequest
+    config: PlannedConfig, workers: Sequence[SharedWeights], logs: Path, stop: StopRequest
 ) -> Generator[SyncTrainer]:
     """Start the trainer that `config` asks for and yield it; `workers` are the engine's weights that it shares, if any.
 

@@ -6,6 +6,7 @@ import torch
 
 from slipstream import records
 from slipstream.algo.logprobs import token_logprobs
+from slipstream.config.recipes import resolved
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.objectives import PolicyObjective
 
@@ -33,7 +34,7 @@ class Problem:
     def ours(self, config, *, max_tokens=12, packing=True):
         """Loss, gradients of the logits and metrics by the objective, over micro-batches."""
         logits = [logits.detach().float().requires_grad_() for logits in self.logits]
-        objective = PolicyObjective(config, records.SamplingParams(max_tokens=MAX_TOKENS))
+        objective = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=MAX_TOKENS))
         divisors = objective.counts(self.batch)
         total, sums = 0.0, {}
         for micro in micro_batches(self.batch, max_tokens, packing=packing):

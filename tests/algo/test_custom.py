@@ -121,7 +121,7 @@ def test_resolving_is_idempotent_and_leaves_what_was_set(kind, in_reward, correc
     assert list(choices(final)) == []
     assert final.clip_high == 0.5
     assert correction in ("auto", final.importance_sampling)
-    assert needs_engine_logprobs(given) == (final.importance_sampling != "none")
+    assert needs_engine_logprobs(final) == (final.importance_sampling != "none")
 
 
 def test_the_recipe_of_this_project_is_what_it_was():

@@ -7,6 +7,7 @@ from tests.algo.problem import FixedPolicy
 
 from slipstream import records
 from slipstream.algo.losses import LOSSES
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.objectives import PolicyObjective
@@ -52,7 +53,7 @@ def step_of(lengths, seed, *, padding=0):
 
 def gradients(config, batch, logits, *, room=4096, packing=True, teacher_coef=None):
     leaves = [each.clone().requires_grad_() for each in logits]
-    objective = PolicyObjective(config, records.SamplingParams(max_tokens=8), teacher_coef)
+    objective = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=8), teacher_coef)
     divisors = objective.counts(batch)
     for micro in micro_batches(batch, room, packing=packing):
         objective.terms(FixedPolicy(leaves), micro, divisors)[0].backward()

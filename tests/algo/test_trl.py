@@ -11,6 +11,7 @@ from tests.trainer.test_credit import batch_of
 
 from slipstream.algo.advantages import group_advantages, leave_one_out, overlong_punishment
 from slipstream.algo.importance_sampling import importance_weights
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.credit_assignment import assign_credit, kl_penalties_of
 
@@ -198,7 +199,7 @@ def test_rloos_kl_in_the_reward(problem):
     for rollout, sequence in zip(rollouts.rollouts, batch.sequences, strict=True):
         rollout.sequences = [sequence]
     penalties, _ = kl_penalties_of(rollouts, batch.old_logprobs, batch.reference_logprobs, "k1", 0.1)
-    credit = assign_credit(rollouts, RLConfig(kind="rloo", kl_coef=0.1), MAX_TOKENS, penalties)
+    credit = assign_credit(rollouts, resolved(RLConfig(kind="rloo", kl_coef=0.1)), MAX_TOKENS, penalties)
     torch.testing.assert_close(torch.tensor(credit.advantages), output["advantages"], rtol=1e-5, atol=1e-5)
 
 

@@ -375,21 +375,21 @@ def check_starts(path: Path) -> None:
     from slipstream.config import load_config
     from slipstream.inference.plugin.arguments import engine_arguments, sampling_arguments
     from slipstream.launch.build import build_optimizer
-    from slipstream.launch.engines import engine_settings
+    from slipstream.launch.engines import engine_plan
     from slipstream.launch.prepare import prepare
     from slipstream.records import GenerateRequest
 
     prepared = prepare(load_config(path))
     config = prepared.config
     torch.manual_seed(config.run.seed)
-    torch.set_num_threads(int(config.run.threads))
+    torch.set_num_threads(config.run.threads)
     torch.ones(64, 64) @ torch.ones(64, 64)
     build_optimizer(config, torch.nn.Linear(4, 4))
     if not prepared.uses_engine:
         return
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    settings = engine_settings(config, config.model.path, on_cpu=True)
+    settings = engine_plan(config, config.model.path, on_cpu=True).settings
     AsyncEngineArgs(**engine_arguments(settings)).create_engine_config()
     evaluation = config.evaluation
     for temperature in (None, *([float(evaluation.temperature)] if evaluation is not None else [])):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.config import ModelConfig, RunConfig, SFTConfig, TrainingConfig, with_values
+from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError
 from slipstream.launch.build import build, precompile_layers
 from slipstream.trainer.model import compilation, layers
@@ -22,7 +23,7 @@ def config(tmp_path_factory):
     )
     training = TrainingConfig(steps=1, micro_batch_tokens=256, gradient_checkpointing="selective", compile=False)
     model = ModelConfig(path=str(folder), dtype="float32")
-    return RunConfig(model=model, algorithm=SFTConfig(), training=training, evaluation=None)
+    return planned_config(RunConfig(model=model, algorithm=SFTConfig(), training=training, evaluation=None))
 
 
 @pytest.fixture

@@ -13,7 +13,13 @@ from slipstream.errors import ConfigError
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.tools.chat import ChatOptions, Conversation, chat_tokenizer
-from slipstream.launch.tools.deployable import engine_config, find_deployable, weights_folder, with_weights_folder
+from slipstream.launch.tools.deployable import (
+    adapter_config_of,
+    deployed_engine_plan,
+    find_deployable,
+    weights_folder,
+    with_weights_folder,
+)
 from slipstream.launch.tools.serve import ServeOptions, is_loopback, vllm_arguments
 from slipstream.records import Message
 from slipstream.trainer.model.tiny_qwen3 import new_model
@@ -72,9 +78,9 @@ def test_an_adapter_brings_its_base(place, tmp_path):
     found = find_deployable(str(place / "adapter"))
     weights = place / "adapter/checkpoints/step-000002/weights"
     assert (found.name, found.model, found.adapter) == ("adapter", str(place / "model"), weights)
-    config = engine_config(found)
-    assert config.lora.rank == 12
-    assert "q_proj" in config.lora.target_modules
+    adapter = adapter_config_of(found)
+    assert adapter.rank == 12
+    assert "q_proj" in adapter.target_modules
     other = find_deployable(str(weights), str(place / "whole/checkpoints/step-000002/weights"))
     assert other.model.endswith("whole/checkpoints/step-000002/weights")
     lost = tmp_path / "lost"
@@ -113,13 +119,13 @@ def test_what_cannot_be_started_is_one_sentence(place, tmp_path):
 
 def test_lengths_and_types_follow_from_the_model(place):
     found = find_deployable(str(place / "model"))
-    config = engine_config(found)
-    assert (config.model.dtype, config.inference.max_model_len) == ("float32", 64)
-    assert engine_config(found, max_model_len=48).inference.max_model_len == 48
+    settings = deployed_engine_plan(found).settings
+    assert (settings.dtype, settings.max_model_len, settings.kv_cache_bytes) == ("float32", 64, 2**28)
+    assert deployed_engine_plan(found, max_model_len=48).settings.max_model_len == 48
     with pytest.raises(ConfigError, match="above the model's context of 64 tokens: use at most"):
-        engine_config(found, max_model_len=65)
+        deployed_engine_plan(found, max_model_len=65)
     with pytest.raises(ConfigError, match="of KV cache, more than a quarter of the memory"):
-        engine_config(found, max_num_seqs=10**9)
+        deployed_engine_plan(found, max_num_seqs=10**9)
 
 
 def test_a_model_is_talked_to_as_its_run_did(place):

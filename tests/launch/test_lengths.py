@@ -5,9 +5,9 @@ import pytest
 from slipstream.config import LoraConfig, with_values
 from slipstream.errors import ConfigError
 from slipstream.launch import make_plan
+from slipstream.launch.plan.derive import RATES, learning_rate
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.memory.sizes import GIB
-from slipstream.launch.plan.rates import RATES, learning_rate
 
 from .test_plan import GRPO, SFT, facts
 

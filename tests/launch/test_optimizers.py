@@ -118,7 +118,7 @@ def test_moments_that_may_leave_a_gpu_are_not_planned_there(folder):
     moments = 8 * known.model.num_parameters
     assert training_state(plain, "float32", on_gpu) - training_state(paged, "float32", on_gpu) == moments
     notes = {note.name: note.how for note in make_plan(paged, on_gpu).notes}
-    assert "are in the CPU's memory as far as there is no room" in notes["memory of the trainer"]
+    assert "are in the CPU's memory as far as the GPU has no room" in notes["memory of the trainer"]
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_paged"])

@@ -27,12 +27,14 @@ from slipstream.config import (
 )
 from slipstream.config.checks import contradictions, inapplicable, reason_against
 from slipstream.config.parse.keys import leaves
+from slipstream.config.planned import PlannedInference
 from slipstream.config.recipes import RECIPES
+from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
 from slipstream.launch.engines import engine_gpus
 from slipstream.launch.plan.facts import AdapterFacts
-from slipstream.launch.plan.memory.gpu_shares import num_cards, place, replicas_beside
+from slipstream.launch.plan.memory.gpu_shares import num_gpus_needed, place, replicas_that_fit
 from slipstream.launch.plan.memory.sizes import (
     GIB,
     activation_bytes_per_token,
@@ -94,14 +96,16 @@ def refusal(values=None, config=GRPO, **changes):
     return str(caught.value)
 
 
-def autos(config):
+def autos(made, config=GRPO):
+    """Keys with an effect that a plan of `config` leaves undecided."""
+    config = with_values(config, {item.name: item.value for item in made.derived})
     reasons = inapplicable(config)
     return [path for path, value in leaves(config) if value == "auto" and not reason_against(path, reasons)]
 
 
 def test_every_auto_gets_its_value_and_reason():
     made = plan()
-    assert autos(made.config) == []
+    assert autos(made) == []
     assert {item.name: item.value for item in made.derived} == {
         "model.dtype": "float32",
         "weights.bridge": "disk",
@@ -185,7 +189,7 @@ def test_what_the_user_set_stays():
     }
     made = plan(values)
     assert made.derived == ()
-    assert made.config == with_values(GRPO, values)
+    assert made.config == planned_config(with_values(GRPO, values))
 
 
 @pytest.mark.parametrize(
@@ -322,9 +326,9 @@ class TestGPU:
     def test_they_take_turns_where_both_do_not_fit(self):
         made = plan(GENERATED, num_gpus=1, gpu_memory_bytes=44 * GIB, **LARGE)
         assert made.config.inference.sleep is True
-        assert any("gives up its memory" in item.reason for item in made.derived)
+        assert any("frees its memory" in item.reason for item in made.derived)
         reason = next(note.how for note in made.notes if note.name == "memory of the engine")
-        assert "given up while the trainer works" in reason
+        assert "freed while the trainer works" in reason
         assert sum(note.value for note in made.notes if note.unit == "GiB") > 44
 
     def test_with_staleness_they_share_what_there_is(self):
@@ -377,7 +381,7 @@ class TestGPU:
         divided = plan(GENERATED | {"inference.tensor_parallel_size": 2}, **four | {"num_gpus": 5})
         assert divided.config.inference.replicas == 2
         engine = next(note for note in divided.notes if note.name == "memory of the engine")
-        assert "on each of its cards" in engine.how
+        assert "on each of its GPUs" in engine.how
         assert plan(GENERATED | {"weights.bridge": "single_copy"}, **four).config.inference.replicas == 1
         both = GENERATED | {"inference.replicas": 2, "run.placement": "separate"}
         assert "needs 3 GPUs" in refusal(both, **four | {"num_gpus": 2})
@@ -406,7 +410,7 @@ def refusal_of_file(values):
 def test_several_engines_on_a_cpu():
     one, two = plan(), plan({"inference.replicas": 2})
     assert (one.config.inference.max_num_seqs, two.config.inference.max_num_seqs) == (256, 250)
-    assert any("shared out to 2 engines" in item.reason for item in two.derived)
+    assert any("divided among 2 engines" in item.reason for item in two.derived)
     note = next(note for note in two.notes if note.name == "memory of the engine")
     assert "2 processes together" in note.how
     small = {"num_layers": 40, "num_kv_heads": 32, "memory_bytes": 4 * GIB}
@@ -419,11 +423,11 @@ def test_the_first_cards_are_the_trainers():
     four = place(ranks=2, replicas=2, separate=True)
     assert (four.trainer, four.engines) == ((0, 1), ((2,), (3,)))
     divided = place(replicas=2, tensor_parallel_size=2, separate=True)
-    assert (divided.engines, num_cards(divided)) == (((1, 2), (3, 4)), 5)
+    assert (divided.engines, num_gpus_needed(divided)) == (((1, 2), (3, 4)), 5)
     together = place(replicas=2, separate=False)
-    assert (together.trainer, together.engines, num_cards(together)) == ((0,), ((0,), (1,)), 2)
-    assert replicas_beside(8, ranks=2, tensor_parallel_size=2) == 3
-    assert replicas_beside(1) == 0
+    assert (together.trainer, together.engines, num_gpus_needed(together)) == ((0,), ((0,), (1,)), 2)
+    assert replicas_that_fit(8, ranks=2, tensor_parallel_size=2) == 3
+    assert replicas_that_fit(1) == 0
     config = with_values(GRPO, {"inference.replicas": 2, "run.placement": "separate"})
     assert [engine_gpus(config, visible, 1) for visible in (None, "4, 5,7")] == [("2",), ("7",)]
     assert engine_gpus(with_values(GRPO, {"inference.replicas": 1}), None) == ()
@@ -508,8 +512,8 @@ class TestSFT:
     def test_without_an_engine_its_keys_stay(self):
         config = SFT.model_copy(update={"evaluation": None})
         made = make_plan(config, dataclasses.replace(FACTS, data=SFT_DATA))
-        assert autos(made.config) == []
-        assert made.config.inference == InferenceConfig()
+        assert autos(made, config) == []
+        assert made.config.inference == PlannedInference(), "no engine"
         assert {item.name for item in made.derived} == {
             "model.dtype", "environment.num_train_tasks", "training.micro_batch_tokens", "training.learning_rate",
             "training.gradient_checkpointing", "training.compile", "run.threads", "run.checkpoint_every",
@@ -521,7 +525,7 @@ class TestSFT:
 
     def test_with_evaluation_it_has_one(self):
         made = make_plan(SFT, dataclasses.replace(FACTS, data=SFT_DATA))
-        assert autos(made.config) == []
+        assert autos(made, SFT) == []
         assert made.config.inference.max_num_seqs == 256
 
     def test_a_conversation_longer_than_the_context(self):
@@ -563,13 +567,14 @@ def test_the_plan_can_be_shown():
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_recipe_is_shown_with_its_source(kind):
-    made = plan(config=with_values(GRPO, {"algorithm.kind": kind, "algorithm.clip_high": 0.3}))
+    config = with_values(GRPO, {"algorithm.kind": kind, "algorithm.clip_high": 0.3})
+    made = plan(config=config)
     reasons = {item.name: item.reason for item in made.derived if item.name.startswith("algorithm.")}
     assert reasons["algorithm.advantage"] == RECIPES[kind].source
     assert "arXiv" in reasons["algorithm.loss"]
     assert "algorithm.clip_high" not in reasons
     assert "algorithm.kl_in" not in reasons, "it has no effect while kl_coef is 0"
-    assert autos(made.config) == []
+    assert autos(made, config) == []
     assert any("never act with one update" in text for text in made.warnings)
 
 
@@ -627,7 +632,7 @@ def test_a_critic_is_counted_and_gets_the_policys_rate():
     made, without = plan(config=ppo), plan()
     assert made.config.critic.learning_rate == 3e-4
     assert made.config.algorithm.scale_rewards == "whiten"
-    assert autos(made.config) == []
+    assert autos(made, ppo) == []
     assert "critic.learning_rate" not in {item.name for item in without.derived}
     how = {note.name: note for note in made.notes}["memory of the trainer"].how
     assert f"the critic's own {gib(training_state_bytes(TINY, 'float32', with_reference=False))}" in how
@@ -686,7 +691,7 @@ def test_a_plan_is_whole_or_refused(config, measured):
         made = make_plan(config, measured)
     except ConfigError:
         return
-    assert autos(made.config) == []
+    assert autos(made, config) == []
     assert make_plan(made.config, measured).derived == (), "a plan of a plan changes nothing"
     if made.config.algorithm.kind == "grpo":
         limit = made.config.inference.max_model_len

@@ -16,6 +16,7 @@ import uvloop
 
 from slipstream import records
 from slipstream.config import RunConfig
+from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradientError
 from slipstream.launch.build import build, build_objective, build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
@@ -46,7 +47,7 @@ def make_config(model, ranks, algorithm=GRPO, dtype="float32", lora=None, **trai
     sections = {"lora": lora} if lora else {}
     if algorithm["kind"] == "ppo":
         sections["critic"] = {"learning_rate": RATE}
-    return RunConfig.model_validate(
+    config = RunConfig.model_validate(
         {
             "model": {"path": str(model), "dtype": dtype},
             "environment": {"name": "reasoning_gym/spell_backward"},
@@ -56,6 +57,7 @@ def make_config(model, ranks, algorithm=GRPO, dtype="float32", lora=None, **trai
             **sections,
         }
     )
+    return planned_config(config)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from slipstream.launch.recovery.out_of_memory import who_ran_out
 from slipstream.launch.recovery.shortages import find_shortages, memory_at_start
 from slipstream.runlog import RunLog
 
-from .test_trainer_room import CONFIG, FACTS
+from .test_trainer_memory import CONFIG, FACTS
 
 VLLM = "the engine did not start: engine process ended with code 1 ({}); its log is runs/x/logs/engine.log"
 KILLED = "the engine died: engine process ended with code -9; its log is runs/x/logs/engine.log"

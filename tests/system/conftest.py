@@ -99,11 +99,11 @@ class Scripted:
     def run(self, *overrides, script=None, change=lambda engine: None, resume=False):
         """Train; returns how it ended. `change` sets what is to go wrong."""
 
-        def make_engine(config, settings, logs, on_event):
+        def make_engine(plan, logs, on_event):
             self.engine = ScriptedEngine(
                 script or self.letter,
                 self._logprobs,
-                max_restarts=config.inference.max_restarts,
+                max_restarts=plan.max_restarts,
                 on_event=on_event,
             )
             change(self.engine)

@@ -34,13 +34,14 @@ class Pair:
         """The teacher's."""
 
     def run(self, *overrides, change=lambda teacher: None):
-        def make_engine(config, settings, logs, on_event):
+        def make_engine(plan, logs, on_event):
             engine = ScriptedEngine(
                 self.scripted.letter,
                 self.scripted._logprobs,
-                max_restarts=config.inference.max_restarts,
+                max_restarts=plan.max_restarts,
                 on_event=on_event,
             )
+            settings = plan.settings
             if settings.model == str(self.teacher):
                 engine.location, self.engine, self.settings = settings.model, engine, settings
                 change(engine)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream import records
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.credit_assignment import assign_credit, kl_penalties_of
@@ -23,10 +24,10 @@ def batch_of(rewards, group_size, lengths=None):
 def test_advantages_from_rewards_and_from_right_or_wrong():
     batch = batch_of([0.1, 0.5, 0.9, 1.0, 0.2, 0.3, 0.2, 0.3], 4)
     config = RLConfig(scale_rewards="none")
-    credit = assign_credit(batch, config, 10)
+    credit = assign_credit(batch, resolved(config), 10)
     assert credit.advantages == pytest.approx([-0.525, -0.125, 0.275, 0.375, -0.05, 0.05, -0.05, 0.05])
     assert credit.metrics["reward/signal_fraction"] == 1.0
-    credit = assign_credit(batch, config.model_copy(update={"reward_threshold": 0.9}), 10)
+    credit = assign_credit(batch, resolved(config.model_copy(update={"reward_threshold": 0.9})), 10)
     assert credit.advantages == [-0.5, -0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
     assert credit.metrics["reward/signal_fraction"] == 0.5
     assert [rollout.reward for rollout in batch.rollouts][:2] == [0.1, 0.5]
@@ -36,10 +37,10 @@ def test_advantages_from_rewards_and_from_right_or_wrong():
 def test_a_kl_term_in_the_reward_is_no_signal(kind):
     config = RLConfig(kind=kind, kl_coef=0.1)
     penalties = [[torch.full((3,), 0.01 * i, dtype=torch.float64)] for i in range(4)]
-    agree = assign_credit(batch_of([1.0] * 4, 2, [3] * 4), config, 10, penalties)
+    agree = assign_credit(batch_of([1.0] * 4, 2, [3] * 4), resolved(config), 10, penalties)
     assert any(agree.advantages)
     assert (agree.has_signal, agree.metrics["reward/signal_fraction"]) == (False, 0.0)
-    differ = assign_credit(batch_of([1.0, 0.0, 1.0, 1.0], 2, [3] * 4), config, 10, penalties)
+    differ = assign_credit(batch_of([1.0, 0.0, 1.0, 1.0], 2, [3] * 4), resolved(config), 10, penalties)
     assert (differ.has_signal, differ.metrics["reward/signal_fraction"]) == (True, 0.5)
 
 
@@ -68,7 +69,7 @@ def test_what_a_kl_term_takes_from_the_reward(kind):
 def test_shaping_of_rewards_by_length():
     batch = batch_of([1.0, 1.0, 1.0, 0.0], 4, [10, 9, 5, 10])
     config = RLConfig(kind="dapo", scale_rewards="none")
-    credit = assign_credit(batch, config, 10)
+    credit = assign_credit(batch, resolved(config), 10)
     # A fifth of 10 tokens: 9 are half over it, 10 wholly.
     shaped = [0.0, 0.5, 1.0, -1.0]
     assert credit.advantages == pytest.approx([reward - 0.125 for reward in shaped])
@@ -76,7 +77,7 @@ def test_shaping_of_rewards_by_length():
     short = RLConfig(scale_rewards="none", length_penalty=0.2, reward_threshold=1.0)
     shaped = [1 - 0.1, 1 + 0.2 * (0.5 - 4 / 5), 1 + 0.1, -0.1]
     mean = sum(shaped) / 4
-    assert assign_credit(batch, short, 10).advantages == pytest.approx([reward - mean for reward in shaped])
+    assert assign_credit(batch, resolved(short), 10).advantages == pytest.approx([reward - mean for reward in shaped])
 
 
 def test_thinking_beyond_its_budget_costs_reward():
@@ -84,24 +85,24 @@ def test_thinking_beyond_its_budget_costs_reward():
     for rollout, num_thinking in zip(batch.rollouts, (2, 6, 10, 0), strict=True):
         rollout.num_thinking = num_thinking
     config = RLConfig(scale_rewards="none", thinking_budget=2, thinking_penalty=0.4)
-    credit = assign_credit(batch, config, 10)
+    credit = assign_credit(batch, resolved(config), 10)
     shaped = [1.0, 0.8, 0.6, 0.0]
     assert credit.advantages == pytest.approx([reward - 0.6 for reward in shaped])
     assert credit.metrics["reward/thinking"] == pytest.approx(-0.15)
-    without = assign_credit(batch, config.model_copy(update={"thinking_budget": 10}), 10)
+    without = assign_credit(batch, resolved(config.model_copy(update={"thinking_budget": 10})), 10)
     assert "reward/thinking" not in without.metrics
 
 
 def test_a_turn_is_judged_by_itself_not_the_conversation():
     batch = batch_of([1.0, 0.0], 2, [3, 3])
     batch.rollouts[0].sequences = [records.Sequence([1] * 21, [False] + ([True] * 8 + [False] * 2) * 2)]
-    credit = assign_credit(batch, RLConfig(kind="dapo"), 10)
+    credit = assign_credit(batch, resolved(RLConfig(kind="dapo")), 10)
     assert credit.metrics["reward/overlong"] == 0.0
 
 
 def test_only_the_best_carry_loss_and_all_make_the_baseline():
     batch = batch_of([0.0, 1.0, 3.0, 2.0], 4)
-    credit = assign_credit(batch, RLConfig(scale_rewards="none", best_of=2), 10)
+    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none", best_of=2)), 10)
     assert credit.advantages == [0.0, 0.0, 1.5, 0.5]
     assert credit.carries_loss == [False, False, True, True]
 
@@ -109,7 +110,9 @@ def test_only_the_best_carry_loss_and_all_make_the_baseline():
 def test_failed_rollouts_have_no_part_in_it():
     batch = batch_of([0.0, 1.0, 9.0, 9.0], 2)
     batch.rollouts[2].outcome = batch.rollouts[3].outcome = "reward_error"
-    credit = assign_credit(batch, RLConfig(kind="reinforce_pp"), 10, [[], [], [torch.ones(5)], [torch.ones(5)]])
+    credit = assign_credit(
+        batch, resolved(RLConfig(kind="reinforce_pp")), 10, [[], [], [torch.ones(5)], [torch.ones(5)]]
+    )
     assert credit.carries_loss == [True, True, False, False]
     assert credit.advantages[2:] == [0.0, 0.0]
     assert credit.advantages[0] == -credit.advantages[1] != 0.0
@@ -117,12 +120,12 @@ def test_failed_rollouts_have_no_part_in_it():
 
 def test_rewards_that_are_not_numbers_are_refused():
     with pytest.raises(TrainingError, match="not finite"):
-        assign_credit(batch_of([math.nan, 1.0], 2), RLConfig(), 10)
+        assign_credit(batch_of([math.nan, 1.0], 2), resolved(RLConfig()), 10)
 
 
 def test_groups_that_agree_still_teach_against_the_batch():
     batch = batch_of([1.0, 1.0, 0.0, 0.0], 2)
-    assert not assign_credit(batch, RLConfig(), 10).has_signal
-    credit = assign_credit(batch, RLConfig(kind="reinforce_pp"), 10)
+    assert not assign_credit(batch, resolved(RLConfig()), 10).has_signal
+    credit = assign_credit(batch, resolved(RLConfig(kind="reinforce_pp")), 10)
     assert credit.has_signal
     assert credit.metrics["reward/signal_fraction"] == 0.0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import CriticConfig, RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import ValueTargets, make_step_batches
@@ -229,7 +230,7 @@ def turn(length):
 
 def test_the_reward_is_at_the_last_token_of_the_last_turn():
     batch = batch_of([[turn(2), turn(1)], [turn(2)]], [1.0, 0.0])
-    credit = assign_credit(batch, PPO, 10, critic=Fixed(0.25, gamma=0.5, gae_lambda=1.0))
+    credit = assign_credit(batch, resolved(PPO), 10, critic=Fixed(0.25, gamma=0.5, gae_lambda=1.0))
     first, second = batch.rollouts[0].sequences
     assert first.advantages == [0.0, 0.0, 0.0, 0.25]
     assert second.advantages == [0.0, 0.0, 0.75]
@@ -245,7 +246,7 @@ def test_the_reward_is_at_the_last_token_of_the_last_turn():
 def test_each_tokens_divergence_is_taken_from_its_own_reward():
     batch = batch_of([[turn(2)], [turn(1)]], [1.0, 1.0])
     penalties = [[torch.tensor([0.1, 0.2]).double()], [torch.tensor([-0.4]).double()]]
-    assign_credit(batch, PPO, 10, penalties, Fixed(0.0, gae_lambda=0.0))
+    assign_credit(batch, resolved(PPO), 10, penalties, Fixed(0.0, gae_lambda=0.0))
     assert batch.rollouts[0].sequences[0].advantages == pytest.approx([0.0, 0.0, -0.1, 0.8])
     assert batch.rollouts[1].sequences[0].advantages == pytest.approx([0.0, 0.0, 1.4])
 
@@ -254,7 +255,7 @@ def test_advantages_are_whitened_over_the_tokens_that_carry_loss():
     batch = batch_of([[turn(3)], [turn(1)], [turn(2)], [turn(2)]], [1.0, 0.0, 1.0, 0.5])
     batch.rollouts[2].outcome, batch.rollouts[3].outcome = "truncated", "reward_error"
     config = RLConfig(kind="ppo", train_on_truncated=False)
-    credit = assign_credit(batch, config, 10, critic=Fixed(0.0, gae_lambda=1.0))
+    credit = assign_credit(batch, resolved(config), 10, critic=Fixed(0.0, gae_lambda=1.0))
     assert credit.carries_loss == [True, True, False, False]
     assert batch.rollouts[2].sequences[0].advantages is None
     found = torch.tensor([a for r in batch.rollouts[:2] for a in r.sequences[0].advantages[2:]])
@@ -263,6 +264,6 @@ def test_advantages_are_whitened_over_the_tokens_that_carry_loss():
 
 def test_a_batch_in_which_all_is_as_expected_teaches_the_policy_nothing():
     batch = batch_of([[turn(3)], [turn(1)]], [1.0, 1.0])
-    credit = assign_credit(batch, RLConfig(kind="ppo"), 10, critic=Fixed(0.0, gae_lambda=1.0))
+    credit = assign_credit(batch, resolved(RLConfig(kind="ppo")), 10, critic=Fixed(0.0, gae_lambda=1.0))
     assert not credit.has_signal
     assert credit.value_targets[0][0].returns.tolist() == [1.0] * 3

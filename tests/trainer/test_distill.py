@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream import records
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import StepBatch, micro_batches
@@ -44,7 +45,9 @@ def sequence(tokens, teacher_PV, temperature, advantages=None):
 
 def objective(temperature=1.0, coef=1.0, **algorithm):
     config = RLConfig(kind="distill", importance_sampling="none", **algorithm)
-    return PolicyObjective(config, records.SamplingParams(max_tokens=POSITIONS, temperature=temperature), coef)
+    return PolicyObjective(
+        resolved(config), records.SamplingParams(max_tokens=POSITIONS, temperature=temperature), coef
+    )
 
 
 def expected_gradient(student_PV, teacher_PV, temperature=1.0, coef=1.0, **algorithm):
@@ -127,7 +130,7 @@ def test_it_is_added_to_what_rewards_say():
         logits = student.clone().requires_grad_()
         batch = StepBatch([sequence(tokens, teacher, 1.0)], [advantage])
         config = RLConfig(kind=kind, loss="policy_gradient", importance_sampling="none")
-        ours = PolicyObjective(config, records.SamplingParams(max_tokens=3), coef)
+        ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=3), coef)
         (micro,) = micro_batches(batch, 64)
         loss, _ = ours.terms(Table(logits), micro, ours.counts(batch))
         loss.backward()
@@ -140,7 +143,7 @@ def test_samples_of_another_distribution_are_corrected_by_their_weights():
     student, teacher, engine = logits_of(8).requires_grad_(), logits_of(9), logits_of(10)
     reverse_kl(student, teacher, 1.0).backward()
     config = RLConfig(kind="distill", importance_cap=1e9)
-    ours = PolicyObjective(config, records.SamplingParams(max_tokens=1), 1.0)
+    ours = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=1), 1.0)
     drawn_PV, total = engine.log_softmax(-1), torch.zeros_like(student)
     for place in range(POSITIONS):
         for token in range(VOCABULARY):

@@ -118,7 +118,7 @@ def name_of(config):
 def test_equals_the_papers(config, temperature, problem, model_folder, make_learner, gradients_of):
     learner = make_learner(20)
     sampling = records.SamplingParams(max_tokens=COMPLETION, temperature=temperature)
-    metrics = learner.forward_backward(as_step_batch(problem), PolicyObjective(config, sampling))
+    metrics = learner.forward_backward(as_step_batch(problem), PolicyObjective(resolved(config), sampling))
     assert 0.0 < metrics["clip_fraction_low"] + metrics["clip_fraction_high"] < 1.0, "the clip must be at work"
     assert_same((metrics["loss"], gradients_of(learner)), paper(model_folder, problem, config, temperature))
 
@@ -163,14 +163,14 @@ def test_equals_trl(config, problem, model_folder, make_learner, gradients_of, t
     theirs = loss.item(), {name: parameter.grad for name, parameter in network.named_parameters()}
 
     learner = make_learner(20)
-    objective = PolicyObjective(config, records.SamplingParams(max_tokens=COMPLETION))
+    objective = PolicyObjective(resolved(config), records.SamplingParams(max_tokens=COMPLETION))
     metrics = learner.forward_backward(as_step_batch(problem), objective)
     assert_same((metrics["loss"], gradients_of(learner)), theirs)
 
 
 def test_one_update_needs_no_old_logprobs(problem, make_learner, gradients_of):
     """Without them the ratio is 1, exactly as if they had been computed first."""
-    objective = PolicyObjective(RLConfig(), records.SamplingParams(max_tokens=COMPLETION))
+    objective = PolicyObjective(resolved(RLConfig()), records.SamplingParams(max_tokens=COMPLETION))
     batch = as_step_batch(problem)
     batch.old_logprobs = None
     implicit, explicit = make_learner(20), make_learner(20)
@@ -185,7 +185,7 @@ def test_one_update_needs_no_old_logprobs(problem, make_learner, gradients_of):
 
 def test_mismatch_metrics_by_value(problem, make_learner):
     batch = as_step_batch(problem)
-    objective = PolicyObjective(RLConfig(), records.SamplingParams(max_tokens=COMPLETION))
+    objective = PolicyObjective(resolved(RLConfig()), records.SamplingParams(max_tokens=COMPLETION))
     metrics = make_learner(20).forward_backward(batch, objective)
     mask = problem["completion_mask"].bool()
     difference = (problem["old_per_token_logps"] - problem["sampling_per_token_logps"])[mask]

@@ -4,6 +4,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import StepBatch, make_step_batches
@@ -113,7 +114,7 @@ def test_old_logprobs_are_filled_once_for_several_updates(make_learner, make_bat
     assert single[0].old_logprobs is None
     twice = [single[0], single[0]]
     learner.fill_old_logprobs(twice, SAMPLING)
-    objective = PolicyObjective(RLConfig(importance_sampling="none"), SAMPLING)
+    objective = PolicyObjective(resolved(RLConfig(importance_sampling="none")), SAMPLING)
     ratios = []
     for step in twice:
         metrics = learner.forward_backward(step, objective)
@@ -139,19 +140,19 @@ def test_a_trainable_first_token_is_refused(make_learner):
 def test_what_grpo_needs_and_does_not_get_is_named(make_learner, make_batch):
     learner, batch = make_learner(), make_batch()
     with pytest.raises(TrainingError, match="no advantage"):
-        learner.forward_backward(StepBatch(batch.sequences), PolicyObjective(RLConfig(), SAMPLING))
+        learner.forward_backward(StepBatch(batch.sequences), PolicyObjective(resolved(RLConfig()), SAMPLING))
     with pytest.raises(TrainingError, match="no reference log-probabilities"):
-        learner.forward_backward(batch, PolicyObjective(RLConfig(kl_coef=0.1), SAMPLING))
+        learner.forward_backward(batch, PolicyObjective(resolved(RLConfig(kl_coef=0.1)), SAMPLING))
     batch.sequences[3].logprobs = None
     with pytest.raises(TrainingError, match="needs the engine's log-probabilities"):
-        learner.forward_backward(batch, PolicyObjective(RLConfig(), SAMPLING))
-    learner.forward_backward(batch, PolicyObjective(RLConfig(importance_sampling="none"), SAMPLING))
+        learner.forward_backward(batch, PolicyObjective(resolved(RLConfig()), SAMPLING))
+    learner.forward_backward(batch, PolicyObjective(resolved(RLConfig(importance_sampling="none")), SAMPLING))
 
 
 def test_equal_rewards_end_in_the_zero_gradient_guard(make_learner, make_batch):
     learner, batch = make_learner(), make_batch()
     batch.advantages = [0.0] * len(batch.sequences)
-    learner.forward_backward(batch, PolicyObjective(RLConfig(), SAMPLING))
+    learner.forward_backward(batch, PolicyObjective(resolved(RLConfig()), SAMPLING))
     with pytest.raises(TrainingError, match="zero or not finite"):
         learner.optim_prepare(1e-3)
 

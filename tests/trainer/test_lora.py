@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from slipstream import records
 from slipstream.config import RLConfig
+from slipstream.config.recipes import resolved
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.launch.tools.export import export
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
@@ -177,7 +178,7 @@ def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, gro
     for reference in (separate, same_memory):
         batch = StepBatch(group, [1.0, -1.0] * 4)
         batch.reference_logprobs = reference
-        objective = PolicyObjective(RLConfig(kl_coef=0.1), sampling)
+        objective = PolicyObjective(resolved(RLConfig(kl_coef=0.1)), sampling)
         kl.append(learner.forward_backward(batch, objective)["kl_reference"])
     assert kl[0] == kl[1] > 0.01
     assert all(torch.equal(a, b) for a, b in zip(separate, same_memory, strict=True))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.attention.row_layout import segment_layout
 from slipstream.trainer.batching import StepBatch, micro_batches
@@ -54,7 +55,7 @@ def test_sft_equals_the_plain_model_however_it_is_cut(
 def test_grpo_does_not_depend_on_the_cut(normalize, make_learner, make_batch, gradients_of):
     batch = make_batch()
     batch.old_logprobs = [torch.full((s.num_trainable,), -4.4) for s in batch.sequences]
-    objective = PolicyObjective(RLConfig(normalize=normalize), SAMPLING)
+    objective = PolicyObjective(resolved(RLConfig(normalize=normalize)), SAMPLING)
     results = []
     for micro_batch_tokens in (90, 200, 10_000):
         learner = make_learner(micro_batch_tokens)
@@ -140,7 +141,7 @@ def test_layers_computed_again_give_the_same_loss_and_gradients(
     packing, kind, model_folder, make_learner, make_batch, gradients_of
 ):
     batch = make_batch(advantages=kind == "grpo")
-    objective = SFTObjective() if kind == "sft" else PolicyObjective(RLConfig(), SAMPLING)
+    objective = SFTObjective() if kind == "sft" else PolicyObjective(resolved(RLConfig()), SAMPLING)
     results = []
     for checkpointing in (False, True):
         learner = make_learner(300, packing=packing, checkpointing=checkpointing)

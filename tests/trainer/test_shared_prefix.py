@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import records
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
 from slipstream.trainer.attention.row_layout import segment_layout, take
@@ -46,7 +47,7 @@ MODELS = {
 }
 OBJECTIVES = {
     "sft": SFTObjective(),
-    "grpo": PolicyObjective(RLConfig(), records.SamplingParams(max_tokens=64, temperature=0.8)),
+    "grpo": PolicyObjective(resolved(RLConfig()), records.SamplingParams(max_tokens=64, temperature=0.8)),
 }
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream import records
 from slipstream.algo.losses import LOSSES
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.batching import StepBatch, ValueTargets, even_rows, micro_batches_of
 from slipstream.trainer.distributed.worker import Packed, share_of
@@ -18,7 +19,9 @@ from slipstream.trainer.objectives import PolicyObjective
 SAMPLING = records.SamplingParams(max_tokens=32, temperature=0.9)
 OBJECTIVES = st.builds(
     lambda loss, normalize, correction: PolicyObjective(
-        RLConfig(loss=loss, normalize=normalize, importance_sampling=correction, kl_coef=0.1, entropy_coef=0.1),
+        resolved(
+            RLConfig(loss=loss, normalize=normalize, importance_sampling=correction, kl_coef=0.1, entropy_coef=0.1)
+        ),
         SAMPLING,
         teacher_coef=0.5,
     ),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream import records
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.batching import make_step_batches
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
@@ -43,7 +44,7 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradients_are_those_of_computing_them(name, make_learner, gradients_of):
-    objective = PolicyObjective(OBJECTIVES[name], SAMPLING)
+    objective = PolicyObjective(resolved(OBJECTIVES[name]), SAMPLING)
     assert objective.ignores_silent
     batch, advantages = batch_of()
     found = []
@@ -63,7 +64,7 @@ def test_gradients_are_those_of_computing_them(name, make_learner, gradients_of)
 
 
 def test_metrics_are_means_over_what_was_computed(make_learner):
-    objective, (batch, advantages) = PolicyObjective(RLConfig(), SAMPLING), batch_of()
+    objective, (batch, advantages) = PolicyObjective(resolved(RLConfig()), SAMPLING), batch_of()
     (step,) = make_step_batches(batch, advantages, ignores_silent=True)
     metrics = make_learner().forward_backward(step, objective)
     (alone,) = make_step_batches(batch, advantages, ignores_silent=True)
@@ -95,10 +96,10 @@ def test_whatever_else_teaches_them_keeps_them():
         (RLConfig(entropy_coef=0.1), None),
         (RLConfig(), 0.5),
     ):
-        assert not PolicyObjective(config, SAMPLING, coef).ignores_silent
-    assert PolicyObjective(RLConfig(kl_coef=0.1, kl_in="reward"), SAMPLING).ignores_silent
+        assert not PolicyObjective(resolved(config), SAMPLING, coef).ignores_silent
+    assert PolicyObjective(resolved(RLConfig(kl_coef=0.1, kl_in="reward")), SAMPLING).ignores_silent
     assert not SFTObjective().ignores_silent
-    own = PolicyObjective(RLConfig(loss=f"{__file__}:own_loss"), SAMPLING)
+    own = PolicyObjective(resolved(RLConfig(loss=f"{__file__}:own_loss")), SAMPLING)
     assert not own.ignores_silent
 
 

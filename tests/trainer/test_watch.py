@@ -3,6 +3,7 @@
 import pytest
 
 from slipstream.config import RunConfig
+from slipstream.config.traits import planned_config
 from slipstream.trainer.signal_watch import STEPS, SignalWatch
 
 CONFIG = {"model": {"path": "m"}, "environment": {"name": "reasoning_gym/spell_backward"}, "training": {"steps": 9}}
@@ -11,7 +12,7 @@ CONFIG = {"model": {"path": "m"}, "environment": {"name": "reasoning_gym/spell_b
 @pytest.fixture
 def watch():
     def make(kind="grpo", **values):
-        return SignalWatch(RunConfig.model_validate({**CONFIG, "algorithm": {"kind": kind}, **values}))
+        return SignalWatch(planned_config(RunConfig.model_validate({**CONFIG, "algorithm": {"kind": kind}, **values})))
 
     return make
 

@@ -18,6 +18,7 @@ from torch import Tensor
 _NEAREST, _FARTHEST = 1e-4, 20.0
 _BOUNDS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 """Of the parts that `ratio_shares` tells of; as many below 1 as above it."""
+Weighting = Literal["truncated", "sequence_truncated", "masked", "sequence_masked"]
 _EDGES = 60 + len(_BOUNDS) // 2
 """On either side of a ratio of 1."""
 
@@ -34,7 +35,7 @@ def importance_weights(
     behaviour_logprobs_N: Tensor,
     sequence_index_N: Tensor,
     num_sequences: int,
-    kind: Literal["truncated", "sequence_truncated", "masked", "sequence_masked"],
+    kind: Weighting,
     floor: float,
     cap: float,
 ) -> tuple[Tensor, Tensor]:

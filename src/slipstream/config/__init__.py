@@ -8,6 +8,7 @@ tasks or the machine are derived in `launch.plan`.
 from slipstream.config.parse.dump import Derived, dump_resolved
 from slipstream.config.parse.keys import with_values
 from slipstream.config.parse.load import Loaded, load_config, load_settings
+from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.config.recipes import needs_engine_logprobs
 from slipstream.config.schema import (
     CriticConfig,
@@ -36,6 +37,8 @@ __all__ = [
     "Loaded",
     "LoraConfig",
     "ModelConfig",
+    "PlannedConfig",
+    "PlannedRL",
     "RLConfig",
     "RunConfig",
     "RunSection",

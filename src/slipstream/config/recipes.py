@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from slipstream.config.planned import PlannedRL
 from slipstream.config.schema import AdvantageName, LossName, RLConfig
 
 BUILT_IN = {"advantage": get_args(AdvantageName), "loss": get_args(LossName)}
@@ -114,11 +115,11 @@ def choices(algorithm: RLConfig) -> Iterator[Choice]:
     yield from choose("importance_floor", 0.5 if masks else 0.0, source if masks else "no lower bound")
 
 
-def resolved(algorithm: RLConfig) -> RLConfig:
+def resolved(algorithm: RLConfig) -> PlannedRL:
     """`algorithm` with every `auto` replaced."""
-    return algorithm.model_copy(update={choice.name: choice.value for choice in choices(algorithm)})
+    return PlannedRL.model_validate(algorithm.model_dump() | {each.name: each.value for each in choices(algorithm)})
 
 
-def needs_engine_logprobs(algorithm: RLConfig) -> bool:
+def needs_engine_logprobs(algorithm: PlannedRL) -> bool:
     """Whether the loss reads the log-probabilities that the engine sampled with."""
-    return algorithm.old_policy == "engine" or resolved(algorithm).importance_sampling != "none"
+    return algorithm.old_policy == "engine" or algorithm.importance_sampling != "none"

@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+from slipstream.config import planned
+from slipstream.config.bounds import Section
+from slipstream.config.planned import PlannedConfig
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig, RunConfig
+
+
+def planned_config(config: RunConfig) -> PlannedConfig:
+    """`config` without any `auto`: its recipe's choices in [algorithm], and the defaults of `config.planned` for every
+    other `auto` that is left, which must have no effect."""
+    sections: dict[str, Any] = {}
+    for name in RunConfig.model_fields:
+        section = getattr(config, name)
+        if isinstance(section, RLConfig):
+            section = resolved(section)
+        sections[name] = _decided(section) if isinstance(section, Section) else section
+    return PlannedConfig.model_validate(sections)
+
+
+_NARROWED = {
+    planned_class.__base__: inspect.get_annotations(planned_class)
+    for planned_class in vars(planned).values()
+    if inspect.isclass(planned_class) and planned_class.__module__ == planned.__name__
+}
+"""Of each section as it is written, the fields that cannot be `auto` in its planned class."""
+
+
+def _decided(section: Section) -> dict[str, Any]:
+    """The fields of `section` without those that are still `auto`; other texts "auto", such as a name, stay."""
+    narrowed = next((_NARROWED[kind] for kind in type(section).__mro__ if kind in _NARROWED), {})
+    return {name: value for name, value in section.model_dump().items() if value != "auto" or name not in narrowed}
 
 
 def uses_engine(config: RunConfig) -> bool:
@@ -22,10 +54,10 @@ def bridge_of(config: RunConfig) -> str:
     return "lora" if config.weights.bridge == "auto" and by_itself else config.weights.bridge
 
 
-def apply_timeout_s(config: RunConfig) -> float:
+def apply_timeout_s(config: PlannedConfig) -> float:
     """How long an update may take, the completions included that it waits for under `drain`."""
     waits = config.weights.in_flight == "drain" and config.training.staleness > 0
-    return float(config.weights.apply_timeout_s) + waits * float(config.inference.request_timeout_s)
+    return config.weights.apply_timeout_s + waits * config.inference.request_timeout_s
 
 
 def keeps_copy(config: RunConfig) -> bool:

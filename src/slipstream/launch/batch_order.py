@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.config.traits import apply_timeout_s
 from slipstream.data.sampler import DataOrder
 from slipstream.launch.prepare import Prepared
@@ -46,23 +46,23 @@ class BatchOrder:
         return [self._tasks[item] for item in self._order.refill(step, self._size, number)]
 
 
-def max_refills_of(config: RunConfig) -> int:
+def max_refills_of(config: PlannedConfig) -> int:
     """`algorithm.max_refills` of a planned config; 0 where nothing is generated to train on."""
-    return 0 if config.algorithm.kind == "sft" else int(config.algorithm.max_refills)
+    return 0 if config.algorithm.kind == "sft" else config.algorithm.max_refills
 
 
-def silence_limit_s(config: RunConfig) -> float:
+def silence_limit_s(config: PlannedConfig) -> float:
     """How long a batch or an evaluation may go on without a turn or rollout that ends, in seconds: the sum of all
     deadlines that one rollout may wait for."""
     section, inference = config.environment, config.inference
     own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
-    engine_s = float(inference.request_timeout_s) + float(inference.start_timeout_s)
+    engine_s = inference.request_timeout_s + inference.start_timeout_s
     return own_s + engine_s + apply_timeout_s(config)
 
 
-def waits_of(config: RunConfig, activity: Callable[[], int]) -> Waits:
+def waits_of(config: PlannedConfig, activity: Callable[[], int]) -> Waits:
     """Deadlines of the trainer's waits for the orchestrator; `activity` counts turns and rollouts that have ended."""
-    start_s = float(config.inference.start_timeout_s)
+    start_s = config.inference.start_timeout_s
     # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
     apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * silence_limit_s(config)
     return Waits(start_s + START_GRACE_S, apply_s, silence_limit_s(config), activity)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import uses_critic
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.launch.engines import RunEngine
@@ -58,7 +58,9 @@ class Trained:
     critic: Critic | None
 
 
-def load_model(config: RunConfig, shared: SharedTensors | None = None, group: RankGroup | None = None) -> PolicyModel:
+def load_model(
+    config: PlannedConfig, shared: SharedTensors | None = None, group: RankGroup | None = None
+) -> PolicyModel:
     """Load the model onto the trainer's device; its parameters are the `shared` tensors, if given. With a `group`, rank
     0 loads it on the CPU and the others on the meta device, to be sharded afterwards."""
     import torch
@@ -66,20 +68,19 @@ def load_model(config: RunConfig, shared: SharedTensors | None = None, group: Ra
     from slipstream.trainer.model.policy import PolicyModel
 
     model, training = config.model, config.training
-    assert model.dtype != "auto"
     loaded = PolicyModel.load(
         model.path,
         model.dtype,
         "cuda" if torch.cuda.is_available() and group is None else "cpu",
         model.trust_remote_code,
         packing=training.packing,
-        checkpointing=False if training.gradient_checkpointing == "auto" else training.gradient_checkpointing,
+        checkpointing=training.gradient_checkpointing,
         offload=training.offload_activations,
         shared=shared,
         unread=group is not None and group.rank > 0,
         checked=group is None,
         fp32_head=model.fp32_head,
-        max_model_len=None if config.inference.max_model_len == "auto" else config.inference.max_model_len,
+        max_model_len=config.inference.max_model_len or None,
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # loading and checking leave gigabytes in the cache that an engine may use
@@ -91,7 +92,7 @@ def needs_reference(config: RunConfig) -> bool:
     return config.algorithm.kind != "sft" and config.algorithm.kl_coef > 0
 
 
-def import_trainer(config: RunConfig) -> None:
+def import_trainer(config: PlannedConfig) -> None:
     """Import what `build` needs, and build the network on the meta device: work that need not wait for the engine that
     holds the weights."""
     import torch
@@ -110,7 +111,7 @@ def import_trainer(config: RunConfig) -> None:
         auto_class(settings).from_config(settings, trust_remote_code=trusted)
 
 
-def precompile_layers(config: RunConfig) -> None:
+def precompile_layers(config: PlannedConfig) -> None:
     """Compile the layers of a small network like the policy's while the engine that holds the weights starts, so that
     the policy's own are found in the compile cache. A failure costs only time: the policy is then compiled as usual."""
     import torch
@@ -119,7 +120,6 @@ def precompile_layers(config: RunConfig) -> None:
     from slipstream.trainer.model.stand_in import save_stand_in
 
     model = config.model
-    assert model.dtype != "auto"
     try:
         with (
             temporary("stand-in") as folder,
@@ -127,7 +127,7 @@ def precompile_layers(config: RunConfig) -> None:
         ):  # initialising its weights uses the generator
             save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
             small = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
-            compile_if_asked(small, load_model(small), row_tokens=int(config.training.micro_batch_tokens))
+            compile_if_asked(small, load_model(small), row_tokens=config.training.micro_batch_tokens)
     except Exception as error:  # noqa: BLE001 - the policy is compiled later in any case, and reports the failure
         _log.info("layers are not compiled before the model is loaded (%s)", error)
     gc.collect()
@@ -136,7 +136,7 @@ def precompile_layers(config: RunConfig) -> None:
 
 
 def build(
-    config: RunConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
+    config: PlannedConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
 ) -> Trained:
     """Build all models in this process; the policy's weights are those in the memory of the engine's worker, if
     `workers` has one. `planned_bytes`: memory that the plan gives the trainer. Raises CompilerFailed where layers
@@ -145,7 +145,6 @@ def build(
     from slipstream.trainer.learner import Learner, Reference
 
     tokens = config.training.micro_batch_tokens
-    assert isinstance(tokens, int)
 
     def learner(model: PolicyModel) -> Learner:
         with stage("compile the layers") if config.training.compile is True else nullcontext():
@@ -169,7 +168,7 @@ def build(
 
 
 def compile_if_asked(
-    config: RunConfig, model: PolicyModel, group: RankGroup | None = None, *, row_tokens: int = 0
+    config: PlannedConfig, model: PolicyModel, group: RankGroup | None = None, *, row_tokens: int = 0
 ) -> None:
     """Compile the layers of `model` under `training.compile`, and run them once for rows of `row_tokens` if given. With
     a `group` it is a collective, which fails on all ranks alike. Raises CompilerFailed, see `build`."""
@@ -186,7 +185,11 @@ def compile_if_asked(
 
 
 def build_sharded(
-    config: RunConfig, sampling: SamplingParams, ranks: RankProcesses, planned_bytes: int, stage: Stage = nullcontext
+    config: PlannedConfig,
+    sampling: SamplingParams,
+    ranks: RankProcesses,
+    planned_bytes: int,
+    stage: Stage = nullcontext,
 ) -> Trained:
     """Build all models sharded over the trainer's ranks: this rank's shards, and the connection to the others.
     `planned_bytes`: memory that the plan gives each rank."""
@@ -194,7 +197,6 @@ def build_sharded(
     from slipstream.trainer.distributed.learner import ShardedLearner, ShardedScorer
 
     tokens = config.training.micro_batch_tokens
-    assert isinstance(tokens, int)
     with stage("start the ranks"):
         group = ranks.join()
     with stage("load and compile on all ranks"), ranks.loading():
@@ -209,7 +211,7 @@ def build_sharded(
 
 
 def build_parts(
-    config: RunConfig,
+    config: PlannedConfig,
     sampling: SamplingParams,
     group: RankGroup,
     shared: Sequence[SharedWeights] = (),
@@ -247,7 +249,7 @@ def build_parts(
     return parts
 
 
-def build_objective(config: RunConfig, sampling: SamplingParams) -> Objective:
+def build_objective(config: PlannedConfig, sampling: SamplingParams) -> Objective:
     """Build the loss that `algorithm` asks for."""
     from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
@@ -256,14 +258,14 @@ def build_objective(config: RunConfig, sampling: SamplingParams) -> Objective:
     return PolicyObjective(config.algorithm, sampling, config.teacher.coef if config.teacher else None)
 
 
-def with_adapter(config: RunConfig, model: PolicyModel) -> PolicyModel:
+def with_adapter(config: PlannedConfig, model: PolicyModel) -> PolicyModel:
     """Add the adapter that [lora] asks for, if any, and return `model`."""
     if (lora := config.lora) is not None:
         model.add_adapter(adapter_config(config), Path(lora.path) if lora.path else None)
     return model
 
 
-def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Optimizer:
+def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) -> Optimizer:
     """Build `training.optimizer` for all trainable parameters of `network`, or for this rank's shards of them."""
     from slipstream.trainer.model.lora import rate_in_adapter
     from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
@@ -292,7 +294,7 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
     return MasterAdamW(named, **options)
 
 
-async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
+async def share_weights(config: PlannedConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
     """Ask an engine that is ready where each worker has its live weights. Raises CannotShare when the engine is alive
     and cannot share them."""
     from slipstream.trainer.model.policy import resolve_folder
@@ -301,7 +303,7 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWei
 
     folder = resolve_folder(config.model.path)
     try:
-        return await engine.share(stored_parameters(folder, config.model.dtype), float(config.weights.apply_timeout_s))
+        return await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
     except DeadlineError:
         raise
     except EngineError as error:
@@ -310,7 +312,7 @@ async def share_weights(config: RunConfig, engine: RunEngine) -> tuple[SharedWei
         raise CannotShare(f"the engine cannot share its weights ({error})") from error
 
 
-def open_shared(config: RunConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
+def open_shared(config: PlannedConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:
     """Open the weights of the engine's only worker and check them against the model's files, which takes as long as
     reading those; None without workers."""
     import torch

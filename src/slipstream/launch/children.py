@@ -13,9 +13,9 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import Self
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.envs.scoring.pool import ScorerPool
-from slipstream.launch.engines import EngineMaker, RunEngine, engine_settings
+from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.messages import warn
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
@@ -42,7 +42,7 @@ class RunContext:
     make_engine: EngineMaker
 
     @property
-    def config(self) -> RunConfig:
+    def config(self) -> PlannedConfig:
         """The planned config."""
         return self.prepared.config
 
@@ -96,8 +96,8 @@ class Children:
 
             run, config = self._run, self._run.config
             folder, on_cpu = resolve_folder(config.model.path), not torch.cuda.is_available()
-            settings = engine_settings(config, str(folder), on_cpu=on_cpu)
-            self.engine = run.make_engine(config, settings, run.folder / "logs", run.log.event)
+            plan = engine_plan(config, str(folder), on_cpu=on_cpu)
+            self.engine = run.make_engine(plan, run.folder / "logs", run.log.event)
             self.at_exit(self.engine.kill)
             run.stages.watch(self.engine)
             for replica, path in enumerate(self.engine.sockets):

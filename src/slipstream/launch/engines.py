@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from slipstream import weights
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.config.bounds import GIB
 from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
@@ -21,7 +22,7 @@ from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.plan.memory.gpu_shares import place
 from slipstream.orchestrator import rollouts
-from slipstream.records import EngineHealth, ParameterSpec, Ticket, Version
+from slipstream.records import EngineHealth, ParameterSpec
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
@@ -96,29 +97,34 @@ class RunEngine(rollouts.Engine, weights.Engine, Protocol):
 
 
 _GRACE_S = 5.0
-EngineMaker = Callable[[RunConfig, EngineSettings, Path, OnEvent], RunEngine]
-"""Creates an engine without starting it, as `create_engine` does; the path is the folder of its logs."""
 
 
-def engine_settings(
-    config: RunConfig,
-    model: str,
-    *,
-    on_cpu: bool,
-    version: Version | None = None,
-    parameters: tuple[ParameterSpec, ...] = (),
-    adapter: Ticket | None = None,
-) -> EngineSettings:
-    """Return the settings of an engine that serves the folder `model`; `config` is planned, without any `auto`."""
-    inference = config.inference
-    assert isinstance(inference.max_model_len, int)
-    assert isinstance(inference.max_num_seqs, int)
-    assert isinstance(inference.enforce_eager, bool)
-    assert isinstance(inference.kv_cache_gib, float | int)
-    assert isinstance(inference.gpu_memory_utilization, float | int)
-    assert isinstance(config.run.threads, int)
+@dataclass(frozen=True)
+class EnginePlan:
+    """What to start: one engine, or several alike, and how they are supervised."""
+
+    settings: EngineSettings
+    """Of each; of several, but for its GPUs and its rank in a group with the trainer."""
+    start_timeout_s: float
+    request_timeout_s: float
+    max_restarts: int = 1
+    gpus: tuple[tuple[str, ...], ...] = ((),)
+    """Of each engine, see `EngineSettings.gpus`."""
+    num_sequences: int = 0
+    """How many are generated at once at most, by all engines together."""
+
+
+EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
+"""Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
+
+
+def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool) -> EnginePlan:
+    """The plan of the run's engines on the folder `model`."""
+    inference, visible = config.inference, os.environ.get("CUDA_VISIBLE_DEVICES")
     lora = config.lora if publishes_adapter(config) else None
-    return EngineSettings(
+    replicas = range(num_replicas(config))
+    gpus = tuple(() if on_cpu else engine_gpus(config, visible, replica) for replica in replicas)
+    settings = EngineSettings(
         model=model,
         socket="",
         dtype=config.model.dtype,
@@ -128,24 +134,29 @@ def engine_settings(
         enforce_eager=inference.enforce_eager,
         kv_cache_bytes=int(inference.kv_cache_gib * GIB),
         gpu_memory_utilization=inference.gpu_memory_utilization,
-        gpus=() if on_cpu else engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=gpus[0],
         in_flight=config.weights.in_flight,
-        can_sleep=inference.sleep is True,
+        can_sleep=inference.sleep,
         fp32_head=config.model.fp32_head,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel_size=inference.tensor_parallel_size,
         threads=max(1, config.run.threads // engine_workers(config)) if on_cpu else None,
-        version=version,
-        parameters=parameters,
         lora_rank=lora.rank if lora else None,
         lora_target_modules=tuple(name.rpartition(".")[2] for name in lora.target_modules) if lora else (),
-        adapter=adapter,
         patches=inference.patches,
         options=inference.options,
     )
+    return EnginePlan(
+        settings,
+        start_timeout_s=inference.start_timeout_s,
+        request_timeout_s=inference.request_timeout_s,
+        max_restarts=inference.max_restarts,
+        gpus=gpus,
+        num_sequences=config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1),
+    )
 
 
-def engine_gpus(config: RunConfig, visible: str | None, replica: int = 0) -> tuple[str, ...]:
+def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) -> tuple[str, ...]:
     """Return the GPUs of one replica, named as in `visible` (CUDA_VISIBLE_DEVICES); empty for all of them, where the
     only engine shares the trainer's."""
     size, separate = config.inference.tensor_parallel_size, config.run.placement == "separate"
@@ -158,12 +169,7 @@ def engine_gpus(config: RunConfig, visible: str | None, replica: int = 0) -> tup
 
 
 def create_engine(
-    config: RunConfig,
-    settings: EngineSettings,
-    log_folder: Path,
-    on_event: OnEvent,
-    *,
-    ahead: EngineAhead | None = None,
+    plan: EnginePlan, log_folder: Path, on_event: OnEvent, *, ahead: EngineAhead | None = None
 ) -> SupervisedEngine | EngineReplicas:
     """Create the engine without starting it; its output goes to `engine.log` in `log_folder`, that of several replicas
     to `engine-<number>.log`. `ahead`: a process that has imported vLLM already, which may become the first engine's."""
@@ -174,26 +180,21 @@ def create_engine(
         return SupervisedEngine(
             settings,
             log_folder / log,
-            start_timeout_s=float(config.inference.start_timeout_s),
-            max_restarts=config.inference.max_restarts,
+            start_timeout_s=plan.start_timeout_s,
+            max_restarts=plan.max_restarts,
             on_event=on_event,
-            silence_s=min(SILENCE_S, float(config.inference.request_timeout_s) + _GRACE_S),
+            silence_s=min(SILENCE_S, plan.request_timeout_s + _GRACE_S),
             ahead=ahead,
         )
 
-    if num_replicas(config) == 1:
+    settings = plan.settings
+    if len(plan.gpus) == 1:
         return create(settings, "engine.log", on_event, ahead)
     engines: list[SupervisedEngine] = []
-    for number in range(num_replicas(config)):
-        own = msgspec.structs.replace(
-            settings,
-            gpus=engine_gpus(config, os.environ.get("CUDA_VISIBLE_DEVICES"), number)
-            if settings.threads is None
-            else (),
-            first_rank=settings.first_rank + number * settings.tensor_parallel_size,
-        )
+    for number, gpus in enumerate(plan.gpus):
+        first_rank = settings.first_rank + number * settings.tensor_parallel_size
+        own = msgspec.structs.replace(settings, gpus=gpus, first_rank=first_rank)
         first = ahead if number == 0 else None
         engines.append(create(own, f"engine-{number}.log", functools.partial(on_event, replica=number), first))
-    num_sequences = config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1)
-    per_engine = min(settings.max_num_seqs, -(-num_sequences // len(engines)))
+    per_engine = min(settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
     return EngineReplicas(engines, num_places=per_engine, on_event=on_event)

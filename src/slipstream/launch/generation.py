@@ -43,7 +43,7 @@ def attach_orchestrator(run: RunContext, children: Children, loop: TrainingLoop,
     children.at_exit(bridge.publisher.close)
     versions = Versions(bridge.receiver, apply_timeout_s=apply_timeout_s(config), fence=bridge.fence)
     runner = _runner(run, engine, scorer)
-    sleeps, timeout_s = config.inference.sleep is True, float(config.weights.apply_timeout_s)
+    sleeps, timeout_s = config.inference.sleep is True, config.weights.apply_timeout_s
     hooks = RunHooks(run, engine, SleepWake(thread, engine, log, sleeps=sleeps, timeout_s=timeout_s))
     waits = waits_of(config, lambda: runner.num_ended)
 
@@ -168,7 +168,7 @@ def _runner(run: RunContext, engine: RunEngine, scorer: ScorerPool) -> RolloutRu
         scorer,
         prepared.tokenizer,
         engine,
-        request_timeout_s=float(config.inference.request_timeout_s),
+        request_timeout_s=config.inference.request_timeout_s,
         run_timeout_s=config.environment.run_timeout_s,
     )
 
@@ -202,7 +202,7 @@ def _probe(run: RunContext, engine: RunEngine) -> Probe:
         prepared.sampling(),
         max_tokens=config.weights.probe_tokens,
         seed=config.run.seed,
-        timeout_s=float(config.inference.request_timeout_s),
+        timeout_s=config.inference.request_timeout_s,
     )
 
 
@@ -210,7 +210,6 @@ async def _evaluate(run: RunContext, runner: RolloutRunner) -> Evaluation:
     prepared, evaluation, section = run.prepared, run.config.evaluation, run.config.environment
     assert section is not None
     assert evaluation is not None
-    assert evaluation.temperature != "auto"
     run.progress.phase("evaluate", len(prepared.eval_tasks))
     try:
         return await evaluate(

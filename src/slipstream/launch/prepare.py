@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from slipstream.config import Derived, Loaded, RunConfig
+from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import uses_engine
 from slipstream.data.chat_template import ChatTokenizer
@@ -22,7 +22,7 @@ from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch.engines import engine_settings
+from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
 from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
@@ -55,7 +55,7 @@ class Prepared:
     """Number of dropped tasks and conversations, by reason."""
 
     @property
-    def config(self) -> RunConfig:
+    def config(self) -> PlannedConfig:
         """The config with every `auto` replaced."""
         return self.plan.config
 
@@ -72,7 +72,6 @@ class Prepared:
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without top-p, top-k and min-p)."""
         s = self.config.sampling
-        assert isinstance(s.max_tokens, int), "the plan replaces every auto"
         greedy = temperature == 0.0
         return SamplingParams(
             max_tokens=s.max_tokens,
@@ -164,7 +163,7 @@ def check_engine(prepared: Prepared) -> None:
     """Raise `ConfigError` for `inference.options` that vLLM refuses; in a run the engine itself reports them."""
     config = prepared.config
     if prepared.uses_engine and config.inference.options:
-        try_options(config, engine_settings(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0))
+        try_options(engine_plan(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0).settings)
 
 
 def _check_optimizer(config: RunConfig) -> None:

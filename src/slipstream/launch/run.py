@@ -27,7 +27,7 @@ from slipstream.launch.children import Children, RunContext
 from slipstream.launch.engines import EngineMaker, create_engine
 from slipstream.launch.generation import attach_orchestrator
 from slipstream.launch.messages import title_of, trainer_logs_as_events, warn
-from slipstream.launch.plan.memory.peaks import as_fields, note_peak
+from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.recovery.fallbacks import with_fallbacks
@@ -91,12 +91,12 @@ def train(
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         changed = changed_settings(before, read_settings(folder)) if before else []
         warnings = list(prepared.plan.warnings)
-        peaks, memory = as_fields(prepared.plan.peaks), memory_at_start(prepared.config)
+        memory = memory_at_start(prepared.config)
         found = {"dropped": prepared.dropped, "warnings": warnings, "changed": changed}
-        log.event("start", resume=resume, **found, peaks=peaks, memory=memory)
+        log.event("start", resume=resume, **found, memory=memory)
         for text in warnings:
             progress.message(text, "warning")
-        for text in prepared.plan.told:
+        for text in prepared.plan.notices:
             progress.message(text)
         for reason, count in prepared.dropped.items():
             progress.message(f"left out: {count} ({reason})")
@@ -137,7 +137,7 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
                 if config.teacher is not None:
                     children.launch_teacher()
                 loop = _build_loop(run, children, resume)
-                run.log.listen(note_peak(run.log, run.prepared.plan.memory_settings))
+                run.log.listen(record_memory(run.log, run.config.model.path))
                 run.progress.ready()
                 run.stages.begin_steps(loop.step)
                 loop.run()
@@ -232,7 +232,7 @@ def _share_weights(run: RunContext, children: Children) -> tuple[SharedWeights, 
     if not run.prepared.uses_engine or config.weights.bridge != "single_copy":
         return ()
     thread, waits_for = children.event_loop(), "the engine to start and to share its weights"
-    timeout_s = float(config.inference.start_timeout_s) + START_GRACE_S
+    timeout_s = config.inference.start_timeout_s + START_GRACE_S
     with run.stages.stage("import what loading needs"):
         import_trainer(config)
     if config.training.compile is True and config.lora is None and config.training.ranks == 1:
@@ -241,4 +241,4 @@ def _share_weights(run: RunContext, children: Children) -> tuple[SharedWeights, 
     with run.stages.stage(WAIT):
         thread.call(children.engine_ready(), timeout_s, waits_for)
     sharing = share_weights(config, children.create_engine())
-    return thread.call(sharing, float(config.weights.apply_timeout_s), waits_for)
+    return thread.call(sharing, config.weights.apply_timeout_s, waits_for)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.config import RunConfig, with_values
+from slipstream.config import PlannedConfig
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
-from slipstream.launch.engines import EngineMaker, RunEngine
-from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherRoom
+from slipstream.launch.engines import EngineMaker, EnginePlan, RunEngine
+from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherMemory
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
 from slipstream.progress import Progress
@@ -34,8 +34,8 @@ class RunTeacher:
 
     def __init__(
         self,
-        config: RunConfig,
-        planned: TeacherRoom | None,
+        config: PlannedConfig,
+        planned: TeacherMemory | None,
         tokenizer: ChatTokenizer,
         log: RunLog,
         logs: Path,
@@ -57,8 +57,14 @@ class RunTeacher:
         settings = _settings(config, planned)
         assert settings.version is not None
         self.digest = settings.version.digest
-        single = with_values(config, {"inference.replicas": 1})
-        self._engine = make_engine(single, settings, logs / "teacher", on_event)
+        inference = config.inference
+        plan = EnginePlan(
+            settings,
+            start_timeout_s=inference.start_timeout_s,
+            request_timeout_s=inference.request_timeout_s,
+            max_restarts=inference.max_restarts,
+        )
+        self._engine = make_engine(plan, logs / "teacher", on_event)
 
     def launch(self) -> None:
         """Start its engine, if it has one, without waiting."""
@@ -75,7 +81,7 @@ class RunTeacher:
         await self._scorer.score(rollout)
 
     async def _source(self) -> Source:
-        timeout_s = float(self._config.inference.request_timeout_s)
+        timeout_s = self._config.inference.request_timeout_s
         if self._engine is not None:
             health = await self._engine.wait_ready()
             self._log.event("teacher", digest=self.digest, patches=health.patches, vllm_version=health.vllm_version)
@@ -152,15 +158,13 @@ def agreement_warning(log: RunLog, show: Callable[[str], None]) -> Callable[[int
     return listener
 
 
-def _settings(config: RunConfig, planned: TeacherRoom) -> EngineSettings:
+def _settings(config: PlannedConfig, planned: TeacherMemory) -> EngineSettings:
     from slipstream.trainer.model.policy import DTYPES, resolve_folder
     from slipstream.weights.fingerprint import describe, digest
     from slipstream.weights.model_files import read_model_folder
 
     assert config.teacher is not None
     assert config.teacher.path is not None
-    assert config.model.dtype != "auto"
-    assert isinstance(config.run.threads, int)
     folder, dtype = resolve_folder(config.teacher.path), DTYPES[config.model.dtype]
     parameters: tuple[ParameterSpec, ...] = ()
     for name, tensor in read_model_folder(folder):  # one tensor at a time: a teacher may be large
@@ -176,7 +180,7 @@ def _settings(config: RunConfig, planned: TeacherRoom) -> EngineSettings:
         # Prefill only: CUDA graphs and compilation gain nothing.
         enforce_eager=True,
         kv_cache_bytes=planned.cache,
-        gpu_memory_utilization=planned.gpu_part,
+        gpu_memory_utilization=planned.gpu_memory_utilization,
         gpus=() if planned.gpu is None else (_gpu_name(planned.gpu, visible),),
         fp32_head=config.model.fp32_head,
         trust_remote_code=config.model.trust_remote_code,

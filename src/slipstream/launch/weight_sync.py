@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.config.traits import apply_timeout_s, engine_workers, keeps_copy, num_replicas, publishes_adapter
 from slipstream.errors import SlipstreamError
 from slipstream.launch.engines import RunEngine
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 
 
 def run_bridge(
-    config: RunConfig, learner: Learner, engine: RunEngine, folder: Path, thread: EventLoopThread
+    config: PlannedConfig, learner: Learner, engine: RunEngine, folder: Path, thread: EventLoopThread
 ) -> tuple[Bridge, Callable[[], NamedWeights]]:
     """Create the bridge from the model of `learner` to `engine`, which runs in `thread`; also returns the weights to
     publish, those of the adapter or of the whole model. `folder` is for bridges that write files."""
     name, timeout_s = config.weights.bridge, apply_timeout_s(config)
-    assert name != "auto", "the plan replaces every auto"
     model = learner.model
     if publishes_adapter(config):
         assert model.adapter is not None
@@ -42,11 +41,11 @@ def run_bridge(
 
     def held() -> Version | None:
         # An engine that died is restarted first.
-        longest_s = timeout_s + float(config.inference.start_timeout_s)
+        longest_s = timeout_s + config.inference.start_timeout_s
         return thread.call(engine.held(), longest_s, "the engine to say which version it holds")
 
     def joined() -> int:
-        return thread.call(engine.joined(), float(config.inference.start_timeout_s), "dead engines to start again")
+        return thread.call(engine.joined(), config.inference.start_timeout_s, "dead engines to start again")
 
     def go_on(version: Version) -> None:
         thread.call(engine.go_on(version, timeout_s), timeout_s, f"the engine to go on with version {version.name}")
@@ -66,7 +65,7 @@ def run_bridge(
     return bridge, learner.named_weights
 
 
-def repeats_update(config: RunConfig, engine: RunEngine, log: RunLog, error: SlipstreamError) -> bool:
+def repeats_update(config: PlannedConfig, engine: RunEngine, log: RunLog, error: SlipstreamError) -> bool:
     """Whether a version whose update failed with `error` is published once more: where one engine of several died in a
     broadcast, which those that are left cannot finish. The whole version then goes over a new process group."""
     if config.weights.bridge != "broadcast" or num_replicas(config) == 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from slipstream.algo.advantages import (
 from slipstream.algo.custom import user_function
 from slipstream.algo.gae import explained_variance, generalized_advantages, whitened
 from slipstream.algo.losses import kl_estimate
-from slipstream.config.recipes import resolved
-from slipstream.config.schema import KLEstimator, RLConfig, Scale
+from slipstream.config.planned import PlannedRL
+from slipstream.config.schema import KLEstimator
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import ValueTargets
 from slipstream.trainer.critic import Critic
@@ -67,14 +67,13 @@ def kl_penalties_of(
 
 def assign_credit(
     batch: records.Batch,
-    config: RLConfig,
+    config: PlannedRL,
     max_tokens: int,
     kl_penalties: list[list[Tensor]] | None = None,
     critic: Critic | None = None,
 ) -> Credit:
     """Shape the rewards as `config` says and turn them into advantages. `kl_penalties`: of each trainable token of each
     rollout's sequences, to be taken from the rewards. `critic`: whose predictions are the baseline of `gae`."""
-    config = resolved(config)
     usable = [i for i, rollout in enumerate(batch.rollouts) if rollout.outcome in records.TRAINABLE_OUTCOMES]
     if not usable:
         raise TrainingError(f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on")
@@ -89,13 +88,12 @@ def assign_credit(
         chosen = {i for i, is_best in zip(usable, best_S.tolist(), strict=True) if is_best}
         return _by_critic(batch, config, critic, rewards, kl_penalties, chosen, metrics)
     baseline = BASELINES.get(config.advantage) or user_function("advantage", config.advantage)
-    scale = cast("Scale", config.scale_rewards)
-    advantages_S = group_advantages(rewards_S, group_ids_S, scale, baseline)
+    advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     has_signal = bool(advantages_S.any())
     if kl_penalties is not None:
         sums = [sum(penalty.sum().item() for penalty in kl_penalties[i]) for i in usable]
         rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
-        advantages_S = group_advantages(rewards_S, group_ids_S, scale, baseline)
+        advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     _check_finite(advantages_S, batch, config)
     best_S = _best(rewards_S, group_ids_S, config)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
@@ -105,13 +103,13 @@ def assign_credit(
     return Credit(advantages, carries_loss, metrics, has_signal=taught or (has_signal and any(advantages)))
 
 
-def _best(rewards_S: Tensor, group_ids_S: Tensor, config: RLConfig) -> Tensor:
+def _best(rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
     if config.best_of is None:
         return torch.ones(len(rewards_S), dtype=torch.bool)
     return best_of_group(rewards_S, group_ids_S, config.best_of)
 
 
-def _check_finite(advantages: Tensor, batch: records.Batch, config: RLConfig) -> None:
+def _check_finite(advantages: Tensor, batch: records.Batch, config: PlannedRL) -> None:
     if not torch.isfinite(advantages).all():
         raise TrainingError(
             f"the advantages of step {batch.step} are not finite ({advantages.tolist()[:4]} ...): look at the rewards"
@@ -121,7 +119,7 @@ def _check_finite(advantages: Tensor, batch: records.Batch, config: RLConfig) ->
 
 def _by_critic(
     batch: records.Batch,
-    config: RLConfig,
+    config: PlannedRL,
     critic: Critic,
     rewards: dict[int, float],
     kl_penalties: list[list[Tensor]] | None,
@@ -175,7 +173,7 @@ def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
 
 
 def _shaped(
-    rollouts: list[records.Rollout], group_ids_S: Tensor, config: RLConfig, max_tokens: int
+    rollouts: list[records.Rollout], group_ids_S: Tensor, config: PlannedRL, max_tokens: int
 ) -> tuple[Tensor, dict[str, float]]:
     """Rewards as they are trained on, and what their shaping took or gave on average."""
     rewards_S = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
@@ -184,9 +182,9 @@ def _shaped(
     if config.reward_threshold is not None:
         right_S = rewards_S >= config.reward_threshold
         rewards_S = right_S.double()
-    if float(config.overlong_buffer) > 0:
+    if config.overlong_buffer > 0:
         longest_S = torch.tensor([max(map(_longest_turn, rollout.sequences), default=0) for rollout in rollouts])
-        punishment_S = overlong_punishment(longest_S, max_tokens, float(config.overlong_buffer) * max_tokens)
+        punishment_S = overlong_punishment(longest_S, max_tokens, config.overlong_buffer * max_tokens)
         rewards_S = rewards_S + config.overlong_penalty * punishment_S
         metrics["reward/overlong"] = config.overlong_penalty * punishment_S.mean().item()
     if config.thinking_budget is not None and config.thinking_budget < max_tokens:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slipstream import records
 from slipstream.algo.gae import value_loss
-from slipstream.config.schema import CriticConfig
+from slipstream.config.planned import PlannedCritic
 from slipstream.errors import ConfigError, TrainingError, ZeroGradientError
 from slipstream.trainer.batching import MicroBatch, StepBatch
 from slipstream.trainer.learner import Learner
@@ -100,7 +100,7 @@ class ValueObjective:
 class Critic:
     """Predicts, and is trained on what came; `learner` trains a `ValueModel`."""
 
-    def __init__(self, learner: Learner, config: CriticConfig) -> None:
+    def __init__(self, learner: Learner, config: PlannedCritic) -> None:
         self.learner = learner
         self.config = config
         self._objective = ValueObjective(config.value_clip)
@@ -113,7 +113,6 @@ class Critic:
 
     def train(self, steps: Sequence[StepBatch]) -> dict[str, float]:
         """The batch's optimizer steps; their mean metrics. One without a gradient is left out and counted."""
-        assert self.config.learning_rate != "auto", "the plan replaces every auto"
         rows: list[dict[str, float]] = []
         for step in steps:
             metrics = self.learner.forward_backward(step, self._objective)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from slipstream import records
-from slipstream.config.recipes import resolved
-from slipstream.config.schema import KLEstimator, RLConfig, RunConfig
+from slipstream.config.planned import PlannedConfig
+from slipstream.config.schema import RLConfig
 from slipstream.config.traits import num_replicas, update_phase
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError, ZeroGradientError
 from slipstream.progress import Progress
@@ -120,7 +120,7 @@ class Log(Protocol):
 class TrainingLoop:
     """See the module. `engine` is None when nobody generates (SFT without evaluation)."""
 
-    config: RunConfig
+    config: PlannedConfig
     learner: Learner
     objective: Objective
     reader: Reader
@@ -360,7 +360,7 @@ class TrainingLoop:
     @property
     def _kl_in_reward(self) -> bool:
         algorithm = self.config.algorithm
-        return isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0 and resolved(algorithm).kl_in == "reward"
+        return isinstance(algorithm, RLConfig) and algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
 
     def _kl_penalties(self, batch: records.Batch, metrics: dict[str, float]) -> list[list[Tensor]] | None:
         """What the divergence of each trainable token from the reference takes from the reward, when it is taken from
@@ -371,8 +371,9 @@ class TrainingLoop:
         sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
         ours = self.learner.forward(sequences, self.sampling).logprobs
         theirs = self.reference.forward(sequences, self.sampling).logprobs
-        kind = cast("KLEstimator", resolved(algorithm).kl_estimator)
-        penalties, metrics["train/kl_reference"] = kl_penalties_of(batch, ours, theirs, kind, algorithm.kl_coef)
+        penalties, metrics["train/kl_reference"] = kl_penalties_of(
+            batch, ours, theirs, algorithm.kl_estimator, algorithm.kl_coef
+        )
         return penalties
 
     def _check_version(self, batch: records.Batch) -> None:

@@ -8,18 +8,23 @@ metrics (`summarize`). So a step cut otherwise, or spread over more ranks, chang
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream import records
 from slipstream.algo.custom import user_function
-from slipstream.algo.importance_sampling import importance_weights, log_ratio_histogram, ratio_quantiles, ratio_shares
+from slipstream.algo.importance_sampling import (
+    Weighting,
+    importance_weights,
+    log_ratio_histogram,
+    ratio_quantiles,
+    ratio_shares,
+)
 from slipstream.algo.logprobs import HeadLogits, processed_logprobs, token_statistics
 from slipstream.algo.losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
-from slipstream.config.recipes import resolved
-from slipstream.config.schema import KLEstimator, Normalize, RLConfig
+from slipstream.config.planned import PlannedRL
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import MicroBatch, StepBatch
 from slipstream.trainer.model.policy import PolicyModel
@@ -82,13 +87,13 @@ class PolicyObjective:
     `teacher_coef * (teacher - old)`: over tokens of the policy, on average, the gradient of the reverse KL divergence.
     """
 
-    def __init__(self, config: RLConfig, sampling: records.SamplingParams, teacher_coef: float | None = None) -> None:
+    def __init__(self, config: PlannedRL, sampling: records.SamplingParams, teacher_coef: float | None = None) -> None:
         """`teacher_coef`: weight of what a teacher says; None where there is none."""
-        self.config = resolved(config)
+        self.config = config
         self._teacher_coef = teacher_coef
         self.sampling = sampling
-        self._loss: LossFunction = LOSSES.get(self.config.loss) or user_function("loss", self.config.loss)
-        self._has_kl_term = config.kl_coef > 0.0 and self.config.kl_in == "loss"
+        self._loss: LossFunction = LOSSES.get(config.loss) or user_function("loss", config.loss)
+        self._has_kl_term = config.kl_coef > 0.0 and config.kl_in == "loss"
 
     @property
     def ignores_silent(self) -> bool:
@@ -128,19 +133,18 @@ class PolicyObjective:
             sums |= _teacher_sums(micro.teacher_logprobs_N, old_N)
         if micro.behaviour_logprobs_N is not None:
             sums |= _behaviour_sums(micro.behaviour_logprobs_N, logprobs_N.detach(), old_N)
-        if config.importance_sampling != "none":
-            importance_N, bounded_N = self._importance(micro, old_N)
+        if (weighting := config.importance_sampling) != "none":
+            importance_N, bounded_N = self._importance(micro, old_N, weighting)
             per_token_N = per_token_N * importance_N
             sums["importance"] = importance_N.sum()
             sums["importance_capped"] = bounded_N.sum()
         if self._has_kl_term:
             if micro.reference_logprobs_N is None:
                 raise TrainingError("kl_coef is above 0 but the batch has no reference log-probabilities")
-            kl_N = kl_estimate(logprobs_N, micro.reference_logprobs_N, cast("KLEstimator", config.kl_estimator))
+            kl_N = kl_estimate(logprobs_N, micro.reference_logprobs_N, config.kl_estimator)
             per_token_N = per_token_N + config.kl_coef * kl_N
             sums["kl_reference"] = kl_N.detach().sum()
-        normalize = cast("Normalize", config.normalize)
-        weights_N = token_weights(micro.sequence_index_N, micro.num_sequences, normalize)
+        weights_N = token_weights(micro.sequence_index_N, micro.num_sequences, config.normalize)
         loss = (per_token_N * weights_N).sum() / divisors["loss"]
         if config.entropy_coef > 0.0:
             loss = loss - config.entropy_coef * entropy_N.sum() / divisors["tokens"]
@@ -165,8 +169,8 @@ class PolicyObjective:
             self._taught(micro, micro.advantages_N, old_N),
             micro.sequence_index_N,
             micro.num_sequences,
-            clip_low=float(config.clip_low),
-            clip_high=float(config.clip_high),
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
             clip_dual=config.clip_dual,
             behaviour_logprobs_N=micro.behaviour_logprobs_N,
         )
@@ -185,11 +189,11 @@ class PolicyObjective:
             return result
         return PolicyLoss(result, inputs.logprobs_N.detach() - inputs.old_logprobs_N)
 
-    def _importance(self, micro: MicroBatch, old_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _importance(self, micro: MicroBatch, old_N: Tensor, weighting: Weighting) -> tuple[Tensor, Tensor]:
         config = self.config
         if micro.behaviour_logprobs_N is None:
             raise TrainingError(
-                f"importance_sampling = {config.importance_sampling!r} needs the engine's log-probabilities and a "
+                f"importance_sampling = {weighting!r} needs the engine's log-probabilities and a "
                 "sequence has none: ask the engine for them or set algorithm.importance_sampling = 'none'"
             )
         return importance_weights(
@@ -197,9 +201,9 @@ class PolicyObjective:
             micro.behaviour_logprobs_N,
             micro.sequence_index_N,
             micro.num_sequences,
-            cast("Any", config.importance_sampling),
-            float(config.importance_floor),
-            float(config.importance_cap),
+            weighting,
+            config.importance_floor,
+            config.importance_cap,
         )
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:

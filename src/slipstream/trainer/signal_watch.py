@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from slipstream.config import RunConfig
-from slipstream.config.recipes import resolved
+from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import EvaluationConfig, RLConfig
 
 STEPS = 3
@@ -24,10 +23,10 @@ class SignalWatch:
     """See the module. Says nothing of SFT, of a run whose tasks are nearly solved, or where a teacher teaches; and of
     groups only where it is their own rewards that are compared."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: PlannedConfig) -> None:
         algorithm = config.algorithm
         self._is_rl = isinstance(algorithm, RLConfig) and config.teacher is None
-        self._compares = isinstance(algorithm, RLConfig) and resolved(algorithm).advantage in _OF_GROUPS
+        self._compares = isinstance(algorithm, RLConfig) and algorithm.advantage in _OF_GROUPS
         self._solved = SOLVED * (config.evaluation or EvaluationConfig()).threshold
         self._signals: deque[float] = deque(maxlen=STEPS)
         self._entropies: deque[float] = deque(maxlen=STEPS)

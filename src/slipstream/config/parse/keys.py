@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.config.schema import RunConfig
 
+Config = TypeVar("Config", bound=RunConfig)
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 NEVER_REACHED = 1e6
 
@@ -114,7 +115,7 @@ def is_control(character: str) -> bool:
     return ord(character) < 0x20 or 0x7F <= ord(character) <= 0x9F or character in "\u2028\u2029"
 
 
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of `config` with the given `section.key` values, validated again; raises pydantic's error for an invalid
     value."""
     data = {name: model.model_dump() for name in sections() if (model := getattr(config, name)) is not None}
@@ -123,7 +124,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     for path, value in values.items():
         section, _, key = path.partition(".")
         data[section][key] = value
-    return RunConfig.model_validate(data)
+    return type(config).model_validate(data)
 
 
 @cache

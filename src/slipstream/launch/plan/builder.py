@@ -1,4 +1,4 @@
-"""A plan in the making: what was set, what is known, and what was derived from both so far."""
+"""Collects a plan: the config that the user wrote, the facts, and what has been derived from both so far."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from slipstream.launch.plan.facts import Facts
 
 
 @dataclass
-class Draft:
-    """A plan in the making."""
+class PlanBuilder:
+    """Collects derived settings and warnings. `builder["section.key"]` reads what was set or derived."""
 
     original: RunConfig
     facts: Facts
@@ -24,7 +24,7 @@ class Draft:
         return self.facts.num_gpus == 0
 
     def __getitem__(self, path: str) -> Any:
-        """What `section.key` was set or derived to; `auto` where neither."""
+        """The value of `section.key`: derived, else as the user set it; `auto` if neither."""
         for item in self.derived:
             if item.name == path:
                 return item.value
@@ -32,14 +32,14 @@ class Draft:
         return getattr(getattr(self.original, section), name)
 
     def derive(self, path: str, value: Any, reason: str) -> None:
-        """From now on `section.key` is `value`."""
+        """Set `section.key` to `value`."""
         self.derived.append(Derived(path, value, reason))
 
     def derive_auto(self, path: str, value: Any, reason: str) -> None:
-        """The same, unless it was set."""
+        """Set `section.key` to `value` if it is `auto`."""
         if self[path] == "auto":
             self.derive(path, value, reason)
 
     def config(self) -> RunConfig:
-        """The config with all that was derived."""
+        """The config with every derived value."""
         return with_values(self.original, {item.name: item.value for item in self.derived})

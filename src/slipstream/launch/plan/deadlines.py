@@ -1,8 +1,7 @@
-"""The part of the plan that says how long the engine may take: to start, to take a version, to make a completion. Pure.
+"""Derives the engine's deadlines: to start, to apply a version, to finish a completion. Pure.
 
-These deadlines end what would go on for ever; an engine that is dead, frozen or makes no step is found long before by
-those who listen to it. So they are several times what the slowest of machines needs by the rates below, and never less
-than `LEAST_S`.
+Deadlines are a last resort: the client detects an engine that is dead, frozen or idle long before. They are therefore
+several times what the slow machine of the rates below needs, and at least `LEAST_S`.
 """
 
 from __future__ import annotations
@@ -10,30 +9,30 @@ from __future__ import annotations
 import math
 
 from slipstream.config.bounds import LONGEST_S
-from slipstream.launch.plan.builder import Draft
+from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.memory.sizes import gib, kv_bytes_per_sequence, weights_bytes
 
 LEAST_S = 300.0
 STARTING_S = 240.0
-"""What starting takes beside the weights: imports, compiling, CUDA graphs; and what is left to a small version."""
+"""Starting an engine without reading its weights: imports, compilation, CUDA graphs. Added to an update, too."""
 FILE_RATE = 2e8
-"""Bytes a second that a slow disk or a network gives or takes."""
+"""Bytes per second of a slow disk or network."""
 STEP_S = 0.03
-"""Of one decoding step, beside its arithmetic."""
+"""Overhead of a decoding step."""
 GPU_RATES, CPU_RATES = (1e13, 2e11), (2e9, 5e9)
-"""FLOP/s (on a CPU of each core) and bytes a second of memory that a slow machine decodes at."""
-IN_LINE = 2
-"""Requests that vLLM has for each that it runs."""
+"""FLOP/s (on a CPU per core) and memory bytes per second of a slow machine."""
+QUEUED = 2
+"""Requests in vLLM for each that it runs at once."""
 SLACK = 4.0
 _ROUND_S = 10.0
 
 
-def plan_deadlines(draft: Draft) -> None:
-    """`inference.start_timeout_s`, `weights.apply_timeout_s` and `inference.request_timeout_s`; the engine's length and
-    sequences are decided."""
-    model, dtype = draft.facts.model, draft["model.dtype"]
+def plan_deadlines(builder: PlanBuilder) -> None:
+    """Derive `inference.start_timeout_s`, `weights.apply_timeout_s` and `inference.request_timeout_s`, after
+    `inference.max_model_len` and `inference.max_num_seqs`."""
+    model, dtype = builder.facts.model, builder["model.dtype"]
     policy = weights_bytes(model, dtype)
-    largest = max(policy, weights_bytes(draft.facts.teacher, dtype) if draft.facts.teacher else 0)
+    largest = max(policy, weights_bytes(builder.facts.teacher, dtype) if builder.facts.teacher else 0)
     for path, num_bytes, times in (
         ("inference.start_timeout_s", largest, 1),
         ("weights.apply_timeout_s", policy, 2),
@@ -42,35 +41,35 @@ def plan_deadlines(draft: Draft) -> None:
         reason = (
             f"at least {LEAST_S:.0f} s; {STARTING_S:.0f} s, and {gib(num_bytes)} {what} at {FILE_RATE / 1e9:g} GB/s"
         )
-        draft.derive_auto(path, _rounded(STARTING_S + times * num_bytes / FILE_RATE), reason)
-    tokens, sequences = draft["sampling.max_tokens"], draft["inference.max_num_seqs"]
-    step_s = _step_seconds(draft, policy, sequences)
-    seconds = SLACK * IN_LINE * (tokens * step_s + _prefill_seconds(draft, sequences))
-    draft.derive_auto(
+        builder.derive_auto(path, _rounded(STARTING_S + times * num_bytes / FILE_RATE), reason)
+    tokens, sequences = builder["sampling.max_tokens"], builder["inference.max_num_seqs"]
+    step_s = _step_seconds(builder, policy, sequences)
+    seconds = SLACK * QUEUED * (tokens * step_s + _prefill_seconds(builder, sequences))
+    builder.derive_auto(
         "inference.request_timeout_s",
         _rounded(seconds),
-        f"{SLACK * IN_LINE:g} times {tokens} tokens in steps of {1000 * step_s:.3g} ms with {sequences} sequences, as "
+        f"{SLACK * QUEUED:g} times {tokens} tokens in steps of {1000 * step_s:.3g} ms with {sequences} sequences, as "
         f"a slow machine makes them; at least {LEAST_S:.0f} s",
     )
 
 
-def _rates(draft: Draft) -> tuple[float, float]:
-    """FLOP/s and bytes a second of one engine."""
-    flops, memory = CPU_RATES if draft.on_cpu else GPU_RATES
-    return (flops * draft.facts.num_cpus, memory) if draft.on_cpu else (flops, memory)
+def _rates(builder: PlanBuilder) -> tuple[float, float]:
+    """FLOP/s and memory bytes per second of one engine."""
+    flops, memory = CPU_RATES if builder.on_cpu else GPU_RATES
+    return (flops * builder.facts.num_cpus, memory) if builder.on_cpu else (flops, memory)
 
 
-def _step_seconds(draft: Draft, weights: int, sequences: int) -> float:
-    """Of one token of each of so many sequences of full length."""
-    flops, memory = _rates(draft)
-    length, model = draft["inference.max_model_len"], draft.facts.model
-    cache = sequences * kv_bytes_per_sequence(model, draft["model.dtype"], length)
+def _step_seconds(builder: PlanBuilder, weights: int, sequences: int) -> float:
+    """Seconds of a decoding step with `sequences` sequences of `inference.max_model_len` tokens."""
+    flops, memory = _rates(builder)
+    length, model = builder["inference.max_model_len"], builder.facts.model
+    cache = sequences * kv_bytes_per_sequence(model, builder["model.dtype"], length)
     return STEP_S + 2.0 * model.num_decoding * sequences / flops + (weights + cache) / memory
 
 
-def _prefill_seconds(draft: Draft, sequences: int) -> float:
-    model, data = draft.facts.model, draft.facts.data
-    return 2.0 * model.num_decoding * sequences * data.max_prompt_tokens / _rates(draft)[0]
+def _prefill_seconds(builder: PlanBuilder, sequences: int) -> float:
+    model, data = builder.facts.model, builder.facts.data
+    return 2.0 * model.num_decoding * sequences * data.max_prompt_tokens / _rates(builder)[0]
 
 
 def _rounded(seconds: float) -> float:

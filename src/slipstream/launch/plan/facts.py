@@ -1,10 +1,9 @@
-"""The facts that a plan rests on, as plain numbers; `facts.py` measures them."""
+"""The facts that a plan is derived from, as plain numbers; `measure.py` measures them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 """A model of fewer was made for its task, as by `slipstream model new`: no chat model has so few."""
@@ -34,19 +33,18 @@ class ModelFacts:
     original_context: int = 0
     """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
     scores: Literal["", "plain", "capped"] = ""
-    """How its attention makes a number of every two tokens of a row, soft-capped or not, where it does (without packing
-    and a kernel for it)."""
+    """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
     thinks: bool = False
     """Whether its chat template has a switch for thinking."""
 
     @property
     def says_only_answers(self) -> bool:
-        """Whether its completions are no longer than gold answers: it is small, so it was made for its task."""
+        """Whether completions are about as long as gold answers: a small model was made for its task."""
         return self.num_parameters < SMALL_MODEL_PARAMETERS
 
     @property
     def num_decoding(self) -> int:
-        """Parameters that text goes through."""
+        """Parameters of the decoder, without an image tower."""
         return self.num_parameters - self.num_frozen
 
 
@@ -64,24 +62,24 @@ class DataFacts:
     num_requested_tasks: int | None = None
     """Training tasks that the environment was asked for; None without one."""
     num_eval_tasks: int | None = None
-    """Held-out tasks that there are and that can be used; None: nobody counted."""
+    """Held-out tasks that exist and fit; None if not counted."""
     max_turns: int = 1
-    """How often an episode asks the model at most."""
+    """Most turns of the model in an episode."""
 
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What [lora] comes to on this model."""
+    """What [lora] adapts of this model."""
 
     num_parameters: int
     target_modules: tuple[str, ...]
     """Last parts of the names of all layers that get an adapter."""
     num_outputs: int = 0
-    """Numbers that its matrices give for one token, those of all layers together."""
+    """Elements that its matrices output for a token, over all layers."""
     num_unreached: int = 0
-    """Parameters of matrices that no target can name, as they are no linear layers: those of fused experts."""
+    """Parameters of matrices that are no linear layers and so cannot be adapted, such as fused experts."""
     unreached: tuple[str, ...] = ()
-    """What these are called within a layer."""
+    """Their names within a layer."""
 
 
 @dataclass(frozen=True)
@@ -97,23 +95,8 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """What the trainer of an earlier run took of its GPU at most, in bytes."""
-
-    run: str
-    """Its folder."""
-    allocated: int
-    held: int
-    """With what its allocator kept for later, which nobody else could have."""
-    row_tokens: int
-    """Of the longest row that it had trained on by then."""
-    settings: Mapping[str, Any]
-    """What else decided it; see `launch.trainer_room.memory_settings`."""
-
-
-@dataclass(frozen=True)
 class Shortage:
-    """That an earlier process of this run ran out of memory, and what it had planned."""
+    """An earlier process of this run ran out of memory; the values that it had planned."""
 
     run: str
     """Its name for people."""
@@ -146,10 +129,6 @@ class Facts:
     num_gpus: int = 0
     gpu_memory_bytes: int = 0
     """Of one GPU."""
-    card: str = ""
-    """Its name."""
-    torch: str = ""
-    """The version of torch, whose allocator decides what is held."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
     engine: EngineFacts | None = None
@@ -157,10 +136,8 @@ class Facts:
     teacher: ModelFacts | None = None
     """Of the teacher that the run starts, if it does."""
     disk: DiskFacts | None = None
-    """None where nobody looked."""
-    peaks: tuple[Peak, ...] = ()
-    """Of earlier runs, the oldest first."""
-    peaks_told: tuple[str, ...] = ()
-    """What there is to say of how they were found."""
+    """None if not measured."""
     shortages: tuple[Shortage, ...] = ()
     """Of the run that is planned again, the oldest first."""
+    notices: tuple[str, ...] = ()
+    """What there is to say of earlier runs; no value depends on it."""

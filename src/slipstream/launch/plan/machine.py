@@ -75,13 +75,6 @@ def measure_gpus() -> tuple[int, int]:
     return count, min(int(torch.cuda.get_device_properties(index).total_memory) for index in range(count))
 
 
-def name_card() -> tuple[str, str]:
-    """Name of the first GPU, and version of torch."""
-    import torch
-
-    return torch.cuda.get_device_name(0), torch.__version__
-
-
 def _control_groups(groups: Path, membership: Path, controllers: tuple[str, ...]) -> Iterator[Path]:
     """The folders of this process's control group and of those above it, as versions 2 and 1 lay them out. In a
     container its own may be the root of what it sees."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from slipstream.config import RunConfig
 from slipstream.errors import ConfigError, first_line
 from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts
-from slipstream.launch.plan.machine import measure_disk, measure_gpus, name_card, usable_cpus, usable_memory_bytes
-from slipstream.launch.plan.memory.peaks import find_peaks
+from slipstream.launch.plan.machine import measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
+from slipstream.launch.plan.memory.last_run import last_run_memory
 from slipstream.launch.plan.vllm_version import read_engine
 from slipstream.launch.preflight.model_folder import hub_id
 from slipstream.launch.recovery.shortages import find_shortages
@@ -67,8 +67,7 @@ def gather_facts(
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
     trusted = config.model.trust_remote_code
-    card, torch_version = name_card() if num_gpus else ("", "")
-    peaks, told = find_peaks(config.run.folder) if num_gpus else ((), ())
+    last_run = last_run_memory(config.run.folder, config.model.path) if num_gpus else ""
     shortages, damage = find_shortages(config.run.folder)
     return Facts(
         num_cpus=usable_cpus(),
@@ -84,15 +83,12 @@ def gather_facts(
         ),
         num_gpus=num_gpus,
         gpu_memory_bytes=gpu_memory_bytes,
-        card=card,
-        torch=torch_version,
         adapter=measure_adapter(config),
         engine=read_engine(on_cpu=num_gpus == 0),
         teacher=read_teacher(config),
         disk=measure_disk(config.run.folder),
-        peaks=peaks,
-        peaks_told=(*told, *damage),
         shortages=shortages,
+        notices=(*([last_run] if last_run else []), *damage),
     )
 
 
@@ -144,8 +140,8 @@ def measure_data(
 ) -> DataFacts:
     """Count tokens: of every prompt, and of the longest answers and conversations.
 
-    Answers and conversations are measured among the 1,000 longest by their bytes: the plan leaves room
-    above them, while a prompt that does not fit would be refused.
+    Answers and conversations are measured among the 1,000 longest by their bytes, as the plan adds a margin to
+    them; a prompt that does not fit would be refused.
     """
     is_sft = config.algorithm.kind == "sft"
     train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"

@@ -26,8 +26,8 @@ def render_plan(plan: Plan) -> Group:
     for note in plan.notes:
         totals.add_row(note.name, _amount(note), escape(note.how))
     warnings = [f"[yellow]warning:[/] {escape(warning)}" for warning in plan.warnings]
-    told = [escape(sentence) for sentence in plan.told]
-    return Group(settings, "", totals, *(["", *told] if told else []), *(["", *warnings] if warnings else []))
+    notices = [escape(sentence) for sentence in plan.notices]
+    return Group(settings, "", totals, *(["", *notices] if notices else []), *(["", *warnings] if warnings else []))
 
 
 def plan_as_json(plan: Plan) -> str:
@@ -36,7 +36,7 @@ def plan_as_json(plan: Plan) -> str:
         "config": plan.config.model_dump(mode="json"),
         "derived": [dataclasses.asdict(item) for item in plan.derived],
         "notes": [dataclasses.asdict(note) for note in plan.notes],
-        "earlier_runs": list(plan.told),
+        "earlier_runs": list(plan.notices),
         "warnings": list(plan.warnings),
     }
     return json.dumps(content, indent=2)

@@ -1,11 +1,11 @@
-"""What follows from a planned config: how much is generated, trained on and kept in memory."""
+"""Notes and warnings on a planned config: how much is generated, trained on and held in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.config import RLConfig, RunConfig
+from slipstream.config import PlannedConfig, PlannedRL, RLConfig
 from slipstream.config.recipes import resolved
 from slipstream.config.traits import engine_workers, keeps_copy, num_replicas, shares_weights, uses_critic, uses_engine
 from slipstream.errors import ConfigError
@@ -18,7 +18,7 @@ from slipstream.launch.plan.memory.sizes import (
     weights_bytes,
 )
 from slipstream.launch.plan.memory.teacher import planned_teacher
-from slipstream.launch.plan.memory.trainer import Rows, model_state, rows_of
+from slipstream.launch.plan.memory.trainer import RowMemory, model_state, row_memory
 
 LEAST_UNREACHED = 0.01
 """Part of a model's parameters beyond which it is a warning that LoRA cannot reach them."""
@@ -26,7 +26,7 @@ LEAST_UNREACHED = 0.01
 
 @dataclass(frozen=True)
 class Note:
-    """A number that follows from the plan."""
+    """A number that follows from the plan, for people."""
 
     name: str
     value: int | float
@@ -34,14 +34,14 @@ class Note:
     how: str
 
 
-def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
+def batch_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     """How much is generated and trained on, in a batch and in all."""
     training, algorithm = config.training, config.algorithm
     group = algorithm.group_size if isinstance(algorithm, RLConfig) else 1
     sequences = training.prompts_per_batch * group
     longest = facts.data.max_sequence_tokens or 0
     if isinstance(algorithm, RLConfig):
-        longest = int(config.inference.max_model_len)
+        longest = config.inference.max_model_len
     updates = training.steps * training.updates_per_batch * training.epochs_per_batch
     passes = training.steps * training.prompts_per_batch / facts.data.num_train_tasks
     yield Note("sequences per batch", sequences, "", f"{training.prompts_per_batch} prompts x {group}")
@@ -56,21 +56,21 @@ def batch_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         yield Note("evaluations", times, "", f"of {config.evaluation.num_tasks} held-out tasks")
 
 
-def planned_rows(config: RunConfig, facts: Facts) -> Rows:
-    """Rows as a config without any `auto` has them computed."""
-    return rows_of(config, facts, checkpointing=config.training.gradient_checkpointing)
+def planned_row_memory(config: PlannedConfig, facts: Facts) -> RowMemory:
+    """Memory of the rows of a planned run."""
+    return row_memory(config, facts, checkpointing=config.training.gradient_checkpointing)
 
 
-def trainer_bytes(config: RunConfig, facts: Facts) -> int:
+def trainer_bytes(config: PlannedConfig, facts: Facts) -> int:
     """What a planned run's trainer will hold at most, without contexts and workspaces."""
     trainer, _ = _memory(config, facts)
     return trainer.kept + trainer.working
 
 
-def rotary_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
-    """Which factors of a rotary embedding that has two sets of them are trained with; the engine chooses alike."""
+def rotary_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
+    """Which of the two sets of longrope factors trainer and engine use."""
     if original := facts.model.original_context:
-        length = int(config.inference.max_model_len)
+        length = config.inference.max_model_len
         which, side = ("long", "above") if length > original else ("short", "within")
         how = (
             f"longrope: inference.max_model_len = {length} is {side} it, so sequences of every length have the {which} "
@@ -79,10 +79,10 @@ def rotary_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         yield Note("original context", original, "tokens", how)
 
 
-def rotary_warnings(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """Conversations beyond the original context that its short factors would be trained on."""
+def rotary_warnings(config: PlannedConfig, facts: Facts) -> Iterator[str]:
+    """Conversations longer than the original context, which would be trained with the short factors."""
     original, longest = facts.model.original_context, facts.data.max_sequence_tokens or 0
-    if original and int(config.inference.max_model_len) <= original < longest:
+    if original and config.inference.max_model_len <= original < longest:
         yield (
             f"conversations of up to {longest} tokens are trained with the rotary factors for up to {original}: raise "
             "inference.max_model_len, which decides them"
@@ -102,7 +102,7 @@ def parameter_notes(facts: Facts) -> Iterator[Note]:
 
 
 def lora_warnings(facts: Facts) -> Iterator[str]:
-    """A model most of which, or a good part, no adapter is beside."""
+    """A model more than 1 % of whose parameters LoRA cannot adapt."""
     adapter, whole = facts.adapter, facts.model.num_parameters
     if adapter is not None and adapter.num_unreached > LEAST_UNREACHED * whole:
         yield (
@@ -112,8 +112,8 @@ def lora_warnings(facts: Facts) -> Iterator[str]:
         )
 
 
-def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
-    """What trainer and engine will hold at most, in GiB; on a GPU with what they need to work."""
+def memory_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
+    """Most memory of trainer, engine and teacher, in GiB; on a GPU with CUDA contexts and workspaces."""
     trainer, engine = _memory(config, facts)
     kept = "moments and gradients" if config.training.optimizer == "adamw_bf16" else "masters, moments and gradients"
     if facts.adapter is not None:
@@ -124,34 +124,32 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
         size = gib(weights_bytes(facts.model, config.model.dtype))
         kept += f" and a copy of the version published last ({size}, for weights.delta to find what changed)"
     if paged := _paged(config, facts):
-        kept += f" (moments of {gib(paged)} are in the CPU's memory as far as there is no room for them)"
+        kept += f" (moments of {gib(paged)} are in the CPU's memory as far as the GPU has no room for them)"
     how = f"{kept} {gib(trainer.kept)}, activations {gib(trainer.working)}"
     if uses_critic(config):
         critic = model_state(config, config.model.dtype, facts)
         how = f"{kept} {gib(trainer.kept - critic)}, the critic's own {gib(critic)}, activations {gib(trainer.working)}"
     if (ranks := config.training.ranks) > 1:
         how += f"; of each of {ranks} ranks" if facts.num_gpus else f"; of all {ranks} ranks"
-    if told := planned_rows(config, facts).told(int(config.training.micro_batch_tokens)):
-        how += f" ({told})"
     yield _memory_note("memory of the trainer", trainer, how)
     if engine is not None:
         how = f"weights {gib(engine.kept)}, KV cache {gib(engine.working)}"
         if engine_workers(config) > 1:
-            how += ", on each of its cards" if facts.num_gpus else f", of {engine_workers(config)} processes together"
+            how += ", on each of its GPUs" if facts.num_gpus else f", of {engine_workers(config)} processes together"
         if config.inference.sleep is True:
-            how += "; given up while the trainer works"
+            how += "; freed while the trainer works"
         yield _memory_note("memory of the engine", engine, how)
-    if (room := planned_teacher(config, facts)) is not None:
+    if (teacher := planned_teacher(config, facts)) is not None:
         how = (
-            f"weights {gib(room.weights)}, KV cache {gib(room.cache)} for {room.max_num_seqs} sequences of "
-            f"{room.max_model_len} tokens, {gib(room.reserve)} for logits and contexts; {room.where}"
+            f"weights {gib(teacher.weights)}, KV cache {gib(teacher.cache)} for {teacher.max_num_seqs} sequences of "
+            f"{teacher.max_model_len} tokens, {gib(teacher.reserve)} for logits and contexts; {teacher.where}"
         )
-        yield Note("memory of the teacher", round(room.total / GIB, 2), "GiB", how)
+        yield Note("memory of the teacher", round(teacher.total / GIB, 2), "GiB", how)
 
 
 def check_divided(model: ModelFacts, tensor_parallel_size: int, *, has_ranks: bool) -> None:
-    """Raises ConfigError for a model that so many workers cannot share out: its heads or, if each of them has a rank of
-    the trainer in its memory (`has_ranks`), its experts."""
+    """Raises ConfigError for a model whose attention heads `tensor_parallel_size` workers cannot divide evenly; with
+    `has_ranks` (trainer ranks in the workers' memory) also for one with experts."""
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, tensor_parallel_size
     if heads % size or (kv_heads % size and size % kv_heads):
         raise ConfigError(
@@ -166,8 +164,8 @@ def check_divided(model: ModelFacts, tensor_parallel_size: int, *, has_ranks: bo
         )
 
 
-def delta_warnings(config: RunConfig) -> Iterator[str]:
-    """Where deltas cost memory and save nothing."""
+def delta_warnings(config: PlannedConfig) -> Iterator[str]:
+    """`weights.delta` in float32, where it costs memory and saves nothing."""
     if keeps_copy(config) and config.model.dtype == "float32":
         yield (
             'weights.delta saves nothing while model.dtype = "float32", in which nearly every element changes in every '
@@ -175,8 +173,8 @@ def delta_warnings(config: RunConfig) -> Iterator[str]:
         )
 
 
-def rl_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
-    """Settings of [algorithm] that will not do what they seem to; `algorithm` is what its recipe makes of it."""
+def rl_warnings(config: PlannedConfig, algorithm: PlannedRL) -> Iterator[str]:
+    """Settings of [algorithm] that will not do what they seem to."""
     one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
     usual = resolved(RLConfig(kind=algorithm.kind))
     is_set = (algorithm.clip_low, algorithm.clip_high) != (usual.clip_low, usual.clip_high) or algorithm.clip_dual
@@ -185,7 +183,7 @@ def rl_warnings(config: RunConfig, algorithm: RLConfig) -> Iterator[str]:
             "algorithm.clip_low and clip_high never act with one update per batch, where the ratio "
             "is always 1: raise training.updates_per_batch or training.epochs_per_batch to use them"
         )
-    budget, longest = algorithm.thinking_budget, int(config.sampling.max_tokens)
+    budget, longest = algorithm.thinking_budget, config.sampling.max_tokens
     if budget is not None and budget >= longest:
         yield (
             f"algorithm.thinking_budget = {budget} never acts: no completion is longer than sampling.max_tokens = "
@@ -212,21 +210,21 @@ class _Side:
         return self.kept + self.working + self.reserve
 
 
-def _memory(config: RunConfig, facts: Facts) -> tuple[_Side, _Side | None]:
-    dtype, on_gpu, rows = config.model.dtype, facts.num_gpus > 0, planned_rows(config, facts)
-    activations = rows.num_bytes(int(config.training.micro_batch_tokens)) * (1 if on_gpu else config.training.ranks)
+def _memory(config: PlannedConfig, facts: Facts) -> tuple[_Side, _Side | None]:
+    dtype, on_gpu, rows = config.model.dtype, facts.num_gpus > 0, planned_row_memory(config, facts)
+    activations = rows.num_bytes(config.training.micro_batch_tokens) * (1 if on_gpu else config.training.ranks)
     trainer = _Side(rows.state, activations, TRAINER_RESERVE * on_gpu)
     if not uses_engine(config):
         return trainer, None
-    cache, size = int(float(config.inference.kv_cache_gib) * GIB), config.inference.tensor_parallel_size
+    cache, size = int(config.inference.kv_cache_gib * GIB), config.inference.tensor_parallel_size
     if on_gpu:
         return trainer, _Side(-(-weights_bytes(facts.model, dtype) // size), cache, ENGINE_RESERVE)
     replicas = num_replicas(config)
     return trainer, _Side(replicas * weights_bytes(facts.model, dtype), replicas * size * cache, 0)
 
 
-def _paged(config: RunConfig, facts: Facts) -> int:
-    """Moments that the CPU's memory may have to take, the critic's too."""
+def _paged(config: PlannedConfig, facts: Facts) -> int:
+    """Bytes of optimizer moments that may move to the CPU's memory, with the critic's."""
     if not facts.num_gpus or facts.adapter is not None:
         return 0
     return paged_bytes(config.training.optimizer, facts.model) * (2 if uses_critic(config) else 1)
@@ -238,17 +236,16 @@ def _memory_note(name: str, side: _Side, how: str) -> Note:
     return Note(name, round(side.total / GIB, 2), "GiB", how)
 
 
-def host_bytes(config: RunConfig, facts: Facts) -> int:
-    """What a planned run keeps in the machine's own memory, without libraries: on a CPU everything, on GPUs what leaves
-    them."""
+def host_bytes(config: PlannedConfig, facts: Facts) -> int:
+    """Bytes of the machine's own memory that the run uses, without libraries: all on a CPU, else what GPUs offload."""
     if facts.num_gpus:
         asleep = weights_bytes(facts.model, config.model.dtype) if config.inference.sleep is True else 0
         return _paged(config, facts) + asleep
-    (trainer, engine), room = _memory(config, facts), planned_teacher(config, facts)
-    return trainer.total + (engine.total if engine else 0) + (room.total if room else 0)
+    (trainer, engine), teacher = _memory(config, facts), planned_teacher(config, facts)
+    return trainer.total + (engine.total if engine else 0) + (teacher.total if teacher else 0)
 
 
-def check_memory(config: RunConfig, facts: Facts) -> None:
+def check_memory(config: PlannedConfig, facts: Facts) -> None:
     """Raises ConfigError when trainer and engine need more memory than there is, each or together."""
     trainer, engine = _memory(config, facts)
     needed = trainer.total
@@ -261,10 +258,13 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
             needed, where = max(awake, trainer.total + ASLEEP_RESERVE), "the GPU has"
         else:
             needed = trainer.total + engine.total
-    room = planned_teacher(config, facts)
-    if room is not None and not room.has_own_gpu:
-        on_engines_card = facts.num_gpus > 0 and config.run.placement == "separate" and engine is not None
-        needed = max(trainer.total, engine.total + room.total) if on_engines_card and engine else needed + room.total
+    teacher = planned_teacher(config, facts)
+    if teacher is not None and not teacher.has_own_gpu:
+        on_engines_gpu = facts.num_gpus > 0 and config.run.placement == "separate" and engine is not None
+        if on_engines_gpu and engine:
+            needed = max(trainer.total, engine.total + teacher.total)
+        else:
+            needed += teacher.total
     if (paged := _paged(config, facts)) > facts.memory_bytes:
         raise ConfigError(
             f'training.optimizer = "{config.training.optimizer}" may move {gib(paged)} of moments to the host, and '
@@ -273,18 +273,18 @@ def check_memory(config: RunConfig, facts: Facts) -> None:
     available = facts.gpu_memory_bytes if facts.num_gpus else facts.memory_bytes
     if needed > available:
         parts = f"trainer {gib(trainer.total)}" + (f", engine {gib(engine.total)}" if engine else "")
-        parts += f", teacher {gib(room.total)}" if room is not None else ""
+        parts += f", teacher {gib(teacher.total)}" if teacher is not None else ""
         usual = 'use a smaller model, [lora], model.dtype = "bfloat16", or a smaller inference.kv_cache_gib'
-        remedy = f"lower {' or '.join(blamed)}" if (blamed := _blamed(config, facts, needed)) else usual
+        remedy = f"lower {' or '.join(blamed)}" if (blamed := _settings_to_lower(config, facts, needed)) else usual
         raise ConfigError(f"the run needs about {gib(needed)} ({parts}), and {where} {gib(available)}: {remedy}")
 
 
-def _blamed(config: RunConfig, facts: Facts, needed: int) -> list[str]:
-    """The settings that make most of what is `needed`, where a smaller value would do as well."""
+def _settings_to_lower(config: PlannedConfig, facts: Facts, needed: int) -> list[str]:
+    """Settings behind more than half of `needed` bytes whose values could be smaller."""
     trainer, engine = _memory(config, facts)
-    row, longest = int(config.training.micro_batch_tokens), facts.data.max_sequence_tokens or 0
+    row, longest = config.training.micro_batch_tokens, facts.data.max_sequence_tokens or 0
     if isinstance(config.algorithm, RLConfig):
-        longest = int(config.inference.max_model_len)
+        longest = config.inference.max_model_len
     found: list[str] = []
     if 2 * trainer.working > needed:
         found += [f"training.micro_batch_tokens = {row}"] * (row > longest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from slipstream.inference.plugin.patches import patch_table
-from slipstream.launch.plan.builder import Draft
+from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.facts import EngineFacts
 
 _VERSION = re.compile(r"__version__ = version = ['\"]([^'\"]+)['\"]")
@@ -27,27 +27,29 @@ def read_engine(*, on_cpu: bool) -> EngineFacts | None:
     )
 
 
-def plan_patches(draft: Draft) -> None:
+def plan_patches(builder: PlanBuilder) -> None:
     """Choose between fast paths and none, and warn of a vLLM that is untried."""
-    facts = draft.facts.engine
+    facts = builder.facts.engine
     if facts is None:
-        draft.derive_auto("inference.patches", "checked", "fast paths, where they were checked against the vLLM in use")
+        builder.derive_auto(
+            "inference.patches", "checked", "fast paths, where they were checked against the vLLM in use"
+        )
         return
     name = f"vLLM {facts.version or 'of an unknown version'}"
     if facts.checked:
         left_out = f"; not against it, and left out: {', '.join(facts.unchecked)}" if facts.unchecked else ""
-        draft.derive_auto(
+        builder.derive_auto(
             "inference.patches", "checked", f"checked against {name}: {', '.join(facts.checked)}{left_out}"
         )
     else:
-        draft.derive_auto("inference.patches", "required", f"no fast path was checked against {name}")
-    if draft["inference.patches"] == "all" and facts.unchecked:
-        draft.warnings.append(
+        builder.derive_auto("inference.patches", "required", f"no fast path was checked against {name}")
+    if builder["inference.patches"] == "all" and facts.unchecked:
+        builder.warnings.append(
             f'inference.patches = "all" also applies what was not checked against {name}, which may change what is '
             f'generated: {", ".join(facts.unchecked)}; use "auto" unless you work on these'
         )
     if problem := _outside(facts.version):
-        draft.warnings.append(f"{name} is {problem}")
+        builder.warnings.append(f"{name} is {problem}")
 
 
 def _outside(version: str) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.config import RunConfig
 from slipstream.config.parse.messages import show
 from slipstream.config.parse.suggestions import closest
 from slipstream.errors import ConfigError
@@ -42,7 +41,7 @@ def check_options(options: Iterable[str]) -> None:
             raise ConfigError(f"inference.options.{name} is not an engine argument of the installed vLLM: {hint}")
 
 
-def try_options(config: RunConfig, settings: EngineSettings) -> None:
+def try_options(settings: EngineSettings) -> None:
     """Have vLLM build its configuration from `settings`, without an engine. Raises `ConfigError` with vLLM's reason and
     the options that it names."""
     environment = {
@@ -66,8 +65,8 @@ def try_options(config: RunConfig, settings: EngineSettings) -> None:
             child_process.end(process, 0.0)
         reason = "" if process.returncode == 0 else child_process.last_error(log).partition(" [type=")[0]
     if process.returncode != 0:
-        named = [name for name in config.inference.options if name in reason] or [*config.inference.options]
-        values = ", ".join(f"inference.options.{name} = {show(config.inference.options[name])}" for name in named[:3])
+        named = [name for name in settings.options if name in reason] or [*settings.options]
+        values = ", ".join(f"inference.options.{name} = {show(settings.options[name])}" for name in named[:3])
         raise ConfigError(f"{values}: the installed vLLM refuses it ({reason or 'it died'}): correct or remove it")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.errors import ZeroGradientError, first_line
 from slipstream.inference.child_process import leave
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
@@ -67,7 +67,7 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
     def answer(value: Answer) -> None:
         channel.send(msgspec.msgpack.encode(value), None)
 
-    config = RunConfig.model_validate_json(settings.config)
+    config = PlannedConfig.model_validate_json(settings.config)
     torch.set_num_threads(rank_threads(config))
     torch.manual_seed(config.run.seed)
     answer(Answer())

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from slipstream import errors
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.errors import RankError, SlipstreamError, ZeroGradientError
 from slipstream.inference import child_process
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
@@ -49,7 +49,7 @@ class RankSettings(msgspec.Struct, frozen=True):
     """Settings of a rank, read from a file when it starts."""
 
     config: str
-    """The planned `RunConfig` as JSON."""
+    """The planned `PlannedConfig` as JSON."""
     sampling: SamplingParams
     rank: int
     size: int
@@ -61,9 +61,8 @@ class RankSettings(msgspec.Struct, frozen=True):
     """Without it the ranks only hold the policy, for a benchmark."""
 
 
-def rank_threads(config: RunConfig) -> int:
+def rank_threads(config: PlannedConfig) -> int:
     """CPU threads of each trainer process."""
-    assert isinstance(config.run.threads, int)
     return max(1, config.run.threads // config.training.ranks)
 
 
@@ -80,7 +79,7 @@ class RankProcesses:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: PlannedConfig,
         sampling: SamplingParams,
         logs: Path,
         shared: tuple[SharedWeights, ...] = (),

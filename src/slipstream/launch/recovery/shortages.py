@@ -1,19 +1,22 @@
-"""Records in the run folder when a run ran out of memory; the plan of its resume reads it.
+"""Finds in a run folder whether the run ran out of memory, and says what its resume plans smaller.
 
-A process that the kernel's OOM killer ended writes nothing: it is recognised by the kernel's count of OOM kills, which
-the event `start` holds too.
+A process that the kernel killed writes no event: it is recognised by the kernel's count of processes that it killed,
+which the event `start` holds. What the user set stays as it is. After a trainer ran out of memory, rows are halved,
+down to its longest sequence; then layers are computed again in the backward pass; then an engine on the same device
+gets memory for half as many sequences. An engine that ran out of memory gets that at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig
 from slipstream.config.traits import uses_engine
 from slipstream.launch.plan.facts import Shortage
 from slipstream.launch.plan.machine import count_oom_kills
@@ -27,14 +30,14 @@ def run_name(folder: Path, lineage: int) -> str:
     return f"{folder.resolve().name} (lineage {lineage})"
 
 
-def shortage_of(config: RunConfig, run: str, side: Literal["trainer", "engine"]) -> Shortage:
+def shortage_of(config: PlannedConfig, run: str, side: Literal["trainer", "engine"]) -> Shortage:
     """The settings of a planned run that matter for the memory of the `side` that ran out of it."""
-    checkpointing: Any = config.training.gradient_checkpointing
-    max_num_seqs = int(config.inference.max_num_seqs) if uses_engine(config) else 0
-    return Shortage(run, side, int(config.training.micro_batch_tokens), checkpointing, max_num_seqs)
+    checkpointing = config.training.gradient_checkpointing
+    max_num_seqs = config.inference.max_num_seqs if uses_engine(config) else 0
+    return Shortage(run, side, config.training.micro_batch_tokens, checkpointing, max_num_seqs)
 
 
-def memory_at_start(config: RunConfig) -> dict[str, Any]:
+def memory_at_start(config: PlannedConfig) -> dict[str, Any]:
     """Fields of the event `start` from which a later process can tell that the OOM killer ended this one."""
     planned = dataclasses.asdict(shortage_of(config, "", "trainer"))
     return {**planned, "oom_kills": count_oom_kills(), "boot": _boot()}
@@ -66,6 +69,36 @@ def find_shortages(folder: Path | None) -> tuple[tuple[Shortage, ...], tuple[str
         except msgspec.ValidationError as error:
             damage.append(f"{folder}: an event on its memory cannot be used ({error}) and makes no plan smaller")
     return tuple(found), tuple(damage)
+
+
+def fewer_tokens(shortages: Iterable[Shortage], tokens: int, least: int) -> tuple[int, str]:
+    """`tokens` of a row, or fewer, at least `least`; and why, empty where they stay."""
+    failed = min((s for s in shortages if s.side == "trainer"), key=lambda s: s.row_tokens, default=None)
+    fewer = tokens if failed is None else max(least, min(tokens, failed.row_tokens // 2))
+    if failed is None or fewer == tokens:
+        return tokens, ""
+    return fewer, f"the trainer of {failed.run} ran out of memory with rows of {failed.row_tokens} tokens"
+
+
+def must_compute_again(shortages: Iterable[Shortage], least: int) -> str:
+    """Why layers are computed again: rows could not be shorter than the `least` tokens; empty where they could."""
+    for failed in shortages:
+        if failed.side == "trainer" and failed.row_tokens <= least and failed.checkpointing is not True:
+            return f"the trainer of {failed.run} ran out of memory with rows of {failed.row_tokens} tokens"
+    return ""
+
+
+def fewer_sequences(shortages: Iterable[Shortage], number: int, least: int, *, shared: bool) -> tuple[int, str]:
+    """`number` of sequences that an engine generates at once, or fewer; and why, empty where it stays. `least` tokens
+    are those of the shortest rows that a trainer can have; `shared`: it takes memory of the same device."""
+    why = ""
+    for failed in shortages:
+        is_last_resort = shared and failed.row_tokens <= least and failed.checkpointing is True
+        half = max(1, failed.max_num_seqs // 2)
+        if failed.max_num_seqs and half < number and (failed.side == "engine" or is_last_resort):
+            number = half
+            why = f"the {failed.side} of {failed.run} ran out of memory beside a KV cache for {failed.max_num_seqs}"
+    return number, why
 
 
 def _was_killed(begun: dict[str, Any]) -> bool:

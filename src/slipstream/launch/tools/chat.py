@@ -20,8 +20,8 @@ from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN, final_answer
 from slipstream.envs.policy import RecordingPolicy
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import create_engine
-from slipstream.launch.tools.deployable import Deployable, engine_config
-from slipstream.launch.tools.evaluate import verified_settings
+from slipstream.launch.tools.deployable import Deployable, adapter_config_of, deployed_engine_plan
+from slipstream.launch.tools.evaluate import verified_plan
 from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, Message, SamplingParams
@@ -141,7 +141,7 @@ def chat_tokenizer(deployable: Deployable, options: ChatOptions) -> ChatTokenize
 def chat_session(deployable: Deployable, tokenizer: ChatTokenizer, options: ChatOptions) -> Generator[ChatSession]:
     """Start an engine on the model and verify its weights; stop it at the end. SIGTERM ends the session as Ctrl-C
     does."""
-    config = engine_config(
+    plan = deployed_engine_plan(
         deployable,
         max_model_len=options.max_model_len,
         gpu_memory_utilization=options.gpu_memory_utilization,
@@ -149,19 +149,18 @@ def chat_session(deployable: Deployable, tokenizer: ChatTokenizer, options: Chat
         trust_remote_code=options.trust_remote_code,
         start_timeout_s=options.start_timeout_s,
     )
-    length = config.inference.max_model_len
-    assert isinstance(length, int)
+    adapter = adapter_config_of(deployable)
     # SIGINT too: it is ignored where a shell started this process in the background.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with temporary("chat") as folder:
-            settings = verified_settings(config, Path(folder))
+            verified = verified_plan(plan, Path(folder), deployable.adapter, adapter)
             thread = EventLoopThread(lambda: False)
-            engine = create_engine(config, settings, Path(folder), lambda kind, **fields: None)
+            engine = create_engine(verified, Path(folder), lambda kind, **fields: None)
             try:
                 engine.launch()
                 thread.call(engine.wait_ready(), options.start_timeout_s + _GRACE_S, "the engine")
-                conversation = Conversation(engine, tokenizer, options, length)
+                conversation = Conversation(engine, tokenizer, options, plan.settings.max_model_len)
                 yield ChatSession(thread, conversation, options.request_timeout_s + _GRACE_S)
             finally:
                 with _uninterrupted():

@@ -8,28 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.config import (
-    InferenceConfig,
-    Loaded,
-    LoraConfig,
-    ModelConfig,
-    RLConfig,
-    RunConfig,
-    RunSection,
-    TrainingConfig,
-    with_values,
-)
+from slipstream.config import Loaded, ModelConfig, with_values
 from slipstream.errors import ConfigError
+from slipstream.inference.settings import EngineSettings
+from slipstream.launch.engines import EnginePlan
 from slipstream.launch.plan.deadlines import LEAST_S
 from slipstream.launch.plan.derive import SMALL_MODEL_PARAMETERS
 from slipstream.launch.plan.machine import measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.launch.plan.measure import read_model
 from slipstream.launch.plan.memory.sizes import CPU_BLOCK_TOKENS, GIB, gib, kv_bytes_per_sequence, round_up
 from slipstream.launch.plan.memory.split import MAX_KV_PART, MIN_KV_CACHE_GIB
-from slipstream.launch.preflight.model_folder import check_hub_id, check_model
+from slipstream.launch.preflight.model_folder import check_hub_id, check_model, hub_id
 from slipstream.runlog import read_settings
+
+if TYPE_CHECKING:
+    from slipstream.weights.adapter_folder import AdapterConfig
 
 MAX_CONTEXT, MAX_CPU_CONTEXT = 32_768, 8_192
 """Default limit of a conversation in tokens: the KV cache must hold it."""
@@ -137,7 +132,29 @@ def _run_settings(weights: Path) -> dict[str, Any]:
     return read_settings(run) if is_checkpoint else {}
 
 
-def engine_config(
+def adapter_config_of(deployable: Deployable) -> AdapterConfig | None:
+    """Rank, scale and adapted layers of its adapter, None without one. Raises ConfigError for DoRA."""
+    from slipstream.weights.adapter_folder import (
+        AdapterConfig,
+        adapted_modules,
+        read_adapter_config,
+        read_adapter_shapes,
+    )
+
+    if deployable.adapter is None:
+        return None
+    adapter = read_adapter_config(deployable.adapter)
+    if adapter.dora:
+        raise ConfigError(
+            f"the adapter in {deployable.adapter} is DoRA, which vLLM does not load: make a whole model of it with "
+            "slipstream export --merged"
+        )
+    modules = adapted_modules(read_adapter_shapes(deployable.adapter))
+    targets = tuple(sorted({name.rpartition(".")[2] for name in modules}))
+    return AdapterConfig(adapter.rank, adapter.alpha, targets, hub_id(deployable.model))
+
+
+def deployed_engine_plan(
     deployable: Deployable,
     *,
     max_model_len: int | None = None,
@@ -146,13 +163,11 @@ def engine_config(
     enforce_eager: bool | None = None,
     trust_remote_code: bool = False,
     start_timeout_s: float = 600.0,
-) -> RunConfig:
+) -> EnginePlan:
     """Plan an engine for the model: dtype, context length and memory, without any `auto`.
 
     On a CPU it is compiled only where `enforce_eager` is False. Raises ConfigError for what does not fit.
     """
-    from slipstream.weights.adapter_folder import adapted_modules, read_adapter_config, read_adapter_shapes
-
     facts = read_model(deployable.model, trust_remote_code=trust_remote_code)
     on_cpu = measure_gpus()[0] == 0
     dtype = "float32" if on_cpu and facts.num_parameters < SMALL_MODEL_PARAMETERS else "bfloat16"
@@ -171,31 +186,16 @@ def engine_config(
             f"{max_num_seqs} conversations of {length} tokens take {gib(need)} of KV cache, more than a quarter of the "
             f"memory ({gib(available)}): use less with --max-model-len"
         )
-    lora = None
-    if deployable.adapter is not None:
-        adapter = read_adapter_config(deployable.adapter)
-        if adapter.dora:
-            raise ConfigError(
-                f"the adapter in {deployable.adapter} is DoRA, which vLLM does not load: make a whole model of it with "
-                "slipstream export --merged"
-            )
-        modules = adapted_modules(read_adapter_shapes(deployable.adapter))
-        targets = tuple(sorted({name.rpartition(".")[2] for name in modules}))
-        lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets, path=str(deployable.adapter))
-    return RunConfig(
-        model=ModelConfig(path=deployable.model, dtype=dtype, trust_remote_code=trust_remote_code),
-        algorithm=RLConfig(),
-        training=TrainingConfig(steps=1),
-        lora=lora,
-        inference=InferenceConfig(
-            replicas=1,
-            max_model_len=length,
-            max_num_seqs=max_num_seqs,
-            kv_cache_gib=max(MIN_KV_CACHE_GIB, round_up(need, GIB // 16) / GIB),
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
-            start_timeout_s=start_timeout_s,
-            request_timeout_s=LEAST_S,
-        ),
-        run=RunSection(threads=usable_cpus()),
+    settings = EngineSettings(
+        model=deployable.model,
+        socket="",
+        dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=max_num_seqs,
+        enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
+        kv_cache_bytes=max(int(MIN_KV_CACHE_GIB * GIB), round_up(need, GIB // 16)),
+        gpu_memory_utilization=gpu_memory_utilization,
+        trust_remote_code=trust_remote_code,
+        threads=usable_cpus() if on_cpu else None,
     )
+    return EnginePlan(settings, start_timeout_s=start_timeout_s, request_timeout_s=LEAST_S)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from slipstream.config import RunConfig, with_values
+import msgspec
+
+from slipstream.config import PlannedConfig
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
-from slipstream.inference.settings import EngineSettings
 from slipstream.launch.build import load_model, with_adapter
-from slipstream.launch.engines import create_engine, engine_settings
+from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.signals import StopRequest
@@ -19,6 +22,9 @@ from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.progress import Progress
 from slipstream.records import Version
 from slipstream.runlog.temporary import temporary
+
+if TYPE_CHECKING:
+    from slipstream.weights.adapter_folder import AdapterConfig
 
 _POLL_S = 0.2
 
@@ -52,11 +58,9 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
     config, evaluation, section = prepared.config, prepared.config.evaluation, prepared.config.environment
     assert prepared.environment is not None
     assert evaluation is not None
-    assert evaluation.temperature != "auto"
     assert section is not None
     engine = create_engine(
-        config,
-        verified_settings(config, logs),
+        _run_plan(config, logs),
         logs,
         lambda kind, **fields: progress.message(f"{kind}: {fields}", "warning"),
     )
@@ -71,7 +75,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
                 scorer,
                 prepared.tokenizer,
                 engine,
-                request_timeout_s=float(config.inference.request_timeout_s),
+                request_timeout_s=config.inference.request_timeout_s,
                 run_timeout_s=section.run_timeout_s,
             )
             progress.phase("evaluate", len(prepared.eval_tasks))
@@ -89,33 +93,47 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
         await engine.stop()
 
 
-def verified_settings(config: RunConfig, scratch: Path) -> EngineSettings:
-    """Return the settings of an engine that serves the model, and the adapter `lora.path` if given, with the
-    fingerprints to verify both. `config` has no `auto`; files that the engine loads beside the model are written to
-    `scratch`."""
+def _run_plan(config: PlannedConfig, scratch: Path) -> EnginePlan:
+    """An engine on the run's model, and on the adapter that `lora.path` names, if it does; both to be verified."""
     import torch
 
     from slipstream.trainer.model.policy import resolve_folder
+    from slipstream.weights.model_files import write_model_folder
+
+    lora, folder = config.lora, resolve_folder(config.model.path)
+    plan = engine_plan(config, str(folder), on_cpu=not torch.cuda.is_available())
+    if lora is None or lora.path is None:
+        return verified_plan(plan, scratch)  # a fresh adapter changes nothing
+    if not lora.dora:
+        return verified_plan(plan, scratch, Path(lora.path), adapter_config(config))
+    write_model_folder(scratch / "merged", with_adapter(config, load_model(config)).named_weights(), folder)
+    merged = msgspec.structs.replace(plan.settings, model=str(scratch / "merged"))
+    return verified_plan(replace(plan, settings=merged), scratch)
+
+
+def verified_plan(
+    plan: EnginePlan, scratch: Path, adapter: Path | None = None, adapter_config: AdapterConfig | None = None
+) -> EnginePlan:
+    """`plan` for an engine that verifies what it loads: the model of the plan and the `adapter`, whose config is
+    `adapter_config`. What the engine loads beside the model is written to `scratch`."""
+    import torch
+
     from slipstream.weights.adapter_folder import read_adapter_tensors
     from slipstream.weights.bridges.lora import AdapterPublisher
     from slipstream.weights.fingerprint import describe, digest
-    from slipstream.weights.model_files import read_model_folder, write_model_folder
+    from slipstream.weights.model_files import read_model_folder
 
-    folder, lora, on_cpu = resolve_folder(config.model.path), config.lora, not torch.cuda.is_available()
-    dtype = getattr(torch, config.model.dtype)
-    weights = ((name, tensor.to(dtype)) for name, tensor in read_model_folder(folder))
-    if lora is None or lora.path is None:
-        # A new adapter leaves the model equal to its base.
-        config, parameters = with_values(config, {"weights.bridge": "disk"}), describe(weights)
-        version = Version(0, 0, digest(parameters))
-        return engine_settings(config, str(folder), on_cpu=on_cpu, version=version, parameters=parameters)
-    if lora.dora:
-        model = with_adapter(config, load_model(config))
-        write_model_folder(scratch / "merged", model.named_weights(), folder)
-        merged = {"lora": None, "model": config.model.model_copy(update={"path": str(scratch / "merged")})}
-        return verified_settings(config.model_copy(update=merged), scratch)
-    adapter = [(name, tensor.to(dtype)) for name, tensor in read_adapter_tensors(Path(lora.path)).items()]
-    publisher = AdapterPublisher(scratch / "adapter", adapter_config(config), weights)
-    ticket = publisher.publish(adapter, 0, 0, lambda ticket: None)
-    config = with_values(config, {"weights.bridge": "lora"})
-    return engine_settings(config, str(folder), on_cpu=on_cpu, adapter=ticket)
+    settings = plan.settings
+    dtype = getattr(torch, settings.dtype)
+    weights = ((name, tensor.to(dtype)) for name, tensor in read_model_folder(Path(settings.model)))
+    changes: dict[str, Any] = {"lora_rank": None, "lora_target_modules": ()}
+    if adapter is None or adapter_config is None:
+        parameters = describe(weights)
+        changes |= {"version": Version(0, 0, digest(parameters)), "parameters": parameters}
+    else:
+        tensors = [(name, tensor.to(dtype)) for name, tensor in read_adapter_tensors(adapter).items()]
+        publisher = AdapterPublisher(scratch / "adapter", adapter_config, weights)
+        targets = tuple(name.rpartition(".")[2] for name in adapter_config.target_modules)
+        changes = {"lora_rank": adapter_config.rank, "lora_target_modules": targets}
+        changes["adapter"] = publisher.publish(tensors, 0, 0, lambda ticket: None)
+    return replace(plan, settings=msgspec.structs.replace(settings, **changes))

@@ -21,9 +21,8 @@ from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.openai_server import OpenAIServer
 from slipstream.launch.plan.machine import measure_gpus
-from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.signals import StopRequest
-from slipstream.launch.tools.deployable import Deployable, engine_config
+from slipstream.launch.tools.deployable import Deployable, adapter_config_of, deployed_engine_plan
 from slipstream.runlog.temporary import temporary
 
 _POLL_S = 0.5
@@ -87,37 +86,35 @@ def serve(
 def vllm_arguments(deployable: Deployable, tokenizer: ChatTokenizer, options: ServeOptions) -> list[str]:
     """The arguments of `vllm serve`, except host, port and key."""
     on_cpu = measure_gpus()[0] == 0
-    config = engine_config(
+    plan = deployed_engine_plan(
         deployable,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs or (16 if on_cpu else 256),
         gpu_memory_utilization=options.gpu_memory_utilization,
         trust_remote_code=options.trust_remote_code,
     )
-    inference, name = config.inference, _name(deployable, options)
+    settings, adapter, name = plan.settings, adapter_config_of(deployable), _name(deployable, options)
     values: dict[str, Any] = {
         "model": deployable.model,
         "served-model-name": f"{name}-base" if deployable.adapter else name,
-        "dtype": config.model.dtype,
-        "max-model-len": inference.max_model_len,
-        "max-num-seqs": inference.max_num_seqs,
+        "dtype": settings.dtype,
+        "max-model-len": settings.max_model_len,
+        "max-num-seqs": settings.max_num_seqs,
         # By default older versions answer requests from any web site that the user visits.
         "allowed-origins": "[]",
     }
     if on_cpu:
-        assert isinstance(inference.kv_cache_gib, float | int)
-        values["kv-cache-memory-bytes"] = int(inference.kv_cache_gib * GIB)
+        values["kv-cache-memory-bytes"] = settings.kv_cache_bytes
     else:
-        values["gpu-memory-utilization"] = inference.gpu_memory_utilization
-    if config.lora is not None:
-        rank = config.lora.rank
-        values["max-lora-rank"] = min(size for size in _LORA_RANKS if size >= rank)
-        values["lora-modules"] = json.dumps({"name": name, "path": config.lora.path})
+        values["gpu-memory-utilization"] = settings.gpu_memory_utilization
+    if adapter is not None:
+        values["max-lora-rank"] = min(size for size in _LORA_RANKS if size >= adapter.rank)
+        values["lora-modules"] = json.dumps({"name": name, "path": str(deployable.adapter)})
     if tokenizer.template_kwargs:
         values["default-chat-template-kwargs"] = json.dumps(tokenizer.template_kwargs)
     flags = {
-        "enforce-eager": inference.enforce_eager,
-        "enable-lora": config.lora is not None,
+        "enforce-eager": settings.enforce_eager,
+        "enable-lora": adapter is not None,
         "trust-remote-code": options.trust_remote_code,
         "disable-log-stats": True,
     }

@@ -1,5 +1,5 @@
-"""What checkpoints take: of the machine's memory while they are written beside training, and of the run folder's disk.
-Pure arithmetic, in bytes; what is chosen by it, and why.
+"""Derives when and how checkpoints are written, from the memory of a copy and the space on the disk of the run folder.
+Pure arithmetic, in bytes.
 """
 
 from __future__ import annotations
@@ -7,23 +7,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.config import RunConfig
-from slipstream.config.traits import uses_critic, uses_engine
+from slipstream.config import PlannedConfig
+from slipstream.config.traits import planned_config, uses_critic, uses_engine
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.builder import Draft
+from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.facts import Facts
 from slipstream.launch.plan.memory.sizes import BYTES_OF, GIB, gib, optimizer_bytes, weights_bytes
 from slipstream.launch.plan.summary import Note, host_bytes
 
 SNAPSHOT_PART = 1 / 2
-"""Of the memory that the run is not counted to need: reward workers, libraries and the files' cache need some, too."""
+"""Fraction of the memory that the run leaves; reward workers, libraries and the page cache need the rest."""
 NEARLY_FULL = 0.9
-"""Part of a disk's free room beyond which it is a warning."""
+"""Fraction of the free disk space beyond which there is a warning."""
 BY_CLOCK = "10min"
 TRIED_ON_GPUS = False
-"""Whether snapshots were seen to work on one: what was not is no default."""
+"""Whether asynchronous copies were tested on GPUs; untested, they are no default."""
 _VERSIONS = 3
-"""Published ones that lie on the disk: the two newest, and the next while it is written."""
+"""Published versions on disk: the two newest, and the next while it is written."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Saved:
         return self.weights + self.state
 
 
-def saved_bytes(config: RunConfig, facts: Facts) -> Saved:
-    """Of a run whose `model.dtype` is decided. The optimizer's state is what it keeps, but for the gradients, and with
+def saved_bytes(config: PlannedConfig, facts: Facts) -> Saved:
+    """The optimizer's state is what it keeps, but for the gradients, and with
     the weights where it has no masters."""
     dtype, optimizer, adapter, model = config.model.dtype, config.training.optimizer, facts.adapter, facts.model
     trained = model.num_decoding if adapter is None else adapter.num_parameters
@@ -52,11 +52,11 @@ def saved_bytes(config: RunConfig, facts: Facts) -> Saved:
     return Saved(weights, state * (2 if uses_critic(config) else 1))
 
 
-def plan_checkpoints(draft: Draft) -> None:
+def plan_checkpoints(builder: PlanBuilder) -> None:
     """`run.checkpoint_every` and `run.async_checkpoints`; everything else that takes memory is decided."""
     reason = "one every ten minutes of training, rarer while they take more than 3 % of the time; and the last"
-    draft.derive_auto("run.checkpoint_every", BY_CLOCK, reason)
-    config, facts, asked = draft.config(), draft.facts, draft["run.async_checkpoints"]
+    builder.derive_auto("run.checkpoint_every", BY_CLOCK, reason)
+    config, facts, asked = planned_config(builder.config()), builder.facts, builder["run.async_checkpoints"]
     needed, ranks = saved_bytes(config, facts).total, config.training.ranks
     if ranks > 1:
         if asked is True:
@@ -64,41 +64,41 @@ def plan_checkpoints(draft: Draft) -> None:
                 f"run.async_checkpoints = true goes with one rank, and each of training.ranks = {ranks} writes its own "
                 "share while training waits: remove it"
             )
-        draft.derive_auto(
+        builder.derive_auto(
             "run.async_checkpoints", False, f"training waits while each of {ranks} ranks writes its share"
         )
         return
-    if asked == "auto" and not (draft.on_cpu or TRIED_ON_GPUS):
+    if asked == "auto" and not (builder.on_cpu or TRIED_ON_GPUS):
         reason = "copies from a GPU have never been made on one: training waits for each checkpoint; true tries it"
-        draft.derive_auto("run.async_checkpoints", False, reason)
+        builder.derive_auto("run.async_checkpoints", False, reason)
         return
     left = facts.memory_bytes - host_bytes(config, facts)
-    room = max(0, left) * SNAPSHOT_PART
+    budget = max(0, left) * SNAPSHOT_PART
     if asked is True and needed > left:
         raise ConfigError(
             f"run.async_checkpoints = true needs {gib(needed)} of the machine's memory for a copy of what is saved, "
             f"and {gib(max(0, left))} are left: remove it"
         )
-    fits = needed <= room
-    reason = f"a copy of what is saved takes {gib(needed)} of the machine's memory, and there is room for {gib(room)}"
-    draft.derive_auto(
+    fits = needed <= budget
+    reason = f"a copy of what is saved takes {gib(needed)} of the machine's memory, of which {gib(budget)} can be used"
+    builder.derive_auto(
         "run.async_checkpoints", fits, reason if fits else f"{reason}: training waits for each checkpoint"
     )
 
 
-def checkpoint_notes(config: RunConfig, facts: Facts) -> Iterator[Note]:
-    """What one takes, where, and how many there are."""
+def checkpoint_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
+    """Size and number of checkpoints."""
     saved, run = saved_bytes(config, facts), config.run
     how = f"weights {gib(saved.weights)}, resume state {gib(saved.state)}; "
     if run.async_checkpoints is True:
-        how += f"written beside training, from a copy in the machine's memory ({gib(saved.total)})"
+        how += f"written while training goes on, from a copy in the machine's memory ({gib(saved.total)})"
     else:
         how += "training waits while it is written"
     how += f"; {run.keep_checkpoints} kept to resume from, the weights of {_num_weights(config)}"
     yield Note("size of a checkpoint", round(saved.total / GIB, 2), "GiB of disk", how)
 
 
-def disk_warnings(config: RunConfig, facts: Facts) -> Iterator[str]:
+def disk_warnings(config: PlannedConfig, facts: Facts) -> Iterator[str]:
     """A disk that may get too full. Raises ConfigError for one that certainly gets too full: with the checkpoints that
     are made whatever happens."""
     disk = facts.disk
@@ -107,27 +107,27 @@ def disk_warnings(config: RunConfig, facts: Facts) -> Iterator[str]:
     every, steps, saved = config.run.checkpoint_every, config.training.steps, saved_bytes(config, facts)
     surely = -(-steps // every) if isinstance(every, int) else 1
     least, most = _on_disk(config, facts, surely), _on_disk(config, facts, steps + 1)
-    room = disk.free_bytes + disk.own_bytes
-    told = f"{gib(saved.total)} each, {gib(saved.weights)} of it weights"
+    free = disk.free_bytes + disk.own_bytes
+    sizes = f"{gib(saved.total)} each, {gib(saved.weights)} of it weights"
     several = [name for name in ("keep_checkpoints", "keep_weights") if getattr(config.run, name) > 1]
     remedy = " or ".join(["make room, or name another run.folder", *(f"lower run.{name}" for name in several)])
-    if least > room:
+    if least > free:
         raise ConfigError(
-            f"checkpoints and published versions take {gib(least)} of the disk of the run folder ({told}), and "
-            f"{gib(room)} are free there: {remedy}"
+            f"checkpoints and published versions take {gib(least)} of the disk of the run folder ({sizes}), and "
+            f"{gib(free)} are free there: {remedy}"
         )
-    if most > NEARLY_FULL * room:
+    if most > NEARLY_FULL * free:
         yield (
-            f"checkpoints and published versions may take {gib(most)} of the disk of the run folder ({told}), and "
-            f"{gib(room)} are free there: {remedy}"
+            f"checkpoints and published versions may take {gib(most)} of the disk of the run folder ({sizes}), and "
+            f"{gib(free)} are free there: {remedy}"
         )
 
 
-def _num_weights(config: RunConfig) -> int:
+def _num_weights(config: PlannedConfig) -> int:
     return max(config.run.keep_weights, config.run.keep_checkpoints)
 
 
-def _on_disk(config: RunConfig, facts: Facts, num_made: int) -> int:
+def _on_disk(config: PlannedConfig, facts: Facts, num_made: int) -> int:
     """The most that lies there in a run of so many checkpoints: those that are kept, and one that is being written."""
     saved, num_weights = saved_bytes(config, facts), _num_weights(config)
     num_whole = min(num_made, config.run.keep_checkpoints + 1)

@@ -1,9 +1,9 @@
-"""Who gets how much of a GPU's memory: pure arithmetic on a draft of the plan's numbers, in bytes.
+"""Divides GPUs, and the memory of a GPU, between trainer and engine: pure arithmetic, in bytes.
 
-A shared card holds, beside two CUDA contexts, the trainer's state (weights, masters, moments, gradients) and the
-engine's weights, and what is left goes to activations and KV cache. Where both do not fit side by side they take turns:
-while the engine sleeps the trainer has all but the context of it, and while it is awake the trainer keeps its state and
-what the probe needs.
+A shared GPU holds two CUDA contexts, the trainer's state (weights, masters, moments, gradients) and the engine's
+weights; activations and KV cache get the rest. If both do not fit side by side, the engine sleeps while the trainer
+works: then the trainer has all memory but the sleeping engine's context, and while the engine is awake the trainer
+holds its state and what the probe needs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from slipstream.launch.plan.memory.sizes import GIB
 
 USABLE = 0.96
-"""Part of a card that is planned with: the rest is the driver's, and what allocators cannot use."""
+"""Fraction of a GPU's memory that is planned with; the driver and fragmentation take the rest."""
 ENGINE_RESERVE = 4 * GIB
-"""vLLM beside weights and KV cache: CUDA context, CUDA graphs, one step's activations, the buckets of `broadcast`."""
+"""vLLM without weights and KV cache: CUDA context, CUDA graphs, activations of a step, the buckets of `broadcast`."""
 ASLEEP_RESERVE = 3 * GIB
-"""What stays of a sleeping engine: its context, its CUDA graphs and their memory."""
+"""What a sleeping engine keeps: CUDA context, CUDA graphs and their memory."""
 TRAINER_RESERVE = 2 * GIB
-"""CUDA context and workspaces, the buckets of `broadcast`, and blocks that the allocator cannot use."""
+"""The trainer's CUDA context and workspaces, the buckets of `broadcast`, and fragmentation."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Whose each card is, by its number."""
+    """The GPUs of trainer and engines, by number."""
 
     trainer: tuple[int, ...]
     engines: tuple[tuple[int, ...], ...]
@@ -32,58 +32,57 @@ class Placement:
 
 
 def place(*, ranks: int = 1, replicas: int = 1, tensor_parallel_size: int = 1, separate: bool) -> Placement:
-    """The first cards are the trainer's, one for each of its ranks. Engines have theirs after them, or where they are
-    not `separate` from the first on."""
+    """Assign the first GPUs to the trainer's ranks, and to engines the next ones if `separate`, else the first ones,
+    too."""
     first = ranks if separate else 0
-    cards = range(first, first + replicas * tensor_parallel_size)
-    starts = range(0, len(cards), tensor_parallel_size)
-    engines = tuple(tuple(cards[start : start + tensor_parallel_size]) for start in starts)
+    gpus = range(first, first + replicas * tensor_parallel_size)
+    starts = range(0, len(gpus), tensor_parallel_size)
+    engines = tuple(tuple(gpus[start : start + tensor_parallel_size]) for start in starts)
     return Placement(tuple(range(ranks)), engines)
 
 
-def num_cards(placement: Placement) -> int:
-    """How many there must be."""
-    return 1 + max(card for cards in (placement.trainer, *placement.engines) for card in cards)
+def num_gpus_needed(placement: Placement) -> int:
+    """How many GPUs `placement` needs."""
+    return 1 + max(gpu for gpus in (placement.trainer, *placement.engines) for gpu in gpus)
 
 
-def replicas_beside(num_cards: int, *, ranks: int = 1, tensor_parallel_size: int = 1) -> int:
-    """How many engines the cards hold that the trainer leaves."""
-    return max(0, num_cards - ranks) // tensor_parallel_size
+def replicas_that_fit(num_gpus: int, *, ranks: int = 1, tensor_parallel_size: int = 1) -> int:
+    """How many engines the GPUs hold that the trainer's ranks leave."""
+    return max(0, num_gpus - ranks) // tensor_parallel_size
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the two would like to have."""
+    """What trainer and engine need to work at full speed, in bytes."""
 
     state: int
     """The trainer's weights, masters, moments and gradients."""
     activations: int
-    """Of the longest sequence, at least."""
+    """Of a row with the longest sequence at least."""
     probe: int
-    """The trainer's forward pass over one sequence of the probe, while the engine is awake."""
+    """The trainer's forward pass over a sequence of the probe, while the engine is awake."""
     weights: int
     """The engine's."""
     cache: int
     """KV cache of all sequences that are worth generating at once."""
     teacher: int = 0
-    """All of a teacher's engine on the same card as the policy's; it never sleeps."""
+    """A teacher's engine on the same GPU as the policy's; it never sleeps."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """What each may have at most."""
+    """Most memory that each may have, in bytes."""
 
     cache: int
     activations: int
     sleeps: bool
     fits: bool
-    """Whether everything that `Needs` names is there."""
+    """Whether all of `Needs` fits."""
 
 
-def split_card(card: int, needs: Needs, *, shared: bool, may_sleep: bool, must_sleep: bool = False) -> Split:
-    """Divide one card of `card` bytes (two, when not `shared`), of which each side may take all that the other
-    cannot use."""
-    usable = int(card * USABLE)
+def split_gpu_memory(gpu_bytes: int, needs: Needs, *, shared: bool, may_sleep: bool, must_sleep: bool = False) -> Split:
+    """Divide a GPU of `gpu_bytes` (two if not `shared`); each side may have all that the other does not need."""
+    usable = int(gpu_bytes * USABLE)
     engine, trainer = needs.weights + ENGINE_RESERVE, needs.state + TRAINER_RESERVE
     if not shared:
         return _split(usable - engine - needs.teacher, usable - trainer, needs, sleeps=False)

@@ -12,13 +12,13 @@ from slipstream.config.schema import OptimizerName
 from slipstream.launch.plan.facts import ModelFacts
 
 Checkpointing = bool | Literal["auto", "selective"]
-"""`training.gradient_checkpointing`; as long as it is "auto", as if nothing were computed again."""
+"""`training.gradient_checkpointing`; "auto" counts as False."""
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_BLOCK_TOKENS = 128
 """vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
 GPU_BLOCK_TOKENS = 16
 EIGHT_BIT_BLOCK = 256
-"""Numbers that share a scale in bitsandbytes' 8-bit moments."""
+"""Elements that share a scale in bitsandbytes' 8-bit optimizer states."""
 
 
 def weights_bytes(model: ModelFacts, dtype: str) -> int:
@@ -40,7 +40,7 @@ def training_state_bytes(
     the fp32 ones, on a CPU by way of an fp32 copy. (A tied head has three for a moment when its row, which was larger,
     has gone; nor does an update take as much.) And, where there is a KL term, the frozen reference. Under LoRA the
     frozen weights, which are the reference too, and the rest for the adapter alone. If `on_gpu`, without the moments of
-    whole matrices that the CPU's memory takes where there is no room."""
+    whole matrices that can move to the CPU's memory."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
@@ -55,9 +55,8 @@ def training_state_bytes(
 
 
 def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelFacts | None) -> int:
-    """fp32 gradients, fp32 masters but for `adamw_bf16`, and what the rule remembers: two moments, under `muon` one of
-    all but the vocabulary's matrices, under `adamw_8bit` a byte for each and two scales for each block. `model` is None
-    for an adapter's parameters."""
+    """fp32 gradients, fp32 masters (not for `adamw_bf16`) and optimizer state: two moments; for `muon` one, and two of
+    embeddings and LM head; for `adamw_8bit` a byte each and two scales a block. `model` is None for an adapter."""
     masters = 0 if optimizer == "adamw_bf16" else 4
     if optimizer == "muon":
         vocabulary = _vocabulary_parameters(model) if model else 0
@@ -68,14 +67,14 @@ def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelF
 
 
 def paged_bytes(optimizer: OptimizerName, model: ModelFacts) -> int:
-    """Moments that may leave a GPU."""
+    """Optimizer moments that can move from a GPU to the CPU's memory."""
     return 8 * model.num_decoding if optimizer == "adamw_paged" else 0
 
 
 def gathered_bytes(model: ModelFacts, dtype: str, *, num_kept: int | None = None) -> int:
-    """What a rank of several has whole at once, as FSDP2 gathers it: embedding, head and two layers, with their
-    gradients, which are added up over the ranks in fp32. If weights stay whole through a step, all of them, and the
-    fp32 gradients of the `num_kept` numbers that are trained."""
+    """What FSDP2 all-gathers on a rank at once: embeddings, LM head and two layers, with their gradients, which are
+    reduce-scattered in fp32. With `num_kept`, whole weights stay through a step: all of them, and the fp32 gradients of
+    the `num_kept` trained parameters."""
     passing = (_vocabulary_parameters(model) + 2 * _layer_parameters(model)) * (2 * BYTES_OF[dtype] + 4)
     return passing if num_kept is None else passing + weights_bytes(model, dtype) + 4 * num_kept
 
@@ -99,7 +98,7 @@ def activation_bytes_per_token(
     dora: bool = False,
     longest: int = 0,
 ) -> int:
-    """What one trained token keeps until its backward pass; `longest`: tokens of the longest row, for
+    """Bytes that a trained token keeps until its backward pass; `longest`: tokens of the longest row, for
     `score_bytes_per_token`.
 
     Every layer keeps what `layer_elements` says; where it is computed again, its input (which `offload` moves away, but
@@ -121,9 +120,9 @@ def activation_bytes_per_token(
 
 
 def score_bytes_per_token(model: ModelFacts, dtype: str, longest: int, *, checkpointing: Checkpointing = False) -> int:
-    """What attention without a kernel keeps of one token of a row of `longest`, with each of these tokens and in every
-    head: the probability in fp32, and in the model's dtype where that is another, and what is capped. While a layer
-    computes, the score and its gradient too. `selective` keeps products, here the score."""
+    """Bytes that eager attention keeps for a token of a row of `longest` tokens, for each of these and in every head:
+    the probability in fp32, also in the model's dtype if that is another, and the soft-capped score. While a layer
+    computes, the score and its gradient too. Under `selective` checkpointing layers keep the score only."""
     if not model.scores:
         return 0
     size = BYTES_OF[dtype]
@@ -139,9 +138,9 @@ def score_bytes_per_token(model: ModelFacts, dtype: str, longest: int, *, checkp
 
 
 def layer_elements(model: ModelFacts, *, compiled: bool = False, selective: bool = False) -> int:
-    """Numbers that a layer keeps of a token.
+    """Elements that a layer keeps for a token.
 
-    As it comes: eight vectors of the hidden size (the residual stream twice, both norms with their fp32 copies, the two
+    Uncompiled: eight vectors of the hidden size (the residual stream twice, both norms with their fp32 copies, the two
     projections' outputs), q, k and v before and after the rotation, the attention's output, and four vectors of the
     MLP's size. Compiled: the residual stream twice, both norms' outputs, q, k and v after the rotation, the attention's
     output, and three of the MLP. `selective`: the input, and the outputs of q, k, v, attention, all projections.
@@ -155,8 +154,7 @@ def layer_elements(model: ModelFacts, *, compiled: bool = False, selective: bool
 
 
 def logits_bytes_per_token(model: ModelFacts, dtype: str) -> int:
-    """What a scored token takes at the end of a forward pass: its logits and their gradient, in the model's dtype; fp32
-    is there in small chunks only."""
+    """Bytes of a scored token's logits and their gradient in the model's dtype; fp32 copies come in small chunks."""
     return 2 * BYTES_OF[dtype] * model.vocab_size
 
 
@@ -167,7 +165,7 @@ def kv_bytes_per_sequence(
     block_tokens: int = CPU_BLOCK_TOKENS,
     tensor_parallel_size: int = 1,
 ) -> int:
-    """Keys and values of one sequence of full length, in whole blocks, in each worker; a head is in one at least."""
+    """KV cache of a sequence of full length in each worker, in whole blocks; each worker has at least one head."""
     num_heads = max(1, model.num_kv_heads // tensor_parallel_size)
     per_token = 2 * model.num_layers * num_heads * model.head_dim * BYTES_OF[dtype]
     return round_up(max_model_len, block_tokens) * per_token
@@ -179,5 +177,5 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def gib(num_bytes: float) -> str:
-    """For people."""
+    """`num_bytes` in GiB, for people."""
     return f"{num_bytes / GIB:.2f} GiB"

@@ -1,6 +1,6 @@
-"""The part of the plan that divides memory: KV cache, rows of the trainer, and what their layers keep.
+"""Derives what depends on memory: KV cache, rows of the trainer, activation checkpointing, compilation.
 
-The formulas are those of `memory.py`; here is what is chosen by them, and why.
+The sizes are computed in `sizes.py` and `trainer.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 from slipstream.config import RLConfig, RunConfig, with_values
 from slipstream.config.traits import uses_engine
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.builder import Draft
+from slipstream.launch.plan.builder import PlanBuilder
+from slipstream.launch.plan.facts import Facts
 from slipstream.launch.plan.memory.gpu_shares import (
     ASLEEP_RESERVE,
     ENGINE_RESERVE,
@@ -19,7 +20,7 @@ from slipstream.launch.plan.memory.gpu_shares import (
     USABLE,
     Needs,
     Split,
-    split_card,
+    split_gpu_memory,
 )
 from slipstream.launch.plan.memory.sizes import (
     CPU_BLOCK_TOKENS,
@@ -31,77 +32,84 @@ from slipstream.launch.plan.memory.sizes import (
     round_up,
     weights_bytes,
 )
-from slipstream.launch.plan.memory.smaller import fewer_sequences, fewer_tokens, must_compute_again
-from slipstream.launch.plan.memory.trainer import ACTIVATION_MARGIN, Rows, rows_of, training_state
-from slipstream.launch.plan.placement import teacher_beside
-from slipstream.launch.plan.speed import compiling_pays
+from slipstream.launch.plan.memory.trainer import ACTIVATION_MARGIN, RowMemory, row_memory, training_state
+from slipstream.launch.plan.placement import teacher_bytes
+from slipstream.launch.recovery.shortages import fewer_sequences, fewer_tokens, must_compute_again
 
 MAX_SEQUENCES = 256
 MAX_MICRO_BATCH_TOKENS = 16_384
-"""A GPU has enough to do with fewer; longer rows take memory and save nothing."""
+"""Rows of so many tokens saturate a GPU; longer ones take memory and save nothing."""
 MAX_CPU_MICRO_BATCH_TOKENS = 8_192
-"""Larger rows fall out of a CPU's cache: measured fastest of 1,024 to 36,000 for a 0.8 M parameter model."""
+"""Fastest of 1,024 to 36,000 on a CPU, measured with a model of 0.8 M parameters: longer rows miss its cache."""
 MIN_KV_CACHE_GIB = 0.25
 MIN_ROW_TOKENS = 4096
-"""A GPU wants at least so many tokens at once; the engine rather sleeps than that it gets fewer."""
+"""Fewer tokens at once leave a GPU idle: the engine sleeps if it takes that to have so many."""
 MAX_KV_PART, MAX_ACTIVATION_PART = 1 / 4, 1 / 8
-"""Parts of a CPU machine's memory."""
+"""Fractions of the memory of a machine without GPU."""
+GPU_FLOPS = 3e14
+"""FLOP/s that training achieves on a data-centre GPU in bfloat16."""
+COMPILING_S = 60.0
+"""Compiling in the first of several equal runs; the others find its result in the cache."""
+LEAST_RUNS = 2
+"""Equal runs that are expected."""
+COMPILING_SAVES = 0.2
+"""Fraction of the training time that compiled layers save."""
 
 
-def _sequences(draft: Draft) -> tuple[int, str]:
-    """How many sequences are worth generating at once in each engine, and why."""
+def _sequences(builder: PlanBuilder) -> tuple[int, str]:
+    """How many sequences each engine can generate at once at most, and why."""
     wanted = {}
-    algorithm = draft.original.algorithm
+    algorithm = builder.original.algorithm
     if isinstance(algorithm, RLConfig):
-        prompts = draft["training.prompts_per_batch"]
+        prompts = builder["training.prompts_per_batch"]
         wanted[prompts * algorithm.group_size] = f"{prompts} prompts x {algorithm.group_size} completions"
-    if draft.original.evaluation is not None:
-        wanted[draft["evaluation.num_tasks"]] = "the tasks of an evaluation"
-    most, replicas = max(wanted), draft["inference.replicas"]
-    each, reason = -(-most // replicas), wanted[most] + (f", shared out to {replicas} engines" if replicas > 1 else "")
+    if builder.original.evaluation is not None:
+        wanted[builder["evaluation.num_tasks"]] = "the tasks of an evaluation"
+    most, replicas = max(wanted), builder["inference.replicas"]
+    each, reason = -(-most // replicas), wanted[most] + (f", divided among {replicas} engines" if replicas > 1 else "")
     if each > MAX_SEQUENCES:
         each, reason = MAX_SEQUENCES, f"at most {MAX_SEQUENCES}; there are {each}: {reason}"
-    shared = draft.on_cpu or (draft["run.placement"] != "separate" and draft["inference.sleep"] is not True)
-    each, why = fewer_sequences(draft.facts.shortages, each, _least_row(draft), shared=shared)
+    shared = builder.on_cpu or (builder["run.placement"] != "separate" and builder["inference.sleep"] is not True)
+    each, why = fewer_sequences(builder.facts.shortages, each, _least_row(builder), shared=shared)
     return each, why or reason
 
 
-def plan_cpu_cache(draft: Draft) -> None:
-    """`inference.max_num_seqs` and `inference.kv_cache_gib` on a CPU."""
-    if draft["inference.sleep"] is True:
+def plan_cpu_cache(builder: PlanBuilder) -> None:
+    """Derive `inference.max_num_seqs` and `inference.kv_cache_gib` on a CPU."""
+    if builder["inference.sleep"] is True:
         raise ConfigError("inference.sleep = true frees a GPU's memory, and there is no GPU: remove it")
-    draft.derive_auto("inference.sleep", False, "there is no GPU")
-    draft.derive_auto("inference.gpu_memory_utilization", 0.45, "has no effect on a CPU")
-    memory, length = draft.facts.memory_bytes, draft["inference.max_model_len"]
-    size, replicas = draft["inference.tensor_parallel_size"], draft["inference.replicas"]
-    each = kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length, tensor_parallel_size=size)
+    builder.derive_auto("inference.sleep", False, "there is no GPU")
+    builder.derive_auto("inference.gpu_memory_utilization", 0.45, "has no effect on a CPU")
+    memory, length = builder.facts.memory_bytes, builder["inference.max_model_len"]
+    size, replicas = builder["inference.tensor_parallel_size"], builder["inference.replicas"]
+    each = kv_bytes_per_sequence(builder.facts.model, builder["model.dtype"], length, tensor_parallel_size=size)
     # vLLM keeps one block to itself.
     spare = each * CPU_BLOCK_TOKENS // round_up(length, CPU_BLOCK_TOKENS)
-    given = draft["inference.kv_cache_gib"]
-    room = memory * MAX_KV_PART / (replicas * size) if given == "auto" else given * GIB
+    given = builder["inference.kv_cache_gib"]
+    budget = memory * MAX_KV_PART / (replicas * size) if given == "auto" else given * GIB
     part = "a quarter of the memory" + (f" for {replicas * size} processes" if replicas * size > 1 else "")
-    source = f"{part} ({gib(room)})" if given == "auto" else f"kv_cache_gib = {given:g}"
-    fitting = int((room - spare) // each)
+    source = f"{part} ({gib(budget)})" if given == "auto" else f"kv_cache_gib = {given:g}"
+    fitting = int((budget - spare) // each)
     if fitting < 1:
         raise ConfigError(
             f"one sequence of inference.max_model_len = {length} tokens takes "
             f"{gib(each + spare)} of KV cache, more than {source}: lower sampling.max_tokens"
             + (" or set inference.kv_cache_gib" if given == "auto" else " or raise inference.kv_cache_gib")
         )
-    wanted, reason = _sequences(draft)
+    wanted, reason = _sequences(builder)
     if wanted > fitting:
         reason = f"as many sequences of {length} tokens as {source} holds"
-    draft.derive_auto("inference.max_num_seqs", min(wanted, fitting), reason)
-    num_sequences = draft["inference.max_num_seqs"]
+    builder.derive_auto("inference.max_num_seqs", min(wanted, fitting), reason)
+    num_sequences = builder["inference.max_num_seqs"]
     if given != "auto":
         return
     need = num_sequences * each + spare
-    if need > room:
+    if need > budget:
         raise ConfigError(
             f"{num_sequences} sequences of {length} tokens take {gib(need)} of KV cache, "
             f"more than {source}: use inference.max_num_seqs = {fitting}, or set inference.kv_cache_gib"
         )
-    draft.derive(
+    builder.derive(
         "inference.kv_cache_gib",
         max(MIN_KV_CACHE_GIB, math.ceil(need / GIB * 16) / 16),
         f"{num_sequences} sequences of {length} tokens at {each / length / 1024:.3g} KiB a token, "
@@ -109,213 +117,239 @@ def plan_cpu_cache(draft: Draft) -> None:
     )
 
 
-def plan_card(draft: Draft) -> None:
-    """The same on a GPU, and whether the engine sleeps while the trainer works."""
-    card, length = draft.facts.gpu_memory_bytes, draft["inference.max_model_len"]
-    weights, each = _card_weights(draft), _gpu_cache_each(draft)
-    wanted, reason = _sequences(draft)
-    split = split_of(draft, draft["weights.bridge"])
-    share = draft["inference.gpu_memory_utilization"]
-    room = split.cache if share == "auto" else min(split.cache, int(share * card) - weights - ENGINE_RESERVE)
-    given = draft["inference.kv_cache_gib"]
-    room = room if given == "auto" else int(given * GIB)
-    fitting = room // each
+def plan_gpu_memory(builder: PlanBuilder) -> None:
+    """Derive `inference.max_num_seqs`, `kv_cache_gib`, `gpu_memory_utilization` and `sleep` on a GPU."""
+    gpu_bytes, length = builder.facts.gpu_memory_bytes, builder["inference.max_model_len"]
+    weights, each = _engine_weights_per_gpu(builder), _cache_per_sequence(builder)
+    wanted, reason = _sequences(builder)
+    split = memory_split(builder, builder["weights.bridge"])
+    share = builder["inference.gpu_memory_utilization"]
+    budget = split.cache if share == "auto" else min(split.cache, int(share * gpu_bytes) - weights - ENGINE_RESERVE)
+    given = builder["inference.kv_cache_gib"]
+    budget = budget if given == "auto" else int(given * GIB)
+    fitting = budget // each
     if fitting < 1:
-        teacher = teacher_beside(draft, trainer=False)
+        teacher = teacher_bytes(builder, trainer=False)
         beside = f" beside the teacher's {gib(teacher)}" if teacher else ""
         raise ConfigError(
-            f"one sequence of {length} tokens takes {gib(each)} of KV cache, and the GPU's {gib(card)}{beside} leave "
-            f"{gib(max(0, room))} for it: use [lora], a smaller model, a lower sampling.max_tokens or another GPU"
+            f"one sequence of {length} tokens takes {gib(each)} of KV cache, and the GPU's {gib(gpu_bytes)}{beside} "
+            f"leave {gib(max(0, budget))}: use [lora], a smaller model, a lower sampling.max_tokens or another GPU"
         )
     if wanted > fitting:
-        reason = f"as many sequences of {length} tokens as {gib(room)} hold"
-    draft.derive_auto("inference.max_num_seqs", min(wanted, fitting), reason)
-    need = draft["inference.max_num_seqs"] * each
-    if need > room and given == "auto":
+        reason = f"as many sequences of {length} tokens as {gib(budget)} hold"
+    builder.derive_auto("inference.max_num_seqs", min(wanted, fitting), reason)
+    need = builder["inference.max_num_seqs"] * each
+    if need > budget and given == "auto":
         raise ConfigError(
-            f"{draft['inference.max_num_seqs']} sequences of {length} tokens take {gib(need)} of KV cache, and there "
-            f"is room for {gib(room)}: use inference.max_num_seqs = {fitting}"
+            f"{builder['inference.max_num_seqs']} sequences of {length} tokens take {gib(need)} of KV cache, and there "
+            f"is memory for {gib(budget)}: use inference.max_num_seqs = {fitting}"
         )
-    draft.derive_auto(
+    builder.derive_auto(
         "inference.kv_cache_gib",
         math.ceil(need / GIB * 16) / 16,
-        f"{draft['inference.max_num_seqs']} sequences of {length} tokens; there would be room for {gib(room)}",
+        f"{builder['inference.max_num_seqs']} sequences of {length} tokens; up to {gib(budget)} would fit",
     )
-    total = weights + ENGINE_RESERVE + int(draft["inference.kv_cache_gib"] * GIB)
-    draft.derive_auto(
+    total = weights + ENGINE_RESERVE + int(builder["inference.kv_cache_gib"] * GIB)
+    builder.derive_auto(
         "inference.gpu_memory_utilization",
-        min(1.0, math.ceil(100 * total / card) / 100),
-        f"weights {gib(weights)}, KV cache, and {gib(ENGINE_RESERVE)} for graphs and activations, of {gib(card)}",
+        min(1.0, math.ceil(100 * total / gpu_bytes) / 100),
+        f"weights {gib(weights)}, KV cache, and {gib(ENGINE_RESERVE)} for graphs and activations, of {gib(gpu_bytes)}",
     )
     reason = "trainer and engine fit side by side"
     if split.sleeps:
-        reason = "side by side there is not enough room: the engine gives up its memory while the trainer works"
-    elif draft["run.placement"] == "separate":
+        reason = "trainer and engine do not fit side by side: the engine frees its memory while the trainer works"
+    elif builder["run.placement"] == "separate":
         reason = "the engine has a GPU of its own"
-    elif not split.fits and draft["weights.bridge"] == "single_copy":
+    elif not split.fits and builder["weights.bridge"] == "single_copy":
         reason = "the engine's weights are the trainer's, which needs them while it works"
     elif not split.fits:
         reason = "with staleness the engine works while the trainer does"
-    draft.derive_auto("inference.sleep", split.sleeps, reason)
+    builder.derive_auto("inference.sleep", split.sleeps, reason)
 
 
-def _card_weights(draft: Draft) -> int:
-    """The engine's weights on one of its cards."""
-    return -(-weights_bytes(draft.facts.model, draft["model.dtype"]) // draft["inference.tensor_parallel_size"])
+def _engine_weights_per_gpu(builder: PlanBuilder) -> int:
+    """Bytes of the engine's weights on each of its GPUs."""
+    return -(-weights_bytes(builder.facts.model, builder["model.dtype"]) // builder["inference.tensor_parallel_size"])
 
 
-def _gpu_cache_each(draft: Draft) -> int:
-    """KV cache of one sequence on one card, and a block for what vLLM keeps to itself."""
-    length, size = draft["inference.max_model_len"] + GPU_BLOCK_TOKENS, draft["inference.tensor_parallel_size"]
-    return kv_bytes_per_sequence(draft.facts.model, draft["model.dtype"], length, GPU_BLOCK_TOKENS, size)
+def _cache_per_sequence(builder: PlanBuilder) -> int:
+    """Bytes of a sequence's KV cache on each GPU, with a block for vLLM's own use."""
+    length, size = builder["inference.max_model_len"] + GPU_BLOCK_TOKENS, builder["inference.tensor_parallel_size"]
+    return kv_bytes_per_sequence(builder.facts.model, builder["model.dtype"], length, GPU_BLOCK_TOKENS, size)
 
 
-def needs_of(draft: Draft, bridge: str) -> Needs:
-    """What trainer and engine would like to have of the card, or the two cards, over `bridge`."""
-    training, facts, dtype = draft.original.training, draft.facts, draft["model.dtype"]
+def memory_needs(builder: PlanBuilder, bridge: str) -> Needs:
+    """What trainer and engine need of the GPU that they share, or of one each, under `bridge`."""
+    training, facts, dtype = builder.original.training, builder.facts, builder["model.dtype"]
     checkpointing = training.gradient_checkpointing
     if checkpointing == "auto":
         checkpointing = training.offload_activations
-    config, row = with_values(draft.config(), {"weights.bridge": bridge}), draft["training.micro_batch_tokens"]
-    if training.reshard == "auto":  # what takes least: more is kept where there is room left
+    config, row = with_values(builder.config(), {"weights.bridge": bridge}), builder["training.micro_batch_tokens"]
+    if training.reshard == "auto":  # the one that needs least memory
         config = with_values(config, {"training.reshard": "layer"})
-    rows = rows_of(config, facts, checkpointing=checkpointing)
-    tokens = max(_longest(draft), MIN_ROW_TOKENS if row == "auto" else row)
-    num_sequences = draft["inference.max_num_seqs"]
+    rows = row_memory(config, facts, checkpointing=checkpointing)
+    tokens = max(_longest(builder), MIN_ROW_TOKENS if row == "auto" else row)
+    num_sequences = builder["inference.max_num_seqs"]
     return Needs(
         state=rows.state,
         activations=int(rows.needed(tokens)),
-        probe=draft["inference.max_model_len"] * logits_bytes_per_token(facts.model, dtype),
-        weights=_card_weights(draft),
-        cache=_gpu_cache_each(draft) * (_sequences(draft)[0] if num_sequences == "auto" else num_sequences),
-        teacher=teacher_beside(draft, trainer=False),
+        probe=builder["inference.max_model_len"] * logits_bytes_per_token(facts.model, dtype),
+        weights=_engine_weights_per_gpu(builder),
+        cache=_cache_per_sequence(builder) * (_sequences(builder)[0] if num_sequences == "auto" else num_sequences),
+        teacher=teacher_bytes(builder, trainer=False),
     )
 
 
-def split_of(draft: Draft, bridge: str) -> Split:
-    """How they divide it."""
-    sleep, separate = draft["inference.sleep"], draft["run.placement"] == "separate"
+def memory_split(builder: PlanBuilder, bridge: str) -> Split:
+    """How trainer and engine divide that memory."""
+    sleep, separate = builder["inference.sleep"], builder["run.placement"] == "separate"
     if sleep is True and separate:
         raise ConfigError("inference.sleep = true has no use: the engine has a GPU of its own; remove it")
-    return split_card(
-        draft.facts.gpu_memory_bytes,
-        needs_of(draft, bridge),
+    return split_gpu_memory(
+        builder.facts.gpu_memory_bytes,
+        memory_needs(builder, bridge),
         shared=not separate,
-        may_sleep=sleep == "auto" and not draft.original.training.staleness and bridge != "single_copy",
+        may_sleep=sleep == "auto" and not builder.original.training.staleness and bridge != "single_copy",
         must_sleep=sleep is True,
     )
 
 
-def _longest(draft: Draft) -> int:
+def _longest(builder: PlanBuilder) -> int:
     """Tokens of the longest sequence that is trained on."""
-    if isinstance(draft.original.algorithm, RLConfig):
-        return draft["inference.max_model_len"]
-    return draft.facts.data.max_sequence_tokens or 0
+    if isinstance(builder.original.algorithm, RLConfig):
+        return builder["inference.max_model_len"]
+    return builder.facts.data.max_sequence_tokens or 0
 
 
-def _least_row(draft: Draft) -> int:
-    """Tokens of the shortest rows that may be planned."""
-    row = draft.original.training.micro_batch_tokens
-    return _longest(draft) if row == "auto" else max(_longest(draft), row)
+def _least_row(builder: PlanBuilder) -> int:
+    """Tokens of the shortest rows that can be planned."""
+    row = builder.original.training.micro_batch_tokens
+    return _longest(builder) if row == "auto" else max(_longest(builder), row)
 
 
-def plan_micro_batch(draft: Draft) -> None:
-    """`training.micro_batch_tokens`, and with it `training.gradient_checkpointing`."""
-    model, data = draft.facts.model, draft.facts.data
+def plan_micro_batch(builder: PlanBuilder) -> None:
+    """Derive `training.reshard`, `training.gradient_checkpointing` and `training.micro_batch_tokens`."""
+    model, data = builder.facts.model, builder.facts.data
     longest = data.max_sequence_tokens or 0
     if longest > model.context_length:
         raise ConfigError(
             f"the longest training conversation has {longest} tokens, more than the model's context of "
             f"{model.context_length}: shorten it or use a model with a longer context"
         )
-    longest = _longest(draft)
-    _plan_reshard(draft, longest)
-    if draft.on_cpu:
-        ranks = draft.original.training.ranks
-        room, source = draft.facts.memory_bytes * MAX_ACTIVATION_PART / ranks, "an eighth of the memory"
+    longest = _longest(builder)
+    _plan_reshard(builder, longest)
+    if builder.on_cpu:
+        ranks = builder.original.training.ranks
+        budget, source = builder.facts.memory_bytes * MAX_ACTIVATION_PART / ranks, "an eighth of the memory"
         source += f" for each of {ranks} ranks" if ranks > 1 else ""
     else:
-        room = _activation_room(draft, draft.config())
+        budget = _activation_budget(builder, builder.config())
         source = f"{ACTIVATION_MARGIN:g} of what the GPU has left for activations"
-    rows = _plan_checkpointing(draft, longest, room, source)
-    most = MAX_CPU_MICRO_BATCH_TOKENS if draft.on_cpu else MAX_MICRO_BATCH_TOKENS
-    fitting = rows.fitting(room, most)
+    rows = _plan_checkpointing(builder, longest, budget, source)
+    most = MAX_CPU_MICRO_BATCH_TOKENS if builder.on_cpu else MAX_MICRO_BATCH_TOKENS
+    fitting = rows.fitting(budget, most)
     if fitting >= longest:
         value = max(longest, fitting // 256 * 256, 1)
         reason = f"{rows.each / 1024:.3g} KiB a token in {source}, at most {most}"
-    elif rows.peaks and rows.needed(longest) <= room:
-        value, reason = longest, f"the longest sequence; in {source} is place for {fitting} tokens"
     else:
         value, reason = longest, f"the longest sequence, although {source} holds only {fitting} tokens"
-        if draft["training.micro_batch_tokens"] == "auto":
-            draft.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
-    value, why = fewer_tokens(draft.facts.shortages, value, longest)
-    draft.derive_auto("training.micro_batch_tokens", value, why or reason)
+        if builder["training.micro_batch_tokens"] == "auto":
+            builder.warnings.append(f"training.micro_batch_tokens = {value}: {reason}")
+    value, why = fewer_tokens(builder.facts.shortages, value, longest)
+    builder.derive_auto("training.micro_batch_tokens", value, why or reason)
 
 
-def _plan_reshard(draft: Draft, longest: int) -> None:
-    """`training.reshard`."""
-    training, row = draft.original.training, draft["training.micro_batch_tokens"]
+def _plan_reshard(builder: PlanBuilder, longest: int) -> None:
+    """Derive `training.reshard`."""
+    training, row = builder.original.training, builder["training.micro_batch_tokens"]
     if training.ranks == 1:
         return
-    if draft.on_cpu:
-        draft.derive_auto("training.reshard", "layer", "the ranks share one memory")
+    if builder.on_cpu:
+        builder.derive_auto("training.reshard", "layer", "the ranks share one memory")
         return
-    config, given = with_values(draft.config(), {"training.reshard": "step"}), training.gradient_checkpointing
+    config, given = with_values(builder.config(), {"training.reshard": "step"}), training.gradient_checkpointing
     checkpointing = training.offload_activations if given == "auto" else given
-    rows, room = rows_of(config, draft.facts, checkpointing=checkpointing), _activation_room(draft, config)
+    rows, budget = row_memory(config, builder.facts, checkpointing=checkpointing), _activation_budget(builder, config)
     tokens = max(longest, MIN_ROW_TOKENS if row == "auto" else row)
-    fits = rows.needed(tokens) <= room
-    reason = f"with whole weights and gradients {gib(max(0.0, rows.margin * room))} are left for activations, and a "
+    fits = rows.needed(tokens) <= budget
+    reason = f"with whole weights and gradients {gib(max(0.0, rows.margin * budget))} are left for activations, and a "
     reason += f"row of {tokens} tokens takes {gib(rows.num_bytes(tokens))}"
-    draft.derive_auto("training.reshard", "step" if fits else "layer", reason)
+    builder.derive_auto("training.reshard", "step" if fits else "layer", reason)
 
 
-def _activation_room(draft: Draft, config: RunConfig) -> float:
-    """Bytes for activations on the trainer's GPU, under a config that says how the model is spread."""
-    usable = draft.facts.gpu_memory_bytes * USABLE
-    if uses_engine(draft.original):
-        usable -= teacher_beside(draft, trainer=True)
-    state = training_state(config, draft["model.dtype"], draft.facts) + TRAINER_RESERVE
-    if not uses_engine(draft.original) or draft["run.placement"] == "separate":
+def _activation_budget(builder: PlanBuilder, config: RunConfig) -> float:
+    """Bytes left for activations on the trainer's GPU, under a config with a decided `training.reshard`."""
+    usable = builder.facts.gpu_memory_bytes * USABLE
+    if uses_engine(builder.original):
+        usable -= teacher_bytes(builder, trainer=True)
+    state = training_state(config, builder["model.dtype"], builder.facts) + TRAINER_RESERVE
+    if not uses_engine(builder.original) or builder["run.placement"] == "separate":
         return usable - state
-    if draft["inference.sleep"]:
+    if builder["inference.sleep"]:
         return usable - state - ASLEEP_RESERVE
-    cache = draft["inference.kv_cache_gib"] * GIB
-    return usable - state - _card_weights(draft) - ENGINE_RESERVE - cache
+    cache = builder["inference.kv_cache_gib"] * GIB
+    return usable - state - _engine_weights_per_gpu(builder) - ENGINE_RESERVE - cache
 
 
-def _plan_checkpointing(draft: Draft, longest: int, room: float, source: str) -> Rows:
-    """`training.gradient_checkpointing`, and what rows take with it."""
-    training, row = draft.original.training, draft["training.micro_batch_tokens"]
+def _plan_checkpointing(builder: PlanBuilder, longest: int, budget: float, source: str) -> RowMemory:
+    """Derive `training.gradient_checkpointing`; the memory of rows with it."""
+    training, row = builder.original.training, builder["training.micro_batch_tokens"]
     tokens = longest if row == "auto" else max(longest, row)
-    config = draft.config()
+    config = builder.config()
 
-    def rows(checkpointing: Any) -> Rows:
-        return rows_of(config, draft.facts, checkpointing=checkpointing)
+    def rows(checkpointing: Any) -> RowMemory:
+        return row_memory(config, builder.facts, checkpointing=checkpointing)
 
     whole, selective = rows(False), rows("selective")
-    fits = whole.needed(tokens) <= room
+    fits = whole.needed(tokens) <= budget
     reason = f"{tokens} tokens at {whole.each / 1024:.3g} KiB {'fit' if fits else 'do not fit'} into {source} "
-    reason += f"({gib(whole.margin * room)})"
+    reason += f"({gib(whole.margin * budget)})"
     choice: Any = not fits
     if training.offload_activations:
         choice, reason = True, "training.offload_activations moves the inputs of layers that are computed again"
-    elif not fits and not draft["training.compile"] and selective.needed(tokens) <= room:
+    elif not fits and not builder["training.compile"] and selective.needed(tokens) <= budget:
         choice = "selective"
         reason += f", at {selective.each / 1024:.3g} they do"
-    if choice is not True and (why := must_compute_again(draft.facts.shortages, _least_row(draft))):
+    if choice is not True and (why := must_compute_again(builder.facts.shortages, _least_row(builder))):
         choice, reason = True, why
-    draft.derive_auto("training.gradient_checkpointing", choice, reason)
-    return rows(draft["training.gradient_checkpointing"])
+    builder.derive_auto("training.gradient_checkpointing", choice, reason)
+    return rows(builder["training.gradient_checkpointing"])
 
 
-def plan_compile(draft: Draft) -> None:
-    """`training.compile`, and what needs a GPU."""
-    if draft.original.training.offload_activations and draft.on_cpu:
+def plan_compile(builder: PlanBuilder) -> None:
+    """Derive `training.compile`. Raises ConfigError for offloading without a GPU."""
+    if builder.original.training.offload_activations and builder.on_cpu:
         raise ConfigError(
             "training.offload_activations = true moves activations from a GPU to the CPU's memory, and there is no GPU:"
             " remove it"
         )
-    pays, reason = compiling_pays(draft.original, draft.facts)
-    draft.derive_auto("training.compile", pays, reason)
+    pays, reason = _compiling_pays(builder.original, builder.facts)
+    builder.derive_auto("training.compile", pays, reason)
+
+
+def _training_seconds(config: RunConfig, facts: Facts) -> float:
+    """Estimated training time by 6 N D FLOPs, with completions of `sampling.max_tokens`, or half the context if that is
+    `auto`; one GPU per rank."""
+    training, algorithm, data = config.training, config.algorithm, facts.data
+    if isinstance(algorithm, RLConfig):
+        allowed = config.sampling.max_tokens
+        completion = facts.model.context_length // 2 if allowed == "auto" else allowed
+        tokens = training.prompts_per_batch * algorithm.group_size * (data.max_prompt_tokens + completion)
+    else:
+        tokens = training.prompts_per_batch * (data.max_sequence_tokens or 0)
+    passes = training.steps * training.epochs_per_batch
+    return 6.0 * facts.model.num_decoding * tokens * passes / (GPU_FLOPS * training.ranks)
+
+
+def _compiling_pays(config: RunConfig, facts: Facts) -> tuple[bool, str]:
+    """Whether compiling the trainer's layers saves time, and why."""
+    if not facts.num_gpus:
+        return False, "on a CPU compiling takes longer than it saves"
+    if not config.training.packing:
+        return False, "rows of one sequence are short: there is little to fuse"
+    if config.model.dtype == "float32":
+        return False, "in float32 the matrix multiplications take the time"
+    seconds = _training_seconds(config, facts)
+    pays = LEAST_RUNS * COMPILING_SAVES * seconds > COMPILING_S
+    gain = f"about {seconds:,.0f} s of training, of which it saves a fifth" if seconds >= 1 else "hardly any training"
+    return pays, f"{gain}; compiling takes about {COMPILING_S:.0f} s, and less where a run like it was made before"

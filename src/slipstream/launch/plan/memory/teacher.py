@@ -1,11 +1,11 @@
-"""What a teacher's engine takes and where it is: pure arithmetic on a planned config, in bytes."""
+"""Memory and GPU of a teacher's engine: pure arithmetic on a planned config, in bytes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from slipstream.config import RunConfig
+from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import engine_workers, starts_teacher
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.facts import Facts
@@ -20,14 +20,14 @@ from slipstream.launch.plan.memory.sizes import (
 )
 
 SEQUENCES = 16
-"""Scored at once; scoring is one pass over many tokens, and more would make it no faster."""
+"""Sequences scored at once; scoring is prefill, so more would be no faster."""
 STEP_TOKENS = 2048
-"""Tokens of one step: their logits, in float32 twice, are the working memory of scoring."""
+"""Tokens of a step; the memory of scoring is their logits, twice in float32."""
 
 
 @dataclass(frozen=True)
-class TeacherRoom:
-    """How a teacher's engine is to be started, and what it then holds."""
+class TeacherMemory:
+    """How to start a teacher's engine, and its memory."""
 
     max_model_len: int
     max_num_seqs: int
@@ -38,8 +38,8 @@ class TeacherRoom:
     gpu: int | None
     """The number of its GPU among those that are visible; None on a CPU."""
     has_own_gpu: bool = False
-    gpu_part: float = 0.45
-    """The part of its GPU's memory that it may use, as vLLM wants to know it; without effect on a CPU."""
+    gpu_memory_utilization: float = 0.45
+    """vLLM's `gpu_memory_utilization`; without effect on a CPU."""
 
     @property
     def total(self) -> int:
@@ -48,27 +48,27 @@ class TeacherRoom:
 
     @property
     def where(self) -> str:
-        """For people."""
+        """Where it is, for people."""
         if self.gpu is None:
             return "in the machine's memory, with the threads of run.threads while the policy's engine waits for it"
         return f"on GPU {self.gpu}, {'its own' if self.has_own_gpu else 'which it shares'}"
 
 
-def planned_teacher(config: RunConfig, facts: Facts) -> TeacherRoom | None:
-    """That of a config without any `auto`."""
+def planned_teacher(config: PlannedConfig, facts: Facts) -> TeacherMemory | None:
+    """That of a planned run."""
     length, separate = config.inference.max_model_len, config.run.placement == "separate"
     if not starts_teacher(config):
         return None
     used = engine_workers(config) + separate * config.training.ranks
-    return teacher_room(config, facts, length=int(length), dtype=config.model.dtype, separate=separate, used_cards=used)
+    return teacher_memory(config, facts, length=length, dtype=config.model.dtype, separate=separate, num_used_gpus=used)
 
 
-def teacher_room(
-    config: RunConfig, facts: Facts, *, length: int, dtype: str, separate: bool, used_cards: int
-) -> TeacherRoom | None:
-    """For sequences of up to `length` tokens in `dtype`; None where the run starts no teacher. `separate`: trainer and
-    engine have a GPU each; `used_cards` is how many the two have together. Raises ConfigError for a teacher that cannot
-    score them."""
+def teacher_memory(
+    config: RunConfig, facts: Facts, *, length: int, dtype: str, separate: bool, num_used_gpus: int
+) -> TeacherMemory | None:
+    """The teacher for sequences of up to `length` tokens in `dtype`; None if the run starts none. `separate`: trainer
+    and engine have GPUs of their own; `num_used_gpus`: how many they have together. Raises ConfigError if it cannot
+    score such sequences."""
     model = facts.teacher
     if model is None or not starts_teacher(config):
         return None
@@ -83,23 +83,23 @@ def teacher_room(
     block = CPU_BLOCK_TOKENS if on_cpu else GPU_BLOCK_TOKENS
     each = kv_bytes_per_sequence(model, dtype, longest + block, block)
     logits = 2 * 4 * STEP_TOKENS * model.vocab_size
-    own = not on_cpu and facts.num_gpus > used_cards
+    own = not on_cpu and facts.num_gpus > num_used_gpus
     weights, cache = weights_bytes(model, dtype), SEQUENCES * each
     reserve = logits + (0 if on_cpu else ENGINE_RESERVE)
     part = 0.45 if on_cpu else min(1.0, math.ceil(100 * (weights + cache + reserve) / facts.gpu_memory_bytes) / 100)
-    room = TeacherRoom(
+    teacher = TeacherMemory(
         max_model_len=longest,
         max_num_seqs=SEQUENCES,
         weights=weights,
         cache=cache,
         reserve=reserve,
-        gpu=None if on_cpu else used_cards if own else config.training.ranks * separate,
+        gpu=None if on_cpu else num_used_gpus if own else config.training.ranks * separate,
         has_own_gpu=own,
-        gpu_part=part,
+        gpu_memory_utilization=part,
     )
-    if not on_cpu and room.total > USABLE * facts.gpu_memory_bytes:
+    if not on_cpu and teacher.total > USABLE * facts.gpu_memory_bytes:
         raise ConfigError(
-            f"the teacher takes about {gib(room.total)}, and a GPU has {gib(facts.gpu_memory_bytes)}: use a smaller "
+            f"the teacher takes about {gib(teacher.total)}, and a GPU has {gib(facts.gpu_memory_bytes)}: use a smaller "
             "teacher, or serve it elsewhere and give teacher.url"
         )
-    return room
+    return teacher

@@ -1,52 +1,29 @@
-"""What a trainer keeps and what its rows take: counted from shapes, and corrected by what earlier runs took. Pure.
-
-The count knows every tensor and nothing of an allocator: rows of all lengths leave blocks that the next row cannot use,
-and what is held is what an engine on the same card cannot have. So where an earlier run differs from this one in
-nothing that decides memory but the length of its rows (`memory_settings`), what it held is compared with what is
-counted for it today, and the difference belongs to this run too. One figure does not say which part of the difference
-grows with the rows, so the dearer of both answers is taken: what was more is expected of shorter rows whole and of
-longer ones in proportion, what was less of longer rows whole and of shorter ones in proportion. Of several such runs
-that one counts which makes this one's rows largest. So no plan expects less because a run held more, and a run that
-kept to a corrected plan does not undo the correction.
-"""
+"""How much memory a trainer keeps between steps, and its rows while they are trained on: counted from shapes. Pure."""
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream import __version__
 from slipstream.config import RLConfig, RunConfig
-from slipstream.config.traits import keeps_copy, shares_weights, uses_critic, uses_engine
-from slipstream.launch.plan.facts import Facts, ModelFacts, Peak
+from slipstream.config.traits import keeps_copy, shares_weights, uses_critic
+from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.memory.sizes import (
     activation_bytes_per_token,
     gathered_bytes,
-    gib,
     training_state_bytes,
     weights_bytes,
 )
 
 ACTIVATION_MARGIN = 0.6
-"""Part of a GPU's room for activations that is planned with: the estimate knows no workspaces and no fragments."""
-MOST_LESS = 0.2
-"""Part of the counted activations that a run can take away from them; the rest of a trainer is counted exactly."""
-MOST_MORE = 0.25
-"""Part of all that is counted which a run can add: beyond it an allocator keeps blocks because nobody wants them."""
-MOST_STRETCH = 2.0
-"""What was more is at most doubled for longer rows: short ones say little of them."""
-WAYS = (False, "selective", True)
-"""Of `training.gradient_checkpointing`."""
-_WORD_BLOCK = 64
-"""vLLM fills the vocabulary up to a multiple of it before it divides it."""
+"""Fraction of the memory left for activations that is planned with: the estimate has no workspaces or fragmentation."""
+_VOCABULARY_BLOCK = 64
+"""vLLM pads the vocabulary to a multiple of it before it shards it."""
 
 
 def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
-    """Bytes of what the trainer keeps between steps, beside what it shares with the engine: of several ranks, on GPUs
-    what each keeps, and on a CPU all together, in both cases with what is gathered for a layer, or a step, to
-    compute."""
+    """Bytes that the trainer keeps between steps, without what it shares with the engine. Over ranks: of each rank on
+    GPUs, of all ranks on a CPU, with the weights that an all-gather brings together for a layer or a step."""
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
     state = model_state(config, dtype, facts, with_reference=_has_reference(config))
     state += model_state(config, dtype, facts) if uses_critic(config) else 0
@@ -56,7 +33,7 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
     num_kept = None
     if config.training.reshard == "step":
         num_kept = facts.adapter.num_parameters if facts.adapter else facts.model.num_decoding
-    # For a delta all of it comes together in rank 0.
+    # For a delta rank 0 gathers the whole model.
     copy, together = 2 * copy, gathered_bytes(facts.model, dtype, num_kept=num_kept)
     return copy + (-(-state // ranks) + together if facts.num_gpus else state + ranks * together)
 
@@ -66,18 +43,18 @@ def _has_reference(config: RunConfig) -> bool:
 
 
 def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:
-    """What trainer and engine have together. Workers have words in blocks; ranks that would divide them otherwise have
-    their own."""
+    """Bytes of the weights that trainer and engine share. vLLM pads the vocabulary to blocks; ranks whose shards of
+    embedding and LM head then differ have their own."""
     if not shares_weights(config):
         return 0
     num = model.num_parameters
-    if config.training.ranks > 1 and model.vocab_size % _WORD_BLOCK:
+    if config.training.ranks > 1 and model.vocab_size % _VOCABULARY_BLOCK:
         num -= model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
     return weights_bytes(replace(model, num_parameters=num), dtype)
 
 
 def model_state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool = False) -> int:
-    """The same of one model that is trained, all of it."""
+    """Bytes of one trained model with its optimizer state, on one rank."""
     num_adapter_parameters = facts.adapter.num_parameters if facts.adapter else None
     return training_state_bytes(
         facts.model,
@@ -89,94 +66,28 @@ def model_state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: 
     )
 
 
-def memory_settings(config: RunConfig, facts: Facts) -> dict[str, Any]:
-    """All that decides how much a trainer takes of its GPU, but the length of its rows: the card, the libraries, the
-    model, and what is trained how. Where it is a setting it has its name. Numbers, text and truth values only; of a
-    config without any `auto` in these."""
-    training, adapter = config.training, facts.adapter
-    model = dataclasses.asdict(facts.model)
-    for name in ("context_length", "original_context", "thinks", "dtype"):
-        del model[name]
-    return {
-        "card": facts.card,
-        "card_bytes": facts.gpu_memory_bytes,
-        "torch": facts.torch,
-        "slipstream": __version__,
-        **model,
-        "adapter_parameters": adapter.num_parameters if adapter else 0,
-        "model.dtype": config.model.dtype,
-        "model.fp32_head": config.model.fp32_head,
-        "lora.dora": config.lora is not None and config.lora.dora,
-        "algorithm": "sft" if config.algorithm.kind == "sft" else "rl",
-        "reference": _has_reference(config),
-        "critic": uses_critic(config),
-        "weights.bridge": config.weights.bridge if uses_engine(config) else "none",
-        "weights.delta": keeps_copy(config),
-        "training.reshard": training.reshard if training.ranks > 1 else "none",
-        **{
-            f"training.{name}": getattr(training, name)
-            for name in (
-                "optimizer",
-                "ranks",
-                "packing",
-                "compile",
-                "gradient_checkpointing",
-                "offload_activations",
-            )
-        },
-    }
-
-
 @dataclass(frozen=True)
-class Rows:
-    """What rows of the trainer take while they are trained on."""
+class RowMemory:
+    """Memory of the trainer's rows while they are trained on, in bytes."""
 
     each: int
-    """Bytes of a token, as counted."""
+    """Of a token."""
     state: int
-    """What the trainer keeps beside them, as counted."""
-    peaks: tuple[Peak, ...] = ()
-    """Of runs that differ in nothing but the length of their rows."""
+    """Of what the trainer keeps between steps."""
     margin: float = 1.0
-    """Part of the room that may be planned with."""
+    """Fraction of the memory left for activations that is planned with."""
 
     def num_bytes(self, tokens: int) -> int:
-        """Of a row of so many tokens."""
-        return self.each * tokens + max((self._beyond(peak, tokens) for peak in self.peaks), default=0)
+        """Of a row of `tokens` tokens."""
+        return self.each * tokens
 
     def needed(self, tokens: int) -> float:
-        """How much room there must be for such a row. Where a run had rows as long, that is what it held, and what is
-        left of the room is not asked for."""
-        needed = self.num_bytes(tokens) / self.margin
-        seen = [
-            max(self.num_bytes(peak.row_tokens), peak.held - self.state)
-            for peak in self.peaks
-            if peak.row_tokens >= tokens
-        ]
-        return min(needed, max(seen, default=needed))
+        """Memory that must be left for such a row."""
+        return self.num_bytes(tokens) / self.margin
 
-    def fitting(self, room: float, most: int) -> int:
-        """Tokens of the longest row that `room` has place for, at most so many."""
-        return bisect.bisect_right(range(1, most + 1), self.margin * room, key=self.num_bytes)
-
-    def told(self, tokens: int) -> str:
-        """What corrects rows of so many tokens; empty when nothing does."""
-        if not self.peaks:
-            return ""
-        peak = max(self.peaks, key=lambda peak: self._beyond(peak, tokens))
-        counted = self.state + self.each * peak.row_tokens
-        return (
-            f"corrected by {peak.run}: with rows of {peak.row_tokens} tokens its trainer took {gib(peak.held)} of this "
-            f"card where {gib(counted)} are counted"
-        )
-
-    def _beyond(self, peak: Peak, tokens: int) -> int:
-        """What the run of `peak` adds to the count of a row, or takes away from it."""
-        activations, stretch = self.each * peak.row_tokens, tokens / peak.row_tokens
-        difference = peak.held - self.state - activations
-        if difference < 0:
-            return int(max(difference, -MOST_LESS * activations) * min(1.0, stretch))
-        return int(min(difference, MOST_MORE * (self.state + activations)) * min(MOST_STRETCH, max(1.0, stretch)))
+    def fitting(self, budget: float, most: int) -> int:
+        """Tokens of the longest row that fits into `budget` bytes, at most `most`."""
+        return max(0, min(most, int(self.margin * budget // self.each)))
 
 
 def _longest(config: RunConfig, facts: Facts) -> int:
@@ -187,9 +98,8 @@ def _longest(config: RunConfig, facts: Facts) -> int:
     return facts.model.context_length if length == "auto" else length
 
 
-def rows_of(config: RunConfig, facts: Facts, *, checkpointing: Any) -> Rows:
-    """Rows as they are computed under `config`, in which nothing but `training.gradient_checkpointing` need be decided
-    of what `memory_settings` asks for."""
+def row_memory(config: RunConfig, facts: Facts, *, checkpointing: Any) -> RowMemory:
+    """Memory of rows under `config` with `checkpointing` for `training.gradient_checkpointing`."""
     training, dtype = config.training, config.model.dtype
     each = activation_bytes_per_token(
         facts.model,
@@ -201,10 +111,4 @@ def rows_of(config: RunConfig, facts: Facts, *, checkpointing: Any) -> Rows:
         dora=config.lora is not None and config.lora.dora,
         longest=_longest(config, facts),
     )
-    settings = memory_settings(config, facts) | {"training.gradient_checkpointing": checkpointing}
-    return Rows(
-        each,
-        training_state(config, dtype, facts),
-        tuple(peak for peak in facts.peaks if peak.settings == settings),
-        ACTIVATION_MARGIN if facts.num_gpus else 1.0,
-    )
+    return RowMemory(each, training_state(config, dtype, facts), ACTIVATION_MARGIN if facts.num_gpus else 1.0)

@@ -54,7 +54,7 @@ def test_on_gpus_it_has_one_of_its_own_where_there_is_one(num_gpus, gpu, own):
     plan = make_plan(CONFIG, facts(num_gpus=num_gpus, gpu_memory_bytes=140 * GIB))
     assert (plan.teacher.gpu, plan.teacher.has_own_gpu) == (gpu, own)
     assert plan.config.run.placement == ("shared" if num_gpus == 1 else "separate")
-    assert 0 < plan.teacher.gpu_part < 0.3
+    assert 0 < plan.teacher.gpu_memory_utilization < 0.3
     assert (f"GPU {gpu}, its own" in note(plan).how) is own
     unused = [text for text in plan.warnings if "not used" in text]
     assert unused == []
@@ -78,7 +78,7 @@ def test_what_shares_a_card_leaves_it_its_room():
     plan = make_plan(CONFIG, facts(num_gpus=1, gpu_memory_bytes=80 * GIB))
     config = plan.config
     assert config.training.micro_batch_tokens <= alone.training.micro_batch_tokens
-    assert config.inference.gpu_memory_utilization + plan.teacher.gpu_part < 1.0
+    assert config.inference.gpu_memory_utilization + plan.teacher.gpu_memory_utilization < 1.0
     with pytest.raises(ConfigError, match="teacher"):
         make_plan(CONFIG, facts(num_gpus=1, gpu_memory_bytes=24 * GIB))
 

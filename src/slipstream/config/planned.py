@@ -1,0 +1,136 @@
+"""The settings of a run as planned: the same tree without any `auto`.
+
+`config.traits.planned_config` makes it from a `RunConfig`. Each class narrows the fields of its base that may be
+`auto`; their defaults stand where a field has no effect in the run. A field's documentation is in `config.schema`.
+"""
+
+# Sections are frozen, so a narrower field is sound; pyright takes pydantic's fields for mutable ones.
+# pyright: reportIncompatibleVariableOverride=false
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.schema import (
+    Correction,
+    CriticConfig,
+    EvaluationConfig,
+    InferenceConfig,
+    KLEstimator,
+    ModelConfig,
+    Normalize,
+    RLConfig,
+    RunConfig,
+    RunSection,
+    SamplingConfig,
+    Scale,
+    SFTConfig,
+    TrainingConfig,
+    WeightsConfig,
+)
+
+
+class PlannedModel(ModelConfig):
+    """[model]."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class PlannedEnvironment(EnvironmentConfig):
+    """[environment]."""
+
+    num_train_tasks: int = 0
+    reward_workers: int = 1
+
+
+class PlannedRL(RLConfig):
+    """[algorithm] of reinforcement learning, as its recipe has it: see `config.recipes.resolved`."""
+
+    overlong_buffer: float = 0.0
+    scale_rewards: Scale = "none"
+    normalize: Normalize = "token"
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: KLEstimator = "k3"
+    importance_sampling: Correction = "none"
+    importance_cap: float = 0.0
+    importance_floor: float = 0.0
+    max_refills: int = 0
+
+
+class PlannedCritic(CriticConfig):
+    """[critic]."""
+
+    learning_rate: float = 0.0
+
+
+class PlannedSampling(SamplingConfig):
+    """[sampling]."""
+
+    max_tokens: int = 0
+
+
+class PlannedTraining(TrainingConfig):
+    """[training]."""
+
+    learning_rate: float = 0.0
+    micro_batch_tokens: int = 0
+    reshard: Literal["layer", "step"] = "layer"
+    gradient_checkpointing: bool | Literal["selective"] = False
+    compile: bool = False
+
+
+class PlannedInference(InferenceConfig):
+    """[inference]."""
+
+    replicas: int = 1
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    kv_cache_gib: float = 0.0
+    gpu_memory_utilization: float = 0.0
+    sleep: bool = False
+    enforce_eager: bool = True
+    start_timeout_s: float = 0.0
+    request_timeout_s: float = 0.0
+    patches: Literal["checked", "required", "all"] = "checked"
+
+
+class PlannedWeights(WeightsConfig):
+    """[weights]."""
+
+    bridge: Literal["disk", "broadcast", "restart", "lora", "single_copy"] = "disk"
+    apply_timeout_s: float = 0.0
+
+
+class PlannedEvaluation(EvaluationConfig):
+    """[evaluation]."""
+
+    temperature: float = 0.0
+
+
+class PlannedRun(RunSection):
+    """[run]."""
+
+    checkpoint_every: int | Literal["10min"] = "10min"
+    async_checkpoints: bool = False
+    placement: Literal["shared", "separate"] = "shared"
+    threads: int = 1
+
+
+class PlannedConfig(RunConfig):
+    """One run, everything decided."""
+
+    model: PlannedModel
+    environment: PlannedEnvironment | None = None
+    algorithm: Annotated[SFTConfig | PlannedRL, Field(discriminator="kind")]
+    critic: PlannedCritic = PlannedCritic()
+    sampling: PlannedSampling = PlannedSampling()
+    training: PlannedTraining
+    inference: PlannedInference = PlannedInference()
+    weights: PlannedWeights = PlannedWeights()
+    evaluation: PlannedEvaluation | None = None
+    run: PlannedRun = PlannedRun()

@@ -1,0 +1,102 @@
+"""How long rows fit into the memory that the trainer has on a GPU."""
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import (
+    EnvironmentConfig,
+    ModelConfig,
+    RLConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainingConfig,
+    with_values,
+)
+from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan
+from slipstream.launch.plan.memory.sizes import GIB
+from slipstream.launch.plan.memory.trainer import RowMemory
+
+MODEL = ModelFacts(
+    num_parameters=1_543_714_304,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_layers=28,
+    num_heads=12,
+    num_kv_heads=2,
+    head_dim=128,
+    context_length=32_768,
+    vocab_size=151_936,
+    dtype="bfloat16",
+)
+FACTS = Facts(
+    num_cpus=16,
+    memory_bytes=128 * GIB,
+    model=MODEL,
+    data=DataFacts(num_train_tasks=1000, max_prompt_tokens=128, max_answer_tokens=None),
+    num_gpus=1,
+    gpu_memory_bytes=80 * GIB,
+)
+CONFIG = with_values(
+    RunConfig(
+        model=ModelConfig(path="org/name"),
+        environment=EnvironmentConfig(name="x"),
+        algorithm=RLConfig(),
+        training=TrainingConfig(steps=400),
+        sampling=SamplingConfig(max_tokens=512),
+    ),
+    {"weights.bridge": "single_copy"},
+)
+
+
+def plan(values=None, **facts):
+    return make_plan(with_values(CONFIG, values or {}), dataclasses.replace(FACTS, **facts))
+
+
+def tokens(made):
+    return made.config.training.micro_batch_tokens
+
+
+FIRST = plan()
+
+
+def test_the_plan_is_bound_by_memory():
+    assert 4096 < tokens(FIRST) < 16_384
+    assert 4096 < tokens(plan(gpu_memory_bytes=70 * GIB)) < tokens(FIRST)
+    assert FIRST.notices == ()
+
+
+def test_what_earlier_runs_took_changes_no_value():
+    made = plan(notices=("runs/before took 70 GiB",))
+    assert made.notices == ("runs/before took 70 GiB",)
+    assert dataclasses.replace(made, notices=()) == FIRST
+
+
+def test_a_plan_of_a_plan_changes_nothing():
+    assert make_plan(FIRST.config, FACTS).derived == ()
+
+
+@given(each=st.integers(1, 10**7), shorter=st.integers(1, 20_000), longer=st.integers(1, 20_000))
+def test_longer_rows_take_more_and_the_longest_that_fits_is_found(each, shorter, longer):
+    rows = RowMemory(each, 24 * GIB, 0.6)
+    shorter, longer = sorted((shorter, longer))
+    assert rows.num_bytes(shorter) <= rows.num_bytes(longer)
+    fitting = rows.fitting(40 * GIB, 16_384)
+    assert fitting == 0 or rows.num_bytes(fitting) <= 0.6 * 40 * GIB
+    assert fitting == 16_384 or rows.num_bytes(fitting + 1) > 0.6 * 40 * GIB
+    assert rows.fitting(-GIB, 16_384) == 0
+
+
+def test_ranks_keep_weights_whole_where_there_is_memory_for_it():
+    ranks = {"training.ranks": 2, "weights.bridge": "auto"}
+    wide, tight = (plan(ranks, num_gpus=4, gpu_memory_bytes=size * GIB).config.training for size in (46, 38))
+    assert (wide.reshard, tight.reshard) == ("step", "layer")
+
+
+def test_a_shared_card_is_divided_alike_whether_how_ranks_spread_is_asked_for_or_derived():
+    cards = {"num_gpus": 2, "gpu_memory_bytes": 30 * GIB}
+    values = {"training.ranks": 2, "inference.tensor_parallel_size": 2, "training.gradient_checkpointing": True}
+    asked = values | {"training.reshard": "layer"}
+    divided, derived = (plan(each, **cards).config.inference.kv_cache_gib for each in (asked, values))
+    assert derived == divided
