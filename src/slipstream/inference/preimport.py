@@ -21,7 +21,7 @@ from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.runlog.temporary import remove_temporary
 
-MODULE = "slipstream.inference.plugin.server"
+MODULE = "slipstream.inference.plugin.main"
 _READ_LATER = {patch_table.VARIABLE, start_marks.VARIABLE, "TMPDIR"}
 """Variables that decide nothing before an engine is made."""
 

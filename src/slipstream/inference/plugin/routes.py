@@ -8,17 +8,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
 
 from slipstream.errors import WeightsError
+from slipstream.inference.plugin.server import EngineServer
+from slipstream.inference.plugin.service import OutOfService
 from slipstream.records import Completion, GenerateRequest, ParameterSpec, Ticket, Version, encode
-
-if TYPE_CHECKING:
-    from slipstream.inference.plugin.server import EngineServer
-
 
 _MAX_BODY_BYTES = 1 << 30
 _SHUTDOWN_S = 2.0
@@ -26,10 +24,6 @@ _SHUTDOWN_S = 2.0
 _EARLY_S = 600.0
 """How long a cancellation is remembered whose request has not begun."""
 _log = logging.getLogger("slipstream.engine")
-
-
-class OutOfService(Exception):
-    """The engine may not answer now; the text says why."""
 
 
 async def listen(server: EngineServer, socket: str) -> web.AppRunner:
@@ -99,7 +93,7 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
         requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
         if twice := [r.id for r in requests if r.id in running] or _repeated(r.id for r in requests):
             return web.Response(status=400, text=f"request {twice[0]} is running already: give each one its own id")
-        await server.until_in_service()
+        await server.service.until_serving()
         response = web.StreamResponse()
         await response.prepare(request)
         tasks = [asyncio.create_task(answered(r)) for r in requests]
