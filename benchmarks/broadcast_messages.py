@@ -30,7 +30,8 @@ import torch
 from slipstream.records import ParameterSpec, Ticket, Version
 from slipstream.weights.bridges import broadcast
 from slipstream.weights.bridges.broadcast import Group, Rendezvous, copy_all, flat_bytes
-from slipstream.weights.fingerprint import Slice, fingerprints
+from slipstream.weights.fingerprint import fingerprints
+from slipstream.weights.fingerprint_torch import Slice
 from slipstream.weights.raw import passes
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.weights.fingerprint import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
+from slipstream.weights.fingerprint_torch import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
 
 # Nothing here is typed, and on a machine without a GPU a type checker does not find it.
 triton: Any = import_module("triton")

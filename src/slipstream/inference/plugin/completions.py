@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from slipstream.inference.plugin.patches import delivery, scoring
+from slipstream.inference.plugin.patches import scoring
+from slipstream.inference.plugin.patches.undelivered import sampled_logprobs
 from slipstream.inference.plugin.version_labels import Spans
 from slipstream.records import Completion, GenerateRequest, VersionSpan
 
@@ -29,7 +30,7 @@ def completion(request: GenerateRequest, output: Any, spans: Spans) -> Completio
     not agree."""
     out = output.outputs[0]
     token_ids = list(out.token_ids)
-    logprobs = delivery.sampled_logprobs(out.logprobs, token_ids)
+    logprobs = sampled_logprobs(out.logprobs, token_ids)
     reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
     text = out.text if request.sampling.stop else ""
     scores = scoring.prompt_logprobs(output, request) if request.scores_prompt else None

@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.inference.plugin.patches import delivery
+from slipstream.inference.plugin.patches.undelivered import ReceivedTokens, token_counts
 from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.plugin.version_labels import Spans, TokenLabels
 
 _TURNS = 64
 """Turns of the event loop in which vLLM surely works off one step's outputs, of 128 requests or more in each, and
 whoever waits for a request that has ended has its turn."""
-_TOLD_S = 30.0
-_NOT_TOLD = "the engine core and the server count other tokens of requests that stand still:"
+_FLUSH_S = 30.0
+_MISSING_TOKENS = "the engine core and the server count other tokens of requests that stand still:"
 
 
 @dataclass(frozen=True)
@@ -243,12 +244,12 @@ class InProcessHost:
     def _stop_stepping(self) -> None:
         self._paused = True
         core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self.clock.is_deaf = True
+        self.clock.ignores_tokens = True
         self._engine.output_processor.process_outputs(delivery.flush(core))
-        self.clock.is_deaf = False
-        told = delivery.Told(self._engine.output_processor)
-        if missing := told.missing(delivery.counts(core)):
-            raise RuntimeError(f"{_NOT_TOLD} {missing}")
+        self.clock.ignores_tokens = False
+        received = ReceivedTokens(self._engine.output_processor)
+        if missing := received.missing(token_counts(core)):
+            raise RuntimeError(f"{_MISSING_TOKENS} {missing}")
 
     async def resume(self) -> None:
         """See `Host`."""
@@ -347,22 +348,22 @@ class AsyncHost:
         # AsyncLLM's own `pause_generation` is this and 20 ms of sleep.
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._work_off()
-        self.clock.is_deaf = True
+        self.clock.ignores_tokens = True
         try:
             await self._flush()
         finally:
-            self.clock.is_deaf = False
+            self.clock.ignores_tokens = False
 
     async def _flush(self) -> None:
         """Have the engine core tell what it keeps, and wait until this process knows all tokens that there are."""
         client: Any = self._engine.engine_core
-        told = delivery.Told(self._engine.output_processor)
+        received = ReceivedTokens(self._engine.output_processor)
         calls = [client._call_utility_async(delivery.FLUSH, engine=engine) for engine in client.core_engines]
         counts = {id_: count for each in await asyncio.gather(*calls) for id_, count in each.items()}
-        deadline = time.monotonic() + _TOLD_S
-        while missing := told.missing(counts):
+        deadline = time.monotonic() + _FLUSH_S
+        while missing := received.missing(counts):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{_NOT_TOLD} {missing}")
+                raise RuntimeError(f"{_MISSING_TOKENS} {missing}")
             await asyncio.sleep(0)
         await self._work_off()
 

@@ -25,15 +25,15 @@ class TokenClock:
         self._is_watching = False
         self.num_steps = 0
         """Steps that brought tokens, and others that the host knows of."""
-        self.is_deaf = False
-        """Whether tokens are told of that were made before: they are no sign of life."""
+        self.ignores_tokens = False
+        """True during a flush, whose tokens were sampled earlier and do not show that vLLM makes steps."""
 
     def follow(self, processor: Any) -> None:
         """Have vLLM's output processor tell each step that brought a token."""
         process = processor.process_outputs
 
         def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_deaf and any(output.new_token_ids for output in outputs):
+            if not self.ignores_tokens and any(output.new_token_ids for output in outputs):
                 self.tick()
             return process(outputs, *args, **kwargs)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from slipstream.errors import WeightsError
 from slipstream.records import Delta, ParameterSpec, Patch, Ticket, Version
 from slipstream.weights.base import Announce, NamedWeights
-from slipstream.weights.fingerprint import bits_of
+from slipstream.weights.fingerprint_torch import bits_of
 
 STRETCH = 1 << 24
 """Longest stretch of a parameter that is compared at once: it keeps the temporaries of both sides below 1 GiB."""

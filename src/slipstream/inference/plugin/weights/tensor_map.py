@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.records import ParameterSpec
 from slipstream.weights.bridges.broadcast import copy_all, flat_bytes
-from slipstream.weights.fingerprint import Slice, as_hex, fingerprints
+from slipstream.weights.fingerprint import as_hex, fingerprints
+from slipstream.weights.fingerprint_torch import Slice
 
 _WRITES = {"copy_", "fill_", "zero_", "index_copy_", "index_put_", "masked_fill_", "scatter_", "set_"}
 _IN_LOADERS_ORDER = {"TRITON", "BATCHED_TRITON", "CPU"}
