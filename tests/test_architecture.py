@@ -19,6 +19,7 @@ LAYERS = {
     "records": 0,
     "errors": 0,
     "patience": 0,
+    "engine_protocols": 1,
     "config": 1,
     "runlog": 1,
     "algo": 2,

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
+from slipstream.engine_protocols import Generates, TakesWeights
 from slipstream.errors import EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.engine_process import EngineProcess
@@ -31,6 +33,71 @@ from slipstream.records import (
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 OnEvent = Callable[..., None]
+
+
+class RunEngine(Generates, TakesWeights, Protocol):
+    """An engine, or several as one, with its lifetime: launched beside other work, stopped however the run ends."""
+
+    @property
+    def sockets(self) -> tuple[str, ...]:
+        """The Unix sockets that its processes answer on, for as long as the run lives."""
+        ...
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Its running processes; vLLM's own are their children."""
+        ...
+
+    @property
+    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """For each engine the start-up phases that it has begun, each with its time by `time.monotonic`."""
+        ...
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all of its engines run, and none is being started again."""
+        ...
+
+    @property
+    def is_in_memory_only(self) -> bool:
+        """Whether one of its engines has, or had, weights that no file holds."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of each of several engines since the last call."""
+        ...
+
+    async def joined(self) -> int:
+        """Wait until all workers run; returns how often some were replaced. New ones are in no process group yet."""
+        ...
+
+    def launch(self) -> None:
+        """Begin to start; `wait_ready` waits for the end."""
+        ...
+
+    async def wait_ready(self) -> EngineHealth:
+        """Wait until it is in service and return its health. Raises `EngineError` when it does not start in time."""
+        ...
+
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
+        """Handles of the live weights of each worker, for a trainer that writes them in place."""
+        ...
+
+    async def sleep(self, timeout_s: float) -> None:
+        """Free the GPU's memory until `wake`; no request may be running."""
+        ...
+
+    async def wake(self, timeout_s: float) -> None:
+        """Take the memory back."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop and remove its files."""
+        ...
+
+    def kill(self) -> None:
+        """As `stop`, but at once, from any thread and without an event loop."""
+        ...
 
 
 class SupervisedEngine:
@@ -157,7 +224,7 @@ class SupervisedEngine:
         return self.num_restarts
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         if not self.is_up:
             await self.revive()
         num_restarts = self.num_restarts
@@ -190,18 +257,18 @@ class SupervisedEngine:
         return shared
 
     async def held(self) -> Version | None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         if not self._process.is_alive():
             await self.revive()
         health = await self._process.client.health()
         return health.version if health is not None and health.status == "ready" else None
 
     async def fence(self, timeout_s: float) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._in_memory(lambda client: client.fence(timeout_s))
 
     async def go_on(self, version: Version, timeout_s: float) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._in_memory(lambda client: client.go_on(version, timeout_s))
 
     async def _in_memory(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
@@ -230,11 +297,11 @@ class SupervisedEngine:
         return {}
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         return await self._process.client.verify(ticket, timeout_s)
 
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._process.stop()
         self._remember(model, version, parameters)
         await self._process.start()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference.engine import RunEngine
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -32,58 +33,12 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 T = TypeVar("T")
 
 
-class Member(Protocol):
-    """One engine; `SupervisedEngine` says what its methods do."""
+class Member(RunEngine, Protocol):
+    """One of several engines."""
 
-    @property
-    def num_restarts(self) -> int: ...  # noqa: D102
-
-    @property
-    def pids(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    @property
-    def sockets(self) -> tuple[str, ...]: ...  # noqa: D102
-
-    @property
-    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]: ...  # noqa: D102
-
-    @property
-    def is_up(self) -> bool: ...  # noqa: D102
-
-    @property
-    def is_in_memory_only(self) -> bool: ...  # noqa: D102
-
-    def launch(self) -> None: ...  # noqa: D102
-
-    async def wait_ready(self) -> EngineHealth: ...  # noqa: D102
-
-    async def generate(self, request: GenerateRequest) -> Completion: ...  # noqa: D102
-
-    async def revive(self) -> None: ...  # noqa: D102
-
-    async def replace(self) -> None: ...  # noqa: D102
-
-    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport: ...  # noqa: D102
-
-    async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport: ...  # noqa: D102
-
-    async def held(self) -> Version | None: ...  # noqa: D102
-
-    async def restart(  # noqa: D102
-        self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]
-    ) -> None: ...
-
-    async def fence(self, timeout_s: float) -> None: ...  # noqa: D102
-
-    async def go_on(self, version: Version, timeout_s: float) -> None: ...  # noqa: D102
-
-    async def sleep(self, timeout_s: float) -> None: ...  # noqa: D102
-
-    async def wake(self, timeout_s: float) -> None: ...  # noqa: D102
-
-    async def stop(self) -> None: ...  # noqa: D102
-
-    def kill(self) -> None: ...  # noqa: D102
+    async def replace(self) -> None:
+        """Start a dead engine again on its first weights; it must get a whole version before it is asked anything."""
+        ...
 
 
 @dataclass(eq=False)
@@ -308,7 +263,7 @@ class EngineReplicas:
             return _worst(reports)
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         return _worst(await self._all(lambda engine: engine.verify(ticket, timeout_s)))
 
     async def held(self) -> Version | None:
@@ -318,7 +273,7 @@ class EngineReplicas:
         return versions[0] if all(version == versions[0] for version in versions) else None
 
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._all(lambda engine: engine.restart(model, version, parameters))
 
     async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
@@ -326,11 +281,11 @@ class EngineReplicas:
         raise EngineError("several engines have no single copy of the weights: use inference.replicas = 1")
 
     async def fence(self, timeout_s: float) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._all(lambda engine: engine.fence(timeout_s))
 
     async def go_on(self, version: Version, timeout_s: float) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._all(lambda engine: engine.go_on(version, timeout_s))
 
     async def sleep(self, timeout_s: float) -> None:

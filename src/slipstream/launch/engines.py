@@ -4,95 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from slipstream import weights
 from slipstream.config import RunConfig
 from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
-from slipstream.inference.engine import OnEvent, SupervisedEngine
+from slipstream.inference.engine import OnEvent, RunEngine, SupervisedEngine
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.plan.memory.gpu_shares import place
-from slipstream.orchestrator import rollouts
-from slipstream.records import EngineHealth, ParameterSpec, Ticket, Version
-from slipstream.weights.bridges.single_copy import SharedWeights
-
-
-class RunEngine(rollouts.Engine, weights.Engine, Protocol):
-    """An engine, or several as one, as a run owns it: started beside other work, stopped in any case."""
-
-    @property
-    def sockets(self) -> tuple[str, ...]:
-        """The Unix sockets that its processes answer on, for as long as the run lives."""
-        ...
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The processes that were started for it and run; those have children."""
-        ...
-
-    @property
-    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """What each engine's start has come to, and since when on the clock of `time.monotonic`."""
-        ...
-
-    @property
-    def is_up(self) -> bool:
-        """Whether none of its engines is dead or just being started again."""
-        ...
-
-    @property
-    def is_in_memory_only(self) -> bool:
-        """Whether no file holds the weights that one of its engines has or had."""
-        ...
-
-    @property
-    def each(self) -> Sequence[rollouts.Engine]:
-        """The engines in service, where there are several."""
-        ...
-
-    def take_metrics(self) -> dict[str, float]:
-        """What each of several has done since the last call, for the step's row."""
-        ...
-
-    async def joined(self) -> int:
-        """Wait until all its workers run; how often some were replaced, which then are in no process group."""
-        ...
-
-    def launch(self) -> None:
-        """Begin to start."""
-        ...
-
-    async def wait_ready(self) -> EngineHealth:
-        """Wait until it is in service, with a deadline, and what it says of itself."""
-        ...
-
-    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
-        """Where its live weights lie, for a trainer that trains them."""
-        ...
-
-    async def sleep(self, timeout_s: float) -> None:
-        """Free its memory until `wake`."""
-        ...
-
-    async def wake(self, timeout_s: float) -> None:
-        """Take it back."""
-        ...
-
-    async def stop(self) -> None:
-        """Stop for good."""
-        ...
-
-    def kill(self) -> None:
-        """The same at once, from any thread and without an event loop."""
-        ...
-
+from slipstream.records import ParameterSpec, Ticket, Version
 
 _GRACE_S = 5.0
 EngineMaker = Callable[[RunConfig, EngineSettings, Path, OnEvent], RunEngine]

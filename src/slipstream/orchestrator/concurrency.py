@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from slipstream.engine_protocols import Generates
 from slipstream.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -14,19 +15,6 @@ T = TypeVar("T")
 _PATIENCE_S = 15.0
 """How long a living engine may refuse: one that is about to end takes a moment to do so."""
 _PAUSE_S = 0.25
-
-
-class Revivable(Protocol):
-    """An engine that can be started again."""
-
-    @property
-    def num_restarts(self) -> int:
-        """How often it has been."""
-        ...
-
-    async def revive(self) -> None:
-        """Bring a dead engine back; nothing when it is alive. Raises when it may not be started again."""
-        ...
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -45,7 +33,7 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-async def outliving(engine: Revivable, attempt: Callable[[], Awaitable[T]]) -> T:
+async def outliving(engine: Generates, attempt: Callable[[], Awaitable[T]]) -> T:
     """What `attempt` gives, made again whenever the engine died under it and came back.
 
     Raises the engine's own error when it may not be started again, answers nothing within a deadline, or lives

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from slipstream.engine_protocols import Generates
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.orchestrator.concurrency import outliving
-from slipstream.orchestrator.rollouts import Engine
 from slipstream.patience import Patience
 from slipstream.records import GenerateRequest, Rollout, SamplingParams
 from slipstream.runlog.redaction import hide_userinfo
@@ -78,7 +78,7 @@ class Teacher:
 class EngineSource:
     """An engine of ours."""
 
-    def __init__(self, engine: Engine, *, temperature: float, timeout_s: float) -> None:
+    def __init__(self, engine: Generates, *, temperature: float, timeout_s: float) -> None:
         self._engine = engine
         # The one token that vLLM draws after the last is thrown away.
         self._sampling = SamplingParams(max_tokens=1, temperature=temperature)

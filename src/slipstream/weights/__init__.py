@@ -6,13 +6,12 @@ engine then really holds. `restart` is the oracle: every other bridge must leave
 bit as one started on that version does.
 """
 
-from slipstream.weights.base import Announce, Bridge, Engine, Publisher, Receiver, check_report
+from slipstream.weights.base import Announce, Bridge, Publisher, Receiver, check_report
 from slipstream.weights.bridges.registry import create_adapter_bridge, create_bridge
 
 __all__ = [
     "Announce",
     "Bridge",
-    "Engine",
     "Publisher",
     "Receiver",
     "check_report",

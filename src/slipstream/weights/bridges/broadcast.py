@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightsError
-from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
+from slipstream.records import ParameterSpec, Ticket, Version
 from slipstream.runlog.temporary import make_temporary, remove_temporary
-from slipstream.weights.base import Announce, Engine, NamedWeights
+from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.bridges.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.shards import held
@@ -327,17 +327,6 @@ class BroadcastPublisher:
             self._group.leave()
             self._group = None
         remove_temporary(self._folder)
-
-
-class BroadcastReceiver:
-    """The engine's half as the run sees it; the bytes go to the workers directly."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Have the workers join the collective, between two tokens of what they are generating."""
-        return await self.engine.apply(ticket, timeout_s)
 
 
 def rendezvous_of(ticket: Ticket) -> Rendezvous:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.errors import WeightsError
 from slipstream.records import Delta, ParameterSpec, Patch, Ticket, Version
-from slipstream.weights.base import Announce, NamedWeights
+from slipstream.weights.base import Announce, NamedWeights, Publisher
 from slipstream.weights.fingerprint_torch import bits_of
 
 STRETCH = 1 << 24
@@ -166,16 +166,12 @@ def compare(weights: Sequence[tuple[str, Tensor]], copy: dict[str, Tensor], base
     return Changes(Delta(base, tuple(patches)), payloads, num_changed, num_elements, whole_bytes)
 
 
-class Carrier(Protocol):
-    """A publisher that can make a version available as its changes; whether it does is for it to say."""
+class Carrier(Publisher, Protocol):
+    """A publisher that can send a version as its changes, and decides whether it does."""
 
     def publish(
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
     ) -> Ticket:
-        """See `Publisher`."""
-        ...
-
-    def close(self) -> None:
         """See `Publisher`."""
         ...
 

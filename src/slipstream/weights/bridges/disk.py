@@ -20,8 +20,9 @@ from pathlib import Path
 import msgspec
 from safetensors.torch import save_file
 
+from slipstream.engine_protocols import TakesWeights
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
-from slipstream.weights.base import Announce, Engine, NamedWeights
+from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.bridges.delta import Changes
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import whole_folder, write_model_folder
@@ -115,21 +116,10 @@ def write_patches(folder: Path, changes: Changes) -> int:
     return changes.num_bytes
 
 
-class DiskReceiver:
-    """Has the running engine take what was published: a folder, or what is in its own memory already."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """In place; the engine verifies and drops its prefix cache before it answers again."""
-        return await self.engine.apply(ticket, timeout_s)
-
-
 class RestartReceiver:
     """Starts the engine anew on a published folder."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TakesWeights) -> None:
         self.engine = engine
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
