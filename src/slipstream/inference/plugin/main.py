@@ -27,12 +27,12 @@ from slipstream.inference.settings import EngineSettings
 
 
 async def serve(settings: EngineSettings) -> bool:
-    """Answer on the socket until SIGTERM or until the engine dies; False when it died."""
+    """Serve on the socket until SIGTERM, or until vLLM dies or hangs; returns False when it died."""
     server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
     start_marks.mark("verify")
     await server.start()
     gc.collect()
-    gc.freeze()  # what was imported stays: to look through it takes longer than an update may
+    gc.freeze()  # what is imported stays: a full collection takes longer than an update may
     gc.enable()
     runner = await listen(server, settings.socket)
     start_marks.mark(start_marks.READY)
@@ -54,8 +54,8 @@ async def serve(settings: EngineSettings) -> bool:
 
 
 def main() -> None:
-    """Entry point of the child: settings are a JSON file, named on the command line or by standard input's one line."""
-    gc.disable()  # until all is imported and loaded (`serve`): nothing of it becomes garbage, and looking takes a fifth
+    """Run an engine; its settings are a JSON file, named on the command line or in one line of standard input."""
+    gc.disable()  # until `serve` has loaded all: collections take a fifth of the start and free nothing
     os.environ[ENGINE_VARIABLE] = "1"
     order = lifeline.follow_stdin()
     with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:

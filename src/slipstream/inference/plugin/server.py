@@ -47,8 +47,8 @@ from slipstream.weights.bridges.delta import check_base
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 _FIRST_TOKEN_S = 0.1
-"""How long a trainer that has written the weights waits at most for the first token of what was running."""
-_SOONER = "raise inference.request_timeout_s, or lower sampling.max_tokens or inference.max_num_seqs"
+"""After an update in place `go_on` waits at most this long for the first token of the running requests."""
+_DEADLINE_REMEDY = "raise inference.request_timeout_s, or lower sampling.max_tokens or inference.max_num_seqs"
 HUNG_S = 180.0
 """No single step of vLLM takes longer: an engine that has requests and makes no step for so long hangs."""
 
@@ -65,19 +65,19 @@ class EngineServer:
         self.num_running = 0
         self.patches: tuple[str, ...] = ()
         self.patches_left_out: dict[str, str] = {}
-        # Twice what runs at once, so that the engine never waits for us; a request's deadline counts from its turn.
-        self._places = asyncio.Semaphore(2 * settings.max_num_seqs)
-        # Their own, so that they wait for no others; as many, as an evaluation is urgent too.
-        self._urgent_places = asyncio.Semaphore(2 * settings.max_num_seqs)
+        # Twice `max_num_seqs`, so that vLLM always has requests waiting; a request's deadline counts from here on.
+        self._queue = asyncio.Semaphore(2 * settings.max_num_seqs)
+        # Urgent requests (the probe, an evaluation) never wait for others.
+        self._urgent_queue = asyncio.Semaphore(2 * settings.max_num_seqs)
         self._stillness = Stillness(host.clock)
         self._adapters = Adapters(host)
         self._request_ended = asyncio.Event()
-        self._kept: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
-        """Under `keep`, what computes each request."""
+        self._computing: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
+        """Under in_flight = keep, the task in which vLLM computes each request."""
         self._base_verified = False
 
     async def start(self) -> None:
-        """Verify what was loaded; only then go into service."""
+        """Verify the loaded weights, then go into service."""
         described = [msgspec.json.decode(text) for text in await self.host.rpc("slipstream_describe")]
         if not all("flush" in {*each["patches"], *each["patches_left_out"]} for each in described):
             raise RuntimeError(
@@ -110,7 +110,7 @@ class EngineServer:
                 )
 
     async def verify(self, ticket: Ticket) -> ApplyReport:
-        """Compare the live weights with a ticket: all of them, or the adapter and the base below it."""
+        """Compare the live weights with a ticket: the whole model, or a LoRA adapter and its base model."""
         if self.service.state is State.ASLEEP:
             raise OutOfService("the engine is asleep, and its weights wait in the CPU's memory: ask again later")
         if ticket.bridge != "lora":
@@ -142,13 +142,13 @@ class EngineServer:
         )
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
-        """Load a version in place, verify it, drop the prefix cache.
+        """Load a version in place, verify it, and reset the prefix cache.
 
-        Requests that are running stand still meanwhile and go on with the new version, their context computed anew
-        by it or kept, or they are waited for (`EngineSettings.in_flight`). Under an adapter they go on with the one
-        that they began with; a third one waits for their end. On any failure the engine stays out of service and
-        standing requests never go on: they end at their deadlines or with their client. A delta against anything but
-        the version in service is refused before anything is done.
+        Running requests are paused meanwhile. Then they go on with the new version, their KV cache recomputed or kept,
+        or the update waits for their end first (`EngineSettings.in_flight`). With LoRA a request keeps the adapter that
+        it began with; a third adapter waits for the requests of the first. After a failure the engine is out of service
+        and paused requests stay paused, until their deadline or until their client goes away. Raises `WeightsError`,
+        with nothing changed, for a delta against any version but the one in service.
         """
         check_base(ticket, self.version if self.service.is_serving else None, self.service.reason)
         if ticket.bridge == "lora":
@@ -180,7 +180,7 @@ class EngineServer:
             self.host.clock.begin()
 
     async def _apply(self, ticket: Ticket, *, is_running: bool) -> ApplyReport:
-        """Load, verify, go on; a version that `is_running` already is only verified."""
+        """Load, verify and resume; `is_running`: vLLM computes with the version already, which is only verified."""
         seconds, num_bytes = 0.0, 0
         if ticket.bridge == "lora":
             seconds, num_bytes = await self._load_adapter(ticket)
@@ -193,21 +193,21 @@ class EngineServer:
         return report
 
     async def _change_to(self, version: Version, *, is_whole: bool = True) -> None:
-        """Go on with `version`, and with nothing that another one computed. vLLM's prefix cache tells adapters apart by
-        their names, of which each is used once."""
+        """Resume with `version`, without anything cached that another version computed. The prefix cache needs no
+        reset for an adapter: vLLM hashes the adapter's name, which is used once."""
         if is_whole and not self._keeps_context and not await self.host.reset_prefix_cache():
             raise RuntimeError("vLLM refused to reset the prefix cache")
         await self.host.set_version(version.name)
         self.version = version
         if self._keeps_context:
-            await self._begin_anew()
+            await self._restart_prefills()
         if is_whole:
             await self.host.reset_encoder_cache()
         await self.steps.resume()
 
     async def go_on(self, version: Version) -> None:
-        """The weights that were fenced off are written: compute with them, as `version`, whose proof `apply` makes
-        meanwhile. What has a token of it is answered after that."""
+        """Resume with the weights that were written in place since the fence, as `version`. Answers with tokens of it
+        are held back until `apply` has verified it."""
         self.service.begin_proof(version.name)
         self._begin_stall()
         try:
@@ -215,20 +215,20 @@ class EngineServer:
             await self.host.rpc("slipstream_written")
             self.service.compute_unproved(version.name)
             await self._change_to(version)
-            # Before the trainer describes the version, for which it needs the card that the engine computes on.
+            # The trainer computes fingerprints next, perhaps on the same GPU: let the first step come before.
             await self.host.clock.next(lambda: self.num_running > 0, _FIRST_TOKEN_S)
         except BaseException as error:
             self.service.fail(f"going on with version {version.name} failed: {error!r}")
             raise
 
     async def _pause(self) -> None:
-        """Make no step from now on; under `drain` when the last request has ended, and none begins meanwhile."""
+        """Pause vLLM; with in_flight = drain only after the last running request. No request begins meanwhile."""
         while not self.steps.is_paused and self.settings.in_flight == "drain" and self.num_running:
-            await self._until_a_request_ends()
+            await self._wait_for_request_end()
         await self.steps.pause()
 
-    async def _until_a_request_ends(self) -> None:
-        """Every request has its deadline, and the call that waits for it ends with its client."""
+    async def _wait_for_request_end(self) -> None:
+        """Bounded by the requests' deadlines, and by the client of the call that waits."""
         self._request_ended.clear()
         await self._request_ended.wait()
 
@@ -236,23 +236,23 @@ class EngineServer:
     def _keeps_context(self) -> bool:
         return self.settings.in_flight == "keep"
 
-    async def _begin_anew(self) -> None:
-        """Take back requests that have no token yet: what is computed of their prompts is the old version's."""
+    async def _restart_prefills(self) -> None:
+        """Restart requests without an output token: the KV cache of their prompt comes from the old version."""
         counts = await self.host.num_tokens()
-        tasks = [task for id_, task in self._kept.items() if not counts.get(id_)]
+        tasks = [task for id_, task in self._computing.items() if not counts.get(id_)]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
     async def _load(self, ticket: Ticket) -> tuple[float, int]:
-        """A whole model, in place; seconds and bytes."""
+        """Load a whole model in place; returns seconds and bytes."""
         text, first_rank = msgspec.json.encode(ticket).decode(), str(self.settings.first_rank)
         loads = [msgspec.json.decode(answer) for answer in await self.host.rpc("slipstream_load", text, first_rank)]
         return max(load["seconds"] for load in loads), sum(load["num_bytes"] for load in loads)
 
     async def _load_adapter(self, ticket: Ticket) -> tuple[float, int]:
-        """An adapter beside the base; seconds and bytes."""
+        """Load a LoRA adapter; returns seconds and bytes."""
         if self.settings.lora_rank is None:
             raise RuntimeError("the engine was started without room for an adapter")
         started = time.perf_counter()
@@ -264,7 +264,7 @@ class EngineServer:
         return await self._verify(version, parameters, "slipstream_fingerprint_adapter", loaded)
 
     async def _verify_applied(self, ticket: Ticket) -> ApplyReport:
-        """As `verify`, but the base below an adapter, which nothing changes, only once."""
+        """As `verify`, but an adapter's base model, which never changes, is verified only once."""
         if ticket.bridge != "lora" or not self._base_verified:
             report = await self.verify(ticket)
             self._base_verified = not (report.mismatched or report.unverified)
@@ -272,16 +272,15 @@ class EngineServer:
         return await self._verify_adapter(ticket.version, ticket.parameters)
 
     async def fence(self) -> None:
-        """Compute nothing from now to the next `apply`: the weights are about to be written in place. Requests stand
-        still as during an apply."""
+        """Pause until the next `go_on` or `apply`: the trainer is about to write the weights in place."""
         self.service.fence()
         self._begin_stall()
         await self._pause()
         await self.host.rpc("slipstream_settle")
 
     async def share(self, parameters: tuple[ParameterSpec, ...]) -> tuple[SharedWeights, ...]:
-        """Where each worker's live weights lie, for a trainer that trains them; out of service until its first
-        version."""
+        """Handles of each worker's live weights, for a trainer that writes them in place. The engine is fenced until
+        the first version."""
         await self.fence()
         answers = await self.host.rpc("slipstream_share", msgspec.json.encode(parameters).decode())
         shared = tuple(msgspec.json.decode(answer, type=SharedWeights) for answer in answers)
@@ -290,7 +289,8 @@ class EngineServer:
         return shared
 
     async def sleep(self) -> None:
-        """Free the memory of weights and KV cache until `wake`; the weights wait in the CPU's memory."""
+        """Free the GPU memory of weights and KV cache until `wake`; the weights move to the CPU's memory. Raises
+        `OutOfService` while requests run."""
         if self.num_running:
             raise OutOfService(f"{self.num_running} requests are running: let them end before the engine sleeps")
         if self.service.state is State.ASLEEP:
@@ -301,18 +301,19 @@ class EngineServer:
         await self.host.sleep()
 
     async def wake(self) -> None:
-        """Take the memory back; the weights are those from before."""
+        """Take the memory back, with the same weights and an empty KV cache."""
         if self.service.state is State.ASLEEP:
             await self.host.wake()
             self.service.wake()
 
     def is_hung(self) -> bool:
-        """Whether vLLM has made no step of what it computes for longer than one may take; to be asked all the time."""
+        """Whether vLLM has made no step for `HUNG_S` while it had requests; call it several times a second."""
         return self._stillness.lasts_s(self.num_running > 0 and self.service.is_serving) > HUNG_S
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion; finish reason `abort`, and why, when its deadline passed or vLLM refused it."""
-        async with self._urgent_places if request.is_urgent else self._places:
+        """One completion. When its deadline passed, or vLLM rejected it, the finish reason is `abort` and `error` says
+        why."""
+        async with self._urgent_queue if request.is_urgent else self._queue:
             try:
                 await self.service.until_serving()
             except OutOfService as error:
@@ -329,7 +330,7 @@ class EngineServer:
         except OutOfService as error:
             return aborted(request, f"cannot be answered: {error}")
         except TimeoutError:
-            return aborted(request, f"passed its deadline of {request.timeout_s:g} s: {_SOONER}")
+            return aborted(request, f"passed its deadline of {request.timeout_s:g} s: {_DEADLINE_REMEDY}")
         except Refused as error:
             return aborted(request, f"was refused by vLLM: {error}")
         except Exception as error:
@@ -349,7 +350,7 @@ class EngineServer:
         return completion(request, output, spans or [(0, before)])
 
     async def _output(self, request: GenerateRequest) -> tuple[Any, Spans]:
-        """vLLM's output for a request; raises `Refused` for what it will not compute."""
+        """vLLM's output for a request, and its version spans. Raises `Refused` for a request that vLLM rejects."""
         adapter = self._adapters.current
         try:
             if request.scores_prompt:
@@ -360,33 +361,34 @@ class EngineServer:
                     output, _ = await self.host.generate(prompt, params, request.id, adapter, request.is_urgent)
                 return output, []
             if self._keeps_context:
-                return await self._generate_on_kept_context(request, prompt, params)
+                return await self._generate_keeping_context(request, prompt, params)
             return await self.host.generate(prompt, params, request.id, is_urgent=request.is_urgent)
         except refusals() as error:
             if self.host.is_dead:
                 raise
             raise Refused(str(error)) from error
 
-    async def _generate_on_kept_context(
+    async def _generate_keeping_context(
         self, request: GenerateRequest, prompt: dict[str, Any], params: Any
     ) -> tuple[Any, Spans]:
-        """Blocks of the prefix cache are told apart by the version that they are begun with; see `_begin_anew`."""
+        """Generate with in_flight = keep: `cache_salt` separates prefix cache blocks by the version at the request's
+        start. Cancelling the task in `_computing` restarts the request."""
         ours = asyncio.current_task()
         while True:
             salt = f"{self.version.name}-{self.version.digest}" if self.version else "none"
             salted = {**prompt, "cache_salt": salt}
             computing = self.host.generate(salted, params, request.id, is_urgent=request.is_urgent)
-            self._kept[request.id] = task = asyncio.create_task(computing)
+            self._computing[request.id] = task = asyncio.create_task(computing)
             try:
                 return await task
             except asyncio.CancelledError:
                 if ours is None or ours.cancelling():
                     raise
             finally:
-                del self._kept[request.id]
+                del self._computing[request.id]
 
     def health(self) -> EngineHealth:
-        """What this engine says of itself."""
+        """The answer to `/health`."""
         import vllm
 
         return EngineHealth(
