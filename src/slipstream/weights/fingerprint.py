@@ -1,14 +1,13 @@
-"""Fingerprints: a digest of every parameter that adds up over shards and fused slices.
+"""Fingerprints: a 64-bit digest of every parameter that adds up over shards and fused slices.
 
-The fingerprint of a tensor is the sum over its elements of `mix(index in the whole tensor, bits)` modulo
-2^64. A sum does not care where its terms are computed, so a rank that holds rows 100 to 200, or an engine
-that keeps q, k and v in one fused matrix, computes its share where the data lies and the shares add up.
-`mix` gives 32 bits: the upper half of the index's golden-ratio multiple (Fibonacci hashing; Knuth, TAOCP 3,
-6.4), xored with an odd multiple of the bits, through `lowbias32` (Wellons, "Prospecting for hash functions",
-2018). Each step can be undone, so that another value of up to 32 bits at one place always has another term;
-moving a value by less than 2,971,215,073 places (a Fibonacci number) changes its term as a random draw
-would. Arithmetic of 32 bits is what GPUs are fast at: with SplitMix64 the kernel took four times as long as
-it takes to read the memory.
+The fingerprint of a tensor is the sum over its elements of `mix(index in the whole tensor, bits)` modulo 2^64. As a sum
+it can be computed where the data lies, by a rank that holds rows 100 to 200 or an engine that keeps q, k and v in one
+fused matrix, and the shares are added. `mix` gives 32 bits: the upper half of the index's golden-ratio multiple
+(Fibonacci hashing; Knuth, TAOCP 3, 6.4), xored with an odd multiple of the bits, through `lowbias32` (Wellons,
+"Prospecting for hash functions", 2018). Each step is invertible, so that another value of up to 32 bits at one index
+always changes the term; moving a value by less than 2,971,215,073 places (a Fibonacci number) changes it as a random
+draw would. GPUs are fast at 32-bit arithmetic: with SplitMix64 the kernel took four times as long as reading the
+memory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from slipstream.weights.shards import ShardedWeights
 def fingerprints(slices: Sequence[Slice]) -> list[int]:
     """Share of each slice in the fingerprint of its parameter, an integer in [0, 2^64).
 
-    On a GPU one kernel reads all of them and the CPU waits once.
+    On a GPU one kernel reads all slices, with one synchronization.
     """
     results = [0] * len(slices)
     on_gpu: list[int] = []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 MASK = (1 << 64) - 1
 _CHUNK = 1 << 17
-"""Elements handled at once: the temporaries stay in a CPU's cache."""
+"""Elements computed at once: the temporaries fit into a CPU's cache."""
 
 
 def _signed(value: int, bits: int) -> int:
@@ -18,13 +18,13 @@ def _signed(value: int, bits: int) -> int:
 
 GOLDEN = _signed(0x9E3779B97F4A7C15, 64)
 LOW, HIGH = _signed(0xC2B2AE3D, 32), _signed(0x27D4EB2F, 32)
-"""What an element's lower 32 bits, and those above them, are multiplied with."""
+"""Odd multipliers of an element's lower and upper 32 bits."""
 MIX_1, MIX_2 = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The elements in a row, as integers of the same bits: a view where `tensor` is contiguous."""
+    """The flattened elements as integers of the same bits; a view where `tensor` is contiguous."""
     return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).reshape(-1)
 
 
@@ -45,12 +45,12 @@ def _mix(index: Tensor, bits: Tensor) -> int:
     x ^= _shift_right(x, 15)
     x *= MIX_2
     x ^= _shift_right(x, 16)
-    # Each is a number of 32 bits without a sign.
+    # Sum as unsigned 32-bit numbers.
     return int(x.sum(dtype=torch.int64)) + (int((x < 0).sum()) << 32)
 
 
 class Slice(NamedTuple):
-    """Some elements of a parameter, where they lie."""
+    """Some elements of a parameter, in memory."""
 
     tensor: Tensor
     offset: int = 0

@@ -1,5 +1,7 @@
-"""The collective of the bridge `broadcast` by itself: how fast the same number of bytes travels when nothing is packed,
-loaded or verified. Each receiver is a process of its own, as an engine is.
+"""Measures the bare process group of the bridge `broadcast`: the time of a transfer without packing, loading and
+verification.
+
+Each receiver is a process of its own, as an engine is.
 """
 
 from __future__ import annotations

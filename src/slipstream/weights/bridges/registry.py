@@ -1,4 +1,4 @@
-"""The one place that knows all bridges."""
+"""Creates the bridge of a run; the one module that knows all bridges."""
 
 from __future__ import annotations
 
