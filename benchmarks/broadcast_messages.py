@@ -31,7 +31,8 @@ from weight_sync.collective import passes
 from slipstream.records import ParameterSpec, Ticket, Version
 from slipstream.weights.bridges import broadcast
 from slipstream.weights.bridges.broadcast import Group, Rendezvous, copy_all, flat_bytes
-from slipstream.weights.fingerprint import Slice, fingerprints
+from slipstream.weights.fingerprint import fingerprints
+from slipstream.weights.fingerprint_torch import Slice
 
 MIB = 1 << 20
 TIMEOUT_S = 120.0

@@ -40,7 +40,7 @@ from slipstream.inference import child_process
 VARIABLE = "SLIPSTREAM_REAL_STARTS"
 ROOT = Path(__file__).parents[1]
 KINDS = {
-    "slipstream.inference.plugin.server": "engine",
+    "slipstream.inference.plugin.main": "engine",
     "slipstream.inference.plugin.try_settings": "engine",
     "slipstream.cli": "trainer",
     "slipstream.api.child": "trainer",
@@ -51,7 +51,7 @@ KINDS = {
 """Modules whose processes are forked, and the server that forks them."""
 PRELOADED = {
     "engine": (
-        "slipstream.inference.plugin.server",
+        "slipstream.inference.plugin.main",
         "slipstream.inference.plugin.weights.receiver",
         "slipstream.inference.plugin.patches.patch_table",
         "vllm",

@@ -113,7 +113,7 @@ def step_result(scheduled: Any, number: int, scheduler: Any) -> ModelRunnerOutpu
 
 def state(scheduler: Any) -> tuple[Any, ...]:
     """What the scheduler remembers of every request, which blocks are free, in order, and what the cached ones hold."""
-    decoding.settle(scheduler)
+    decoding.flush(scheduler)
     pool, (manager,) = (
         scheduler.kv_cache_manager.block_pool,
         scheduler.kv_cache_manager.coordinator.single_type_managers,
@@ -165,7 +165,7 @@ def run(scheduler: Any, seed: int, *, is_wild: bool = False) -> tuple[list[Any],
             mine[2] = output.finish_reason
 
     def flush() -> None:
-        for outputs in delivery._take(scheduler).values():
+        for outputs in delivery._drain(scheduler).values():
             hear(outputs)
 
     def abort() -> None:
@@ -234,7 +234,7 @@ def run(scheduler: Any, seed: int, *, is_wild: bool = False) -> tuple[list[Any],
 
 def keep_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what the plugin patches put back at the end. Here up to three steps are under way."""
-    monkeypatch.setattr(delivery, "_most_to_come", lambda _: 2)
+    monkeypatch.setattr(delivery, "_max_in_flight", lambda _: 2)
     names = ("update_from_output", "schedule", "finish_requests", "reset_prefix_cache")
     patched = (*((Scheduler, name) for name in names), (KVCacheManager, "allocate_slots"))
     for owner, name in (*patched, (LogprobsProcessor, "_update_sample_logprobs")):
@@ -277,14 +277,14 @@ def test_whatever_happens_every_step_is_the_one_that_vllm_makes(seed, folder, mo
     theirs = run(make_scheduler(folder, kind, num_blocks, second_runner), seed, is_wild=True)
     keep_patched(monkeypatch)
     steps: list[bool] = []
-    make = decoding.PlainSteps.make
+    make = decoding.PlainSteps.schedule
 
     def making(*args: Any) -> Any:
         output = make(*args)
         steps.append(output is not None)
         return output
 
-    monkeypatch.setattr(decoding.PlainSteps, "make", making)
+    monkeypatch.setattr(decoding.PlainSteps, "schedule", making)
     patch()
     compare(run(make_scheduler(folder, kind, num_blocks, second_runner), seed, is_wild=True), theirs)
     assert sum(steps) > 0.3 * len(steps), "many steps are plain"
@@ -317,7 +317,7 @@ def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, second_runner, 
     trace, told, sizes = run(make_scheduler(folder, kind, num_blocks, second_runner), 1)
     keep_patched(monkeypatch)
     plain, asked, steps = [], [], []
-    take, make, allocate = decoding.PlainTokens.take, decoding.PlainSteps.make, KVCacheManager.allocate_slots
+    take, make, allocate = decoding.PlainTokens.collect, decoding.PlainSteps.schedule, KVCacheManager.allocate_slots
 
     def counted(*args: Any) -> Any:
         rest, clients = take(*args)
@@ -333,8 +333,8 @@ def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, second_runner, 
         steps.append(output is not None)
         return output
 
-    monkeypatch.setattr(decoding.PlainTokens, "take", counted)
-    monkeypatch.setattr(decoding.PlainSteps, "make", making)
+    monkeypatch.setattr(decoding.PlainTokens, "collect", counted)
+    monkeypatch.setattr(decoding.PlainSteps, "schedule", making)
     monkeypatch.setattr(KVCacheManager, "allocate_slots", allocating)
     patch()
     own = run(make_scheduler(folder, kind, num_blocks, second_runner), 1)
@@ -347,11 +347,11 @@ def test_every_step_is_the_one_that_vllm_makes(kind, num_blocks, second_runner, 
     assert sum(steps) > 0.3 * len(steps), "and many steps hold nothing else"
 
 
-@pytest.mark.parametrize("has_ledger", [True, False])
+@pytest.mark.parametrize("defers_steps", [True, False])
 @pytest.mark.parametrize("problem", ["not sampled yet", "not asked for"])
-def test_a_token_that_no_step_made_ends_the_engine(problem, has_ledger, folder, monkeypatch):
+def test_a_token_that_no_step_made_ends_the_engine(problem, defers_steps, folder, monkeypatch):
     keep_patched(monkeypatch)
-    if not has_ledger:
+    if not defers_steps:
         monkeypatch.setattr(decoding.PlainSteps, "of", lambda *_: None)
     patch()
     scheduler = make_scheduler(folder, AsyncScheduler, 2000, second_runner=False)

@@ -24,7 +24,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from slipstream.inference.plugin.arguments import engine_arguments
-from slipstream.inference.plugin.patches import delivery
+from slipstream.inference.plugin.patches import delivery, undelivered
 from slipstream.inference.settings import EngineSettings
 
 QUIET = SamplingParams(logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -39,7 +39,7 @@ class Steps:
             request._output_token_ids, request.num_output_placeholders = [], 0
             request.status = RequestStatus.RUNNING
         self.scheduler: Any = SimpleNamespace(log_stats=False, requests=made)
-        self.held = delivery.Held(1)
+        self.held = undelivered.Undelivered(1)
         self.made: dict[str, tuple[list[int], list[float]]] = {id_: ([], []) for id_ in requests}
         self.number = 0
 
@@ -48,7 +48,7 @@ class Steps:
         values = np.float32([[-0.1 - self.number - 100 * i] for i in range(len(ids))])
         tokens = [1000 * i + self.number for i in range(len(ids))]
         lists = LogprobsLists(np.int32(tokens)[:, None], values, np.ones(len(ids), np.int32))
-        step = delivery.StepLogprobs(lists)
+        step = undelivered.StepLogprobs(lists)
         outputs = []
         for i, id_ in enumerate(ids):
             reason = FinishReason.STOP if id_ in ending else None
@@ -74,14 +74,14 @@ def test_every_token_comes_once_with_its_own_number():
     batches += [
         steps.step("r1", "r3"),
         steps.step(),
-        [*steps.held.take(steps.scheduler).get(0, [])],
+        [*steps.held.drain(steps.scheduler).get(0, [])],
         steps.step(),
         steps.step("r0"),
     ]
     batches += [steps.step("r2", "r4")]
     for id_, made in steps.made.items():
         assert received(batches, id_) == made
-    assert not steps.held.take(steps.scheduler)
+    assert not steps.held.drain(steps.scheduler)
 
 
 def test_every_step_says_that_tokens_come_and_little_more():
@@ -111,7 +111,7 @@ def test_what_an_aborted_request_had_is_forgotten():
     for id_ in ("r0", "r1", "r2"):
         steps.scheduler.requests.pop(id_)
     steps.step()
-    assert not {output.request_id for output in steps.held.take(steps.scheduler).get(0, [])} - {"r3"}
+    assert not {output.request_id for output in steps.held.drain(steps.scheduler).get(0, [])} - {"r3"}
 
 
 def test_a_request_that_ends_with_other_tokens_than_vllms_is_not_answered():
@@ -156,7 +156,7 @@ def test_it_is_known_what_the_front_end_was_not_told_yet():
         return SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens))
 
     processor = SimpleNamespace(request_states={"a": state(3), "b": state(4)})
-    told = delivery.Told(processor)
+    told = undelivered.ReceivedTokens(processor)
     assert told.missing({"a": 3, "b": 4, "of another process": 7}) == ""
     assert told.missing({"a": 3, "b": 5}) == "b has 5, and 4 are known"
     assert told.missing({"a": 3}) == "b has ended"
@@ -176,9 +176,9 @@ def test_numbers_that_come_in_one_array_are_kept_as_those_that_come_one_by_one()
         processor._update_sample_logprobs(LogprobsLists(ids[:1], values[:1], np.zeros(1, np.int32)))
     assert isinstance(ours.logprobs, FlatLogprobs)
     assert ours.logprobs == theirs.logprobs
-    assert delivery.sampled_logprobs(ours.logprobs, [5, 7, 5, 5]) == values[[0, 1, 2, 0], 0].tolist()
+    assert undelivered.sampled_logprobs(ours.logprobs, [5, 7, 5, 5]) == values[[0, 1, 2, 0], 0].tolist()
     with pytest.raises(ValueError, match="zip"):
-        delivery.sampled_logprobs(ours.logprobs, [5, 7])
+        undelivered.sampled_logprobs(ours.logprobs, [5, 7])
 
 
 class Core:

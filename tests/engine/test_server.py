@@ -13,7 +13,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from slipstream.errors import EngineError
 from slipstream.inference.client import EngineClient
 from slipstream.inference.plugin.routes import errors_as_text, routes
-from slipstream.inference.plugin.server import EngineServer, OutOfService
+from slipstream.inference.plugin.server import EngineServer
+from slipstream.inference.plugin.service import OutOfService, State
 from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import ApplyReport, Completion, GenerateRequest, SamplingParams, Ticket, Version
@@ -35,22 +36,26 @@ class StandingHost(SimpleNamespace):
 @pytest.fixture
 def server():
     made = EngineServer(EngineSettings("", "", "float32", 8, 8), StandingHost())
-    made.reason = ""
+    made.service.started()
     return made
+
+
+def complete(server):
+    """What ends an update that succeeds."""
+    server.service.begin_apply("0.1")
+    server.service.proved()
 
 
 async def test_a_request_waits_through_updates_that_follow_at_once(server):
     await server.fence()
-    waiting = asyncio.create_task(server.until_in_service())
+    waiting = asyncio.create_task(server.service.until_serving())
     await asyncio.sleep(0.01)
     for _ in range(5):
-        server.reason = ""
-        server._settled.set()
+        complete(server)
         await server.fence()
         await asyncio.sleep(0.01)
         assert not waiting.done()
-    server.reason = ""
-    server._settled.set()
+    complete(server)
     await waiting
 
 
@@ -60,10 +65,10 @@ async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(se
     waiting = asyncio.create_task(server.generate(request))
     await asyncio.sleep(0.2)
     assert not waiting.done(), "the update has a deadline of its own"
-    server.reason = "applying version 0.1 failed"
-    server._settled.set()
+    server.service.begin_apply("0.1")
+    server.service.fail("applying version 0.1 failed")
     with pytest.raises(OutOfService, match="failed"):
-        await server.until_in_service()
+        await server.service.until_serving()
     assert "was not begun: applying version 0.1 failed" in (await waiting).error
 
 
@@ -76,7 +81,7 @@ async def test_an_engine_that_did_not_load_the_plugin_does_not_go_into_service()
     made = EngineServer(EngineSettings("", "", "float32", 8, 8), Host())
     with pytest.raises(RuntimeError, match=r"did not load Slipstream's plugin.*install the package"):
         await made.start()
-    assert made.reason == "starting"
+    assert made.service.state is State.STARTING
 
 
 async def test_a_drained_engine_waits_for_what_runs_and_begins_nothing_new(server):
@@ -109,7 +114,6 @@ async def test_requests_end_with_the_client_that_is_gone(server):
     app.add_routes(routes(server))
     requests = [GenerateRequest(name, [1], SamplingParams(1)) for name in ("a", "b", "c")]
     async with TestServer(app, handler_cancellation=True) as site, TestClient(site) as client:
-        server._settled.set()
         call = asyncio.create_task(client.post("/generate", data=msgspec.msgpack.encode(requests)))
         response = await call
         response.close()
@@ -155,25 +159,24 @@ async def test_a_request_that_is_cancelled_before_it_began_never_begins(server):
     app.add_routes(routes(server))
     requests = [GenerateRequest(name, [1], SamplingParams(1), timeout_s=60) for name in ("a", "b")]
     come = asyncio.Event()
-    until_in_service = server.until_in_service
+    until_serving = server.service.until_serving
 
     async def stand():
         come.set()
-        await until_in_service()
+        await until_serving()
 
-    server.until_in_service = stand
+    server.service.until_serving = stand
     async with TestServer(app) as site, TestClient(site) as client:
         call = asyncio.create_task(client.post("/generate", data=msgspec.msgpack.encode(requests)))
         await asyncio.wait_for(come.wait(), 30)
         await client.post("/cancel", data=msgspec.msgpack.encode(["a"]))
-        server.reason = ""
-        server._settled.set()
+        complete(server)
         await (await call).read()
     assert begun == ["b"]
 
 
 async def test_an_engine_that_sleeps_has_nothing_to_verify(server):
-    server.reason = "asleep"
+    server.service.sleep()
     with pytest.raises(OutOfService, match="asleep"):
         await server.verify(Ticket(Version(0, 0, ""), "disk", "", ()))
 
@@ -203,7 +206,8 @@ class CountingHost(StandingHost):
 
 async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paused_when_it_may_run():
     server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := CountingHost())
-    server.reason, wrong = "", []
+    server.service.started()
+    wrong = []
 
     async def load(ticket):
         return 0.0, 0
@@ -221,14 +225,14 @@ async def test_an_engine_is_paused_once_for_each_update_and_never_taken_for_paus
     wrong.append("weight")
     await server.apply(tickets[1])
     wrong.clear()
-    assert "did not verify" in server.reason
+    assert "did not verify" in server.service.reason
     await server.apply(tickets[2])
     assert host.num_pauses == 2, "it stood still since the fence"
-    assert server.reason == ""
+    assert server.service.is_serving
     host.hangs = True
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(server.apply(tickets[3]), 0.05)
-    assert server.reason != "", "out of service"
+    assert not server.service.is_serving, "out of service"
     await server.apply(tickets[4])
     assert host.num_pauses == 4, "nobody knows whether it had gone on"
 
@@ -249,7 +253,7 @@ class AnsweringHost(CountingHost):
 
 def _answering(monkeypatch) -> tuple[EngineServer, AnsweringHost]:
     server = EngineServer(EngineSettings("", "", "float32", 8, 8), host := AnsweringHost())
-    server.reason = ""
+    server.service.started()
     monkeypatch.setattr("slipstream.inference.plugin.server.sampling_arguments", lambda request: None)
 
     async def load(ticket):
@@ -281,8 +285,8 @@ async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monk
     assert server.num_running == 1
     assert not running.done()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(server.until_in_service(), 0.01)
-    assert server.reason == "proving version 0.1"
+        await asyncio.wait_for(server.service.until_serving(), 0.01)
+    assert server.service.reason == "proving version 0.1"
     ticket = Ticket(Version(0, 1 + (outcome == "another"), "x"), "single_copy", "", ())
     if outcome == "died":
         with pytest.raises(RuntimeError, match="died"):
@@ -290,7 +294,7 @@ async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monk
     else:
         await server.apply(ticket)
     completion = await running
-    assert (completion.finish_reason, server.reason == "") == {
+    assert (completion.finish_reason, server.service.is_serving) == {
         "proved": ("stop", True),
         "wrong": ("abort", False),
         "died": ("abort", False),
@@ -298,7 +302,7 @@ async def test_what_is_made_before_the_proof_is_held_back_until_it(outcome, monk
     }[outcome]
     assert ("had no proof" in completion.error) == (outcome != "proved")
     assert host.num_pauses == 1 + (outcome != "proved")
-    assert server._stands == (server.reason != ""), "a version without a proof makes nothing more"
+    assert server.steps.is_paused != server.service.is_serving, "a version without a proof makes nothing more"
 
 
 @pytest.mark.parametrize("step", ["reset_prefix_cache", "set_version", "resume"])
@@ -319,7 +323,7 @@ async def test_going_on_that_was_cut_short_is_not_taken_for_done(step, how, monk
     with pytest.raises(TimeoutError if how == "cancelled" else RuntimeError):
         await asyncio.wait_for(server.go_on(Version(0, 1, "")), 0.05)
     setattr(host, step, whole)
-    assert "going on with version 0.1 failed" in server.reason
+    assert "going on with version 0.1 failed" in server.service.reason
     resume = host.resume
 
     async def noted():
@@ -332,7 +336,7 @@ async def test_going_on_that_was_cut_short_is_not_taken_for_done(step, how, monk
     assert completion.finish_reason == "abort"
     await server.apply(Ticket(Version(0, 1, "x"), "single_copy", "", ()))
     assert resumed
-    assert (server.reason, server._stands) == ("", False)
+    assert (server.service.state, server.steps.is_paused) == (State.SERVING, False)
 
 
 @pytest.mark.parametrize("between", ["another", "fence", "other bridge"])
@@ -354,7 +358,7 @@ async def test_a_proof_is_of_what_ran_and_of_nothing_else(between, monkeypatch):
     await server.apply(Ticket(Version(0, step, "x"), bridge, "", ()))
     completion = await asyncio.wait_for(running, 5)
     assert (completion.finish_reason, "had no proof" in completion.error) == ("abort", True)
-    assert (server.reason, server._stands) == ("", False)
+    assert (server.service.state, server.steps.is_paused) == (State.SERVING, False)
 
 
 async def test_an_adapter_does_not_wait_for_an_engine_that_runs(monkeypatch):
@@ -383,7 +387,7 @@ async def test_an_adapter_does_not_wait_for_an_engine_that_runs(monkeypatch):
     host.resume = resume
     await server.apply(tickets[3])
     assert calls == ["resume", "resume"]
-    assert server.reason == ""
+    assert server.service.is_serving
 
 
 async def test_the_trainer_waits_for_the_first_token_after_its_writing_but_not_for_long(monkeypatch):

@@ -44,7 +44,6 @@ from slipstream.records import (
     Version,
     VersionSpan,
 )
-from slipstream.weights.bridges.disk import DiskReceiver
 
 END = 0
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(END,))
@@ -405,7 +404,7 @@ async def test_the_probe_repeats_itself_and_needs_logprobs():
 
 async def test_only_a_verified_version_becomes_current():
     engine = ScriptedEngine(say("b"))
-    versions = Versions(DiskReceiver(engine), apply_timeout_s=1.0)
+    versions = Versions(engine, apply_timeout_s=1.0)
     await versions.apply(ticket(1))
     assert versions.current == ticket(1).version
     engine.mismatched = ("model.norm.weight",)
@@ -420,7 +419,7 @@ async def test_only_a_verified_version_becomes_current():
 async def test_a_fence_is_raised_once_and_holds_until_the_next_apply():
     raised = []
     engine = ScriptedEngine(say("b"))
-    versions = Versions(DiskReceiver(engine), apply_timeout_s=2.0, fence=lambda s: asyncio.sleep(0, raised.append(s)))
+    versions = Versions(engine, apply_timeout_s=2.0, fence=lambda s: asyncio.sleep(0, raised.append(s)))
     async with versions.generating():
         # An engine that cannot keep its requests first ends them.
         waiting = asyncio.create_task(versions.fence())
@@ -441,7 +440,7 @@ async def test_a_fence_is_raised_once_and_holds_until_the_next_apply():
 
 
 async def test_waiting_for_a_version_ends_with_its_release_or_its_deadline():
-    versions = Versions(DiskReceiver(ScriptedEngine(say("b"))), apply_timeout_s=1.0)
+    versions = Versions(ScriptedEngine(say("b")), apply_timeout_s=1.0)
     await versions.apply(ticket(1))
     with pytest.raises(DeadlineError, match="did not release version 1"):
         await versions.wait_for(1, 0.05)

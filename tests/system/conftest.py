@@ -173,7 +173,7 @@ class Command:
 
     def engines(self):
         """The engine's processes that are alive."""
-        return self.running("slipstream.inference.plugin.server")
+        return self.running("slipstream.inference.plugin.main")
 
     def running(self, module):
         """Those of its processes that run this module."""

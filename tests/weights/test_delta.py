@@ -18,7 +18,8 @@ from slipstream.weights.bridges import delta, disk
 from slipstream.weights.bridges.broadcast import Rendezvous, layout, messages, pack
 from slipstream.weights.bridges.delta import DeltaPublisher, check_base, compare, decode, encode, patched, travelling
 from slipstream.weights.bridges.disk import FolderPublisher
-from slipstream.weights.fingerprint import bits_of, describe, digest
+from slipstream.weights.fingerprint import describe, digest
+from slipstream.weights.fingerprint_torch import bits_of
 from slipstream.weights.model_files import read_model_folder
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.uint8]

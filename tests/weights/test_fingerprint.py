@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.weights.fingerprint import Slice, fingerprint, fingerprints
+from slipstream.weights.fingerprint import fingerprints
+from slipstream.weights.fingerprint_torch import Slice, fingerprint
 
 
 def slices(dtype: torch.dtype, device: str = "cpu") -> list[Slice]:

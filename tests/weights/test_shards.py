@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.weights.fingerprint import fingerprint
+from slipstream.weights.fingerprint_torch import fingerprint
 from slipstream.weights.shards import Shard, gathered, gathered_everywhere, part_of, place_of
 
 

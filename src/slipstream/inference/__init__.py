@@ -1,1 +1,1 @@
-"""Generation: the supervised vLLM process, the client that talks to it, and a scripted stand-in for tests."""
+"""Generation: supervised vLLM processes, the client that talks to them, and a scripted stand-in for tests."""

@@ -1,7 +1,8 @@
-"""A child process in a group of its own, its output in a log, and its life on its standard input.
+"""Child processes: each in a process group of its own, with its output in a log and its lifetime tied to its standard
+input.
 
-The child is to end when its standard input closes (`plugin/lifeline.py`), which happens however this process ends; or
-when another descriptor does that it inherits. `leave` is how a child of ours ends by itself.
+A child ends when its standard input closes (`plugin/lifeline.py`), which happens however this process ends, or when
+another inherited descriptor does. `leave` is how a child ends itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from slipstream.errors import ConfigError
 from slipstream.runlog.temporary import make_temporary
 
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of every vLLM that Slipstream starts: it reports to nobody."""
+"""Environment of every vLLM that Slipstream starts: no usage statistics."""
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Environment in which `python -m` imports nothing from the current folder, where a file may have the name of a module
 of the standard library."""
@@ -35,10 +36,10 @@ _TAIL_BYTES = 1 << 16
 _LOGGED = re.compile(r"^(?:\([^()]* pid=\d+\) )?(?:(?:ERROR|CRITICAL) [^\]]*\] )?")
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Fault)(?::|$)")
 _SECOND_HAND = re.compile(r"Engine core initialization failed|root cause")
-"""What vLLM raises because one of its processes raised."""
+"""Errors of vLLM that only say that another of its processes raised."""
 
 _DYING_S = 30.0
-"""How long a killed process may take to be gone."""
+"""How long a killed process may take to end."""
 
 popen: type[subprocess.Popen[bytes]] = subprocess.Popen
 """What starts a child. Tests put a class in its place that forks a process which has imported the libraries already."""
@@ -52,7 +53,8 @@ def launch(
     stdin: int = subprocess.PIPE,
     inherits: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start it without waiting for it; what it prints is added to the log, and it has the descriptors `inherits`."""
+    """Start a child without waiting for it; its output is appended to the log, and it inherits the descriptors
+    `inherits`."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         return popen(
@@ -67,14 +69,14 @@ def launch(
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as `sys.exit` does, but leave its objects to the kernel: with torch and vLLM imported, it takes
-    seconds to take back operators and to free everything one by one."""
+    """End this process as `sys.exit` does, but without freeing its objects: with torch and vLLM imported that takes
+    seconds."""
     os._exit(_wind_up(code))
 
 
 def become(arguments: Sequence[str], module: str) -> NoReturn:
-    """Go on as a new Python that runs `module`, begun as this one was where that can be told, with `arguments`: of this
-    process are left its number, its terminal and its environment."""
+    """Replace this process (exec) with a new Python that runs `module` with `arguments`, by this one's own command line
+    where that is known. Its pid, terminal and environment stay."""
     begun, given = list(sys.orig_argv), sys.argv[1:]
     head = begun[1 : len(begun) - len(given)] if begun[len(begun) - len(given) :] == given else ["-P", "-m", module]
     _wind_up(0)
@@ -85,7 +87,7 @@ def become(arguments: Sequence[str], module: str) -> NoReturn:
 
 
 def _wind_up(code: int) -> int:
-    """Have other threads end, call what is to be called at the end, and flush; the exit code."""
+    """Join threads, run exit functions but for those of torch and vLLM, and flush; returns the exit code."""
     threading._shutdown()  # type: ignore[attr-defined]
     registry: dict[weakref.finalize[..., Any], Any] = getattr(weakref.finalize, "_registry", {})
     for finalizer, call in list(registry.items()):
@@ -104,14 +106,14 @@ def _wind_up(code: int) -> int:
 
 
 def ending(code: int | None, log_path: Path) -> str:
-    """One sentence's part on how a child is, None: still running, and where its log is; with what it raised at last."""
+    """Part of a sentence on a child's exit code (None: it runs), its last exception, and its log."""
     state = "is running" if code is None else f"ended with code {code}"
     reason = "" if code is None else last_error(log_path)
     return f"{state}{f' ({reason})' if reason else ''}; its log is {log_path}"
 
 
 def last_error(log_path: Path) -> str:
-    """The last exception that its log tells of, on one line; or its last line; empty when there is no log."""
+    """The last exception in a child's log on one line, or its last line; empty when there is no log."""
     try:
         with log_path.open("rb") as file:
             file.seek(max(0, log_path.stat().st_size - _TAIL_BYTES))
@@ -125,8 +127,8 @@ def last_error(log_path: Path) -> str:
 
 
 def private_folder(kind: str) -> Path:
-    """A new temporary folder for the sockets and files of a child: in the usual place or, where that has too long a
-    name for a socket in it, in /tmp. Raises ConfigError when there is no room for one."""
+    """A new temporary folder for a child's sockets and files: in the usual place or, where that path is too long for a
+    socket, in /tmp or /dev/shm. Raises ConfigError when none can be made."""
     for parent in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
         if len(os.fsencode(parent)) + len(kind) > MAX_SOCKET_FOLDER:
             continue
@@ -139,14 +141,14 @@ def private_folder(kind: str) -> Path:
 
 
 def short_temporary_folder(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """TMPDIR for a child whose libraries make sockets too: `folder`, where the usual one has too long a name."""
+    """TMPDIR for a child whose libraries make sockets too: `folder`, where the usual path is too long for one."""
     usual = environment.get("TMPDIR", "")
     return {"TMPDIR": str(folder)} if len(os.fsencode(usual)) > MAX_SOCKET_FOLDER else {}
 
 
 def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """End it and everything it started: asked first, unless `timeout_s` is 0, and killed at the deadline. One that is
-    held by the kernel (a driver that hangs) lives on, as `process.poll` then says."""
+    """End a child and its process group: SIGTERM first, unless `timeout_s` is 0, and SIGKILL at the deadline. One that
+    hangs in the kernel (in a driver) lives on, as `process.poll` then says."""
     if process.poll() is None and timeout_s > 0:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

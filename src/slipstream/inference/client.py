@@ -1,5 +1,7 @@
-"""The client's side of the engine's socket. A call ends with its answer, at its deadline, or when the engine has said
-nothing for too long: while calls wait, it is asked once a second whether it is there.
+"""HTTP client of one engine's Unix socket.
+
+A call ends with its answer, at its deadline, or when the engine has been silent for too long: while calls wait, the
+client asks `/health` once a second.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 
 _HEALTH_TIMEOUT_S = 5.0
 SILENCE_S = 60.0
-"""An engine that says nothing for so long is not waited for."""
+"""An engine that is silent for so long is given up."""
 _LISTEN_S = 1.0
 _DYING_S = 5.0
-"""How long an engine whose connections break may take to be seen to be dead."""
+"""How long after a broken connection the engine's process may take to end."""
 
 T = TypeVar("T")
 
 
 async def _nothing() -> None:
-    """The engine is somebody else's."""
+    """The default for an engine that somebody else owns."""
 
 
 class EngineClient:
@@ -53,7 +55,8 @@ class EngineClient:
         give_up: Callable[[], Awaitable[None]] = _nothing,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """`give_up` is called when the engine is silent, and may kill it: calls then fail as those of a dead one do."""
+        """`give_up` is called when the engine is silent for `silence_s`, and may kill it; calls then fail as for a dead
+        engine."""
         self.socket = socket
         self._is_alive = is_alive
         self._describe = describe
@@ -83,7 +86,8 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def _heard(self, path: str) -> AsyncGenerator[Patience]:
-        """The block is about the engine's answer to `path`, and ends when the engine has said nothing for too long."""
+        """Bounds a block that waits for the answer to `path` by the engine's silence. Raises `DeadlineError`, or
+        `EngineError` when the engine was killed."""
         patience = Patience(self._silence_s)
         self._listening.add(patience)
         if not self._is_listening:
@@ -102,7 +106,7 @@ class EngineClient:
             self._listening.discard(patience)
 
     async def _listen(self) -> None:
-        """Ask the engine whether it is there for as long as somebody waits for it, however long its answer takes."""
+        """Ask `/health` once a second for as long as calls wait; each answer restarts their silence limit."""
         try:
             while self._listening:
                 if await self._ask_health() is not None:
@@ -120,7 +124,7 @@ class EngineClient:
                         answer = await response.read()
                         status = response.status
                 except TimeoutError as error:
-                    await patience.restarted()  # or it is not slow but silent
+                    await patience.restarted()  # a silent engine raises in `_heard` instead
                     raise DeadlineError(
                         f"the engine did not answer {path} within {timeout_s:.0f} s: {self._describe()}"
                     ) from error
@@ -131,7 +135,7 @@ class EngineClient:
         return msgspec.msgpack.decode(answer, type=kind)
 
     async def health(self) -> EngineHealth | None:
-        """What the engine says of itself; None while nobody answers."""
+        """The engine's health; None while it does not answer."""
         try:
             async with Patience(_HEALTH_TIMEOUT_S):
                 return await self._ask_health()
@@ -146,8 +150,9 @@ class EngineClient:
             return None
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion. Requests made in the same turn of the event loop travel together; each is answered as
-        soon as it is finished. Cancelling the call cancels the request inside the engine.
+        """One completion. Requests of the same turn of the event loop share one POST; each is answered as soon as it is
+        finished. Cancelling the call cancels the request inside the engine. Raises `IntegrityError` when the answer
+        contradicted itself.
         """
         if request.id in self._asked:
             raise ValueError(f"a request with the id {request.id} is waiting already: give each one its own")
@@ -193,7 +198,7 @@ class EngineClient:
             self._keep(asyncio.get_running_loop().create_task(self._stream(outbox)))
 
     async def _stream(self, outbox: list[tuple[GenerateRequest, asyncio.Future[Completion]]]) -> None:
-        """Every future has an answer or an error when this has ended, however it does."""
+        """Send requests in one POST and resolve their futures; every future is done at the end, whatever happens."""
         waiting = {request.id: future for request, future in outbox}
         failure: Exception = EngineError("the connections to the engine were closed")
         try:
@@ -225,34 +230,35 @@ class EngineClient:
                     future.set_result(completion)
 
     async def _explain(self, path: str, error: Exception) -> EngineError:
-        # The connection breaks before the child can be reaped: on a busy machine long before.
+        # The connection breaks before the dead child can be reaped, on a busy machine long before.
         for _ in itertools.takewhile(lambda _: self._is_alive(), range(100)):
             await asyncio.sleep(_DYING_S / 100)
         what = "lost its connection" if self._is_alive() else "died"
         return EngineError(f"the engine {what} during {path} ({error}): {self._describe()}")
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Have the engine load a published version in place and verify it."""
+        """Load a published version in place and verify it."""
         return await self._post("/apply", encode(ticket), ApplyReport, timeout_s)
 
     async def sleep(self, timeout_s: float) -> None:
-        """Have the engine free its memory until `wake`."""
+        """Free the GPU's memory until `wake`."""
         await self._post("/sleep", b"", bool, timeout_s)
 
     async def wake(self, timeout_s: float) -> None:
-        """Have it take the memory back."""
+        """Take the memory back."""
         await self._post("/wake", b"", bool, timeout_s)
 
     async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
-        """Where the engine's live weights lie, for a trainer that is to train them."""
+        """Handles of the engine's live weights, for a trainer that writes them in place."""
         return await self._post("/share", msgspec.msgpack.encode(parameters), tuple[SharedWeights, ...], timeout_s)
 
     async def fence(self, timeout_s: float) -> None:
-        """Have it compute nothing until the next apply."""
+        """Pause vLLM until the next `go_on` or `apply`."""
         await self._post("/fence", b"", bool, timeout_s)
 
     async def go_on(self, version: Version, timeout_s: float) -> None:
-        """Have it compute with what was written, as `version`, and hold answers until that is proved."""
+        """Resume with the weights that were written in place, as `version`; answers are held back until it is
+        verified."""
         await self._post("/go-on", msgspec.msgpack.encode(version), bool, timeout_s)
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:

@@ -1,9 +1,9 @@
-"""One supervised engine as the rest of the run sees it: generate, take weights, come back from the dead.
+"""`SupervisedEngine`: one engine process that is restarted when it dies; `RunEngine`: the protocol of an engine.
 
-Guarantees: a dead engine is found by the next call at the latest; it is started again on the last verified
-version at most `max_restarts` times in a run, each restart reported to `on_event`; after that, and whenever no
-verified version is at hand, the call raises. Requests that were running when the engine died raise too: the
-caller decides whether to run the rollout again.
+Guarantees: a dead engine is found by the next call at the latest. It is started again on the last verified version, at
+most `max_restarts` times in a run, each reported to `on_event`; after that, and whenever no verified version is
+available, the call raises. Requests that were running when the engine died raise too: the caller decides whether to ask
+again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
+from slipstream.engine_protocols import Generates, TakesWeights
 from slipstream.errors import EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.engine_process import EngineProcess
@@ -33,6 +35,71 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 OnEvent = Callable[..., None]
 
 
+class RunEngine(Generates, TakesWeights, Protocol):
+    """An engine, or several as one, with its lifetime: launched beside other work, stopped however the run ends."""
+
+    @property
+    def sockets(self) -> tuple[str, ...]:
+        """The Unix sockets that its processes answer on, for as long as the run lives."""
+        ...
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Its running processes; vLLM's own are their children."""
+        ...
+
+    @property
+    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """For each engine the start-up phases that it has begun, each with its time by `time.monotonic`."""
+        ...
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all of its engines run, and none is being started again."""
+        ...
+
+    @property
+    def is_in_memory_only(self) -> bool:
+        """Whether one of its engines has, or had, weights that no file holds."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of each of several engines since the last call."""
+        ...
+
+    async def joined(self) -> int:
+        """Wait until all workers run; returns how often some were replaced. New ones are in no process group yet."""
+        ...
+
+    def launch(self) -> None:
+        """Begin to start; `wait_ready` waits for the end."""
+        ...
+
+    async def wait_ready(self) -> EngineHealth:
+        """Wait until it is in service and return its health. Raises `EngineError` when it does not start in time."""
+        ...
+
+    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
+        """Handles of the live weights of each worker, for a trainer that writes them in place."""
+        ...
+
+    async def sleep(self, timeout_s: float) -> None:
+        """Free the GPU's memory until `wake`; no request may be running."""
+        ...
+
+    async def wake(self, timeout_s: float) -> None:
+        """Take the memory back."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop and remove its files."""
+        ...
+
+    def kill(self) -> None:
+        """As `stop`, but at once, from any thread and without an event loop."""
+        ...
+
+
 class SupervisedEngine:
     """An engine process that is restarted when it dies. All methods belong to one event loop, but for `kill`."""
 
@@ -47,8 +114,8 @@ class SupervisedEngine:
         silence_s: float = SILENCE_S,
         ahead: EngineAhead | None = None,
     ) -> None:
-        """`silence_s`: one that says nothing for so long while somebody waits for it is killed, and is a dead one.
-        `ahead` may become its process."""
+        """An engine that is silent for `silence_s` while a call waits is killed, and treated as dead. `ahead`: a
+        process that has imported vLLM and may become the engine."""
         self._process = EngineProcess(
             settings, log_path, start_timeout_s=start_timeout_s, silence_s=silence_s, ahead=ahead
         )
@@ -56,56 +123,56 @@ class SupervisedEngine:
         self._on_event = on_event
         self._reviving = asyncio.Lock()
         self._in_memory_by = ""
-        """The bridge by which the engine got weights that no file holds."""
+        """The bridge by which the engine got weights that no file holds; empty when a file holds them."""
         self.num_restarts = 0
 
     @property
     def process(self) -> EngineProcess:
-        """The process behind it, for its log and its pid."""
+        """The engine's process, for its log and pid."""
         return self._process
 
     @property
     def socket(self) -> str:
-        """Where it answers, from one restart to the next."""
+        """Path of its Unix socket; restarts keep it."""
         return self._process.client.socket
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """The same, of all engines: there is one."""
+        """See `RunEngine`."""
         return (self.socket,)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process that was started for it, if it runs."""
+        """See `RunEngine`."""
         process = self._process.process
         return (process.pid,) if process is not None and process.poll() is None else ()
 
     @property
     def each(self) -> tuple[SupervisedEngine]:
-        """All engines: itself."""
+        """See `Generates`."""
         return (self,)
 
     @property
     def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """What each engine's start has come to; see `EngineProcess.phases`."""
+        """See `RunEngine`."""
         return (self._process.phases,)
 
     @property
     def is_up(self) -> bool:
-        """Whether its process runs and is not just being started again."""
+        """See `RunEngine`."""
         return self._process.is_alive() and not self._reviving.locked()
 
     @property
     def is_in_memory_only(self) -> bool:
-        """Whether no file holds the weights that it has or had."""
+        """See `RunEngine`."""
         return bool(self._in_memory_by)
 
     def launch(self) -> None:
-        """Begin to start; `wait_ready` ends it. Other work can go on in between."""
+        """See `RunEngine`."""
         self._process.launch()
 
     async def wait_ready(self) -> EngineHealth:
-        """Wait until the engine is in service."""
+        """See `RunEngine`."""
         await self._process.wait_ready()
         health = await self._process.client.health()
         if health is None:
@@ -113,14 +180,14 @@ class SupervisedEngine:
         return health
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion; see the client."""
+        """See `Generates`."""
         if not self._process.is_alive():
             await self.revive()
         return await self._process.client.generate(request)
 
     async def revive(self) -> None:
-        """Start a dead engine again on its last verified version (before the first, on the model's own folder);
-        raises when it has died too often."""
+        """Start a dead engine again on its last verified version (before the first, on the model's own folder). Raises
+        `EngineError` when it died too often, or when no file holds its weights."""
         async with self._reviving:
             if self._process.is_alive():
                 return
@@ -133,8 +200,8 @@ class SupervisedEngine:
             await self._start_again(why)
 
     async def replace(self) -> None:
-        """Start a dead engine again where no file holds the weights that it had: on those of its first start, so that
-        nobody may ask it before it has a whole version."""
+        """Start a dead engine again on the weights of its first start, where no file holds its last ones. It must get a
+        whole version before it is asked anything."""
         async with self._reviving:
             if not self._process.is_alive():
                 await self._start_again(self._process.describe())
@@ -153,11 +220,11 @@ class SupervisedEngine:
         await self._process.start()
 
     async def joined(self) -> int:
-        """How often its workers have been replaced by new ones, which are in no group yet."""
+        """See `RunEngine`."""
         return self.num_restarts
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         if not self.is_up:
             await self.revive()
         num_restarts = self.num_restarts
@@ -165,7 +232,7 @@ class SupervisedEngine:
             report = await self._process.client.apply(ticket, timeout_s)
         except EngineError:
             has_died = not self._process.is_alive() or self.num_restarts != num_restarts
-            # A collective cannot be joined again by a new process: the trainer has to send once more.
+            # A new process cannot join the running collective: the trainer has to send the version again.
             if not has_died or ticket.bridge == "broadcast":
                 raise
             await self.revive()
@@ -184,28 +251,28 @@ class SupervisedEngine:
         return report
 
     async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
-        """Where the live weights lie, for a trainer that trains them; from now on it cannot be started again."""
+        """See `RunEngine`; from here on the engine cannot be started again."""
         shared = await self._process.client.share(parameters, timeout_s)
         self._in_memory_by = "single_copy"
         return shared
 
     async def held(self) -> Version | None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         if not self._process.is_alive():
             await self.revive()
         health = await self._process.client.health()
         return health.version if health is not None and health.status == "ready" else None
 
     async def fence(self, timeout_s: float) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._in_memory(lambda client: client.fence(timeout_s))
 
     async def go_on(self, version: Version, timeout_s: float) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._in_memory(lambda client: client.go_on(version, timeout_s))
 
     async def _in_memory(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """A call of an engine that may have the weights in memory only: where it is dead, `revive` says what to do."""
+        """Call an engine whose weights may be in memory only; for a dead one `revive` raises the remedy."""
         if not self._process.is_alive():
             await self.revive()
         try:
@@ -216,25 +283,25 @@ class SupervisedEngine:
             raise
 
     async def sleep(self, timeout_s: float) -> None:
-        """Free the engine's memory while nothing is generated; its weights wait in the CPU's memory."""
+        """See `RunEngine`; the weights move to the CPU's memory."""
         await self._process.client.sleep(timeout_s)
 
     async def wake(self, timeout_s: float) -> None:
-        """Take the memory back; an engine that died in its sleep starts again."""
+        """See `RunEngine`; starts an engine that died asleep again."""
         if not self._process.is_alive():
             await self.revive()
         await self._process.client.wake(timeout_s)
 
     def take_metrics(self) -> dict[str, float]:
-        """Nothing beside what the batch says."""
+        """Empty for a single engine."""
         return {}
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         return await self._process.client.verify(ticket, timeout_s)
 
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._process.stop()
         self._remember(model, version, parameters)
         await self._process.start()
@@ -245,11 +312,11 @@ class SupervisedEngine:
         )
 
     async def stop(self) -> None:
-        """Stop for good and remove what belongs to it."""
+        """See `RunEngine`."""
         await self._process.stop()
         self._process.remove_files()
 
     def kill(self) -> None:
-        """The same at once, from any thread and without an event loop."""
+        """See `RunEngine`."""
         self._process.kill()
         self._process.remove_files()

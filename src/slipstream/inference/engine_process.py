@@ -1,8 +1,8 @@
-"""The supervised engine process: started with a deadline, watched, and stopped with everything it started.
+"""`EngineProcess`: the child process of one engine, its start, its end and its log.
 
-Guarantees: `start` returns only when the engine answered that it is ready (and verified, when a version was
-given), or raises with the child's last lines; `stop` leaves no process of the engine's group behind; the
-child dies by itself when this process dies, however that happens.
+Guarantees: `start` returns only when the engine is ready (and its version verified, where one was given), or raises
+with the child's last error; `stop` leaves no process of the engine's group behind; the child ends when this process
+does, however that happens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _POLL_S = 0.1
 
 
 class EngineProcess:
-    """One vLLM server of ours. `log_path` keeps its output; `settings.socket` is filled in here. One that says nothing
-    for `silence_s` while somebody waits for it is killed."""
+    """One engine process. `log_path` takes its output; `settings.socket` is filled in here. It is killed when it is
+    silent for `silence_s` while a call waits."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class EngineProcess:
         self.log_path = log_path
         self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen[bytes] | None = None
-        # A folder of its own, mode 0700: a run folder's path may be too long for a Unix socket (108 bytes).
+        # Of mode 0700, and not in the run folder, whose path may be too long for a Unix socket (108 bytes).
         self._folder = child_process.private_folder("engine")
         self.client = EngineClient(
             str(self._folder / "engine.sock"),
@@ -60,13 +60,13 @@ class EngineProcess:
         )
         self._was_silent = False
         self._ahead = ahead
-        """What may become the process when it is launched first."""
+        """A process that has imported vLLM, for the first launch."""
         self._marks = self._folder / "marks"
 
     @property
     def phases(self) -> tuple[tuple[str, float], ...]:
-        """What it has begun to do since it was launched last, and when on the clock of `time.monotonic`; the last is
-        `marks.READY` once it can be asked."""
+        """The phases that its last start has begun, each with its time by `time.monotonic`; the last is
+        `start_marks.READY` once it answers."""
         names = start_marks.phase_names(eager=self.settings.enforce_eager)
         return tuple((names.get(mark, mark), at) for mark, at in start_marks.read_marks(self._marks))
 
@@ -75,7 +75,7 @@ class EngineProcess:
         return self.process is not None and self.process.poll() is None
 
     def describe(self) -> str:
-        """One sentence on the process's state or end, which names its log."""
+        """One sentence on the process's state or exit, with the path of its log."""
         if self.process is None:
             return "engine process never started"
         code = self.process.poll()
@@ -85,7 +85,7 @@ class EngineProcess:
         return f"engine process {state}; its log is {self.log_path}"
 
     def launch(self) -> None:
-        """Start the process without waiting for it, so that other work can overlap its start-up."""
+        """Start the process without waiting for it."""
         model = links_to_one_model(Path(self.settings.model), self._folder / "model")
         socket = str(self._folder / "engine.sock")
         settings = msgspec.structs.replace(self.settings, model=str(model), socket=socket)
@@ -118,18 +118,19 @@ class EngineProcess:
         if self.settings.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.settings.gpus)
         if self.settings.threads is not None and self.settings.tensor_parallel_size > 1:
-            # Left to itself vLLM wants a NUMA node for each worker.
+            # By default vLLM binds each worker to a NUMA node of its own.
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         return environment
 
     async def wait_ready(self) -> None:
-        """Wait until the engine is in service; raises `EngineError` with what the child raised otherwise."""
+        """Wait until the engine is in service. Raises `EngineError` with the child's error when it ends,
+        `DeadlineError` after `start_timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with Patience(self.start_timeout_s):
                 while not await self._is_ready():
                     await asyncio.sleep(_POLL_S)
                 return
-        if await self._is_ready():  # asked once more: whoever waits may have come late
+        if await self._is_ready():  # once more: this process itself may have been held up
             return
         await self.stop()
         raise DeadlineError(
@@ -143,7 +144,7 @@ class EngineProcess:
         return health is not None and health.status == "ready"
 
     async def _give_up(self) -> None:
-        """Kill an engine that says nothing, stopped or frozen as it may be; it is then one that died."""
+        """Kill a silent engine, which may be stopped or frozen; it then counts as dead."""
         process = self.process
         if process is not None and process.poll() is None:
             self._was_silent = True
@@ -155,12 +156,12 @@ class EngineProcess:
         await self.wait_ready()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the process and everything it started: asked first, killed at the deadline."""
+        """End the process and its group: SIGTERM first, SIGKILL after `timeout_s`."""
         await self.client.close()
         await asyncio.to_thread(self.kill, timeout_s)
 
     def kill(self, timeout_s: float = 0.0) -> None:
-        """The same from any thread, without an event loop."""
+        """As `stop`, from any thread and without an event loop."""
         if self.process is not None:
             child_process.end(self.process, timeout_s)
 

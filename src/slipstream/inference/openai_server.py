@@ -1,8 +1,8 @@
-"""vLLM's own OpenAI-compatible server in a child process. As `__main__` it is that child.
+"""`OpenAIServer`: vLLM's own OpenAI-compatible server in a child process. Run as `__main__`, this module is that child.
 
-Guarantees: `wait_ready` returns when the server answers, or raises with its last lines; `stop` leaves nothing of it
-behind; it dies with the process that started it, however that ends. With a key every path but `/health` needs it,
-also those that vLLM's own check leaves open, and the key is in no argument list.
+Guarantees: `wait_ready` returns when the server answers, or raises with its last error; `stop` leaves no process of it
+behind; it ends with the process that started it. With a key every path but `/health` needs it, also those that vLLM's
+own check leaves open, and the key is in no argument list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEALTH_TIMEOUT_S = 5.0
 
 
 class OpenAIServer:
-    """One `vllm serve` of ours, listening on `host` and `port`."""
+    """One vLLM OpenAI server, on `host` and `port`."""
 
     def __init__(self, arguments: Sequence[str], *, host: str, port: int, api_key: str, log_path: Path) -> None:
         self.arguments = [*arguments, "--host", host, "--port", str(port)]
@@ -63,7 +63,7 @@ class OpenAIServer:
             return False
 
     def wait_ready(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until it answers; False when it was to stop before. Raises `EngineError` with its last lines."""
+        """Wait until it answers; False when `should_stop` came first. Raises `EngineError` when it ends."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if should_stop():
@@ -80,7 +80,7 @@ class OpenAIServer:
         return f"it {child_process.ending(self._process.poll() if self._process else None, self._log_path)}"
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End it and everything it started: asked first, killed at the deadline."""
+        """End it and its process group: SIGTERM first, SIGKILL after `timeout_s`."""
         if self._process is not None:
             child_process.end(self._process, timeout_s)
 
@@ -110,7 +110,7 @@ class KeyGuard:
 
 
 def main() -> None:
-    """Be vLLM's server until standard input closes."""
+    """Run vLLM's server until standard input closes."""
     from slipstream.inference.plugin import lifeline
 
     lifeline.follow_stdin()

@@ -1,8 +1,8 @@
-"""A process that imports vLLM while nobody knows yet with which settings: it becomes the engine, and its imports took
-place beside the reading of model and data.
+"""`EngineAhead`: a process that imports vLLM while the settings are still unknown, and then becomes the engine.
 
-Guarantees: an engine that comes of it is one that was started at once, as everything that libraries read while they are
-imported is the same, or it is not taken; it ends with the process that started it, and where nobody takes it.
+Its imports run beside the reading of model and data. Guarantees: it becomes the engine only where its environment is
+what the engine's would have been for everything that libraries read at import; it ends with the process that started
+it, and when nobody takes it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from slipstream.inference.plugin import ENGINE_VARIABLE, start_marks
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.runlog.temporary import remove_temporary
 
-MODULE = "slipstream.inference.plugin.server"
+MODULE = "slipstream.inference.plugin.main"
 _READ_LATER = {patch_table.VARIABLE, start_marks.VARIABLE, "TMPDIR"}
-"""Variables that decide nothing before an engine is made."""
+"""Environment variables that nothing reads at import."""
 
 
 def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str, str]:
-    """The environment of an engine's processes, as far as it does not depend on settings, in addition to our `own`;
-    `threads` of a CPU."""
+    """The environment of an engine's processes as far as it does not depend on settings: `own`, and ours on top.
+    `threads`: CPU threads."""
     environment = dict(own)
     environment |= {
         **child_process.OFFLINE,
@@ -46,17 +46,17 @@ def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str,
 
 
 def _with_ours(plugins: str) -> str:
-    """The user's list of vLLM's plugins, with ours; without a list vLLM loads all that are installed."""
+    """The user's VLLM_PLUGINS with ours added; without the variable vLLM loads all installed plugins."""
     return ",".join(dict.fromkeys([*filter(None, plugins.split(",")), "slipstream"]))
 
 
 class EngineAhead:
-    """One such process, which begins to import when this is made. Leaving the context ends it, unless it was taken."""
+    """One preimporting process, started at construction. Leaving the context ends it unless it was taken."""
 
     def __init__(self, threads: int | None) -> None:
         self.began = time.monotonic()
         self.own = dict(os.environ)
-        """Our variables then; what libraries that are imported since have set is theirs."""
+        """This process's environment at that time; libraries imported later may change it."""
         self._environment = engine_environment(self.own, threads)
         self._folder = child_process.private_folder("ahead")
         self._output = self._folder / "output"
@@ -73,8 +73,8 @@ class EngineAhead:
         remove_temporary(self._folder)
 
     def take(self, settings: Path, environment: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes] | None:
-        """The engine's process, which from now on reads `settings` and writes to the log; None, with the reason in the
-        log, where it has ended, or may have imported something else than it would have under `environment`; and where
+        """Order the process to become the engine of `settings`, with its output in the log, and return it. None, with
+        the reason in the log, when it has ended or `environment` differs in what libraries read at import; None when
         it was taken before."""
         process, self._process = self._process, None
         if process is None:
@@ -92,7 +92,7 @@ class EngineAhead:
         assert process.stdin is not None
         later = {name: environment[name] for name in _READ_LATER & environment.keys()}
         order = {"settings": str(settings), "environment": later, "log": str(log_path)}
-        with contextlib.suppress(BrokenPipeError):  # it has just ended, as whoever waits for it will find
+        with contextlib.suppress(BrokenPipeError):  # it has just ended; `wait_ready` reports it
             process.stdin.write(json.dumps(order).encode() + b"\n")
             process.stdin.flush()
         return process

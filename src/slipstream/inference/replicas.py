@@ -1,11 +1,11 @@
-"""Several engines as one: who answers what, versions for all of them, and one that dies while the others go on.
+"""`EngineReplicas`: several engines behind the interface of one, with routing, updates of all, and restarts.
 
-A request goes to the engine with the least work, but those of one group to the same one, whose prefix cache then serves
-them, for as long as it has free places. Guarantees: from the beginning of an update until all engines have proved the
-version no request begins, so that nobody's tokens go back to an older one; an engine whose update failed answers
-nothing; what a dead engine was answering is asked again of another, once it is known that no answer will come; a dead
-engine starts again in the background, on the version that it had proved, and after too many deaths every call raises.
-Where no file holds its weights (`broadcast`) it stays out of service until the next version, which then comes whole.
+A request goes to the engine with the fewest requests, but all of a group to the same one, whose prefix cache then
+serves them, while it has free places. Guarantees: from the start of an update until all engines have verified the
+version no request begins, so that no completion mixes in an older one; an engine whose update failed answers nothing; a
+dead engine's requests are sent to another once it is certain that no answer will come; a dead engine starts again in
+the background on its last verified version, and after too many deaths every call raises. Where no file holds its
+weights (`broadcast`) it stays out of service until the next version, which then comes whole.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference.engine import RunEngine
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -32,58 +33,12 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 T = TypeVar("T")
 
 
-class Member(Protocol):
-    """One engine; `SupervisedEngine` says what its methods do."""
+class Member(RunEngine, Protocol):
+    """One of several engines."""
 
-    @property
-    def num_restarts(self) -> int: ...  # noqa: D102
-
-    @property
-    def pids(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    @property
-    def sockets(self) -> tuple[str, ...]: ...  # noqa: D102
-
-    @property
-    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]: ...  # noqa: D102
-
-    @property
-    def is_up(self) -> bool: ...  # noqa: D102
-
-    @property
-    def is_in_memory_only(self) -> bool: ...  # noqa: D102
-
-    def launch(self) -> None: ...  # noqa: D102
-
-    async def wait_ready(self) -> EngineHealth: ...  # noqa: D102
-
-    async def generate(self, request: GenerateRequest) -> Completion: ...  # noqa: D102
-
-    async def revive(self) -> None: ...  # noqa: D102
-
-    async def replace(self) -> None: ...  # noqa: D102
-
-    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport: ...  # noqa: D102
-
-    async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport: ...  # noqa: D102
-
-    async def held(self) -> Version | None: ...  # noqa: D102
-
-    async def restart(  # noqa: D102
-        self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]
-    ) -> None: ...
-
-    async def fence(self, timeout_s: float) -> None: ...  # noqa: D102
-
-    async def go_on(self, version: Version, timeout_s: float) -> None: ...  # noqa: D102
-
-    async def sleep(self, timeout_s: float) -> None: ...  # noqa: D102
-
-    async def wake(self, timeout_s: float) -> None: ...  # noqa: D102
-
-    async def stop(self) -> None: ...  # noqa: D102
-
-    def kill(self) -> None: ...  # noqa: D102
+    async def replace(self) -> None:
+        """Start a dead engine again on its first weights; it must get a whole version before it is asked anything."""
+        ...
 
 
 @dataclass(eq=False)
@@ -91,8 +46,8 @@ class _Replica:
     number: int
     engine: Member
     is_serving: bool = True
-    """Whether it may be asked; one that is dead and not yet found is."""
-    coming_back: asyncio.Task[None] | None = None
+    """Whether requests are routed to it; True also for a dead engine until its death is noticed."""
+    restarting: asyncio.Task[None] | None = None
     in_flight: int = 0
     num_requests: int = 0
     num_tokens: int = 0
@@ -123,54 +78,54 @@ class _Replica:
 
 
 class EngineReplicas:
-    """Engines with the same weights behind the face of one. All methods belong to one event loop, but for `kill`."""
+    """Engines with the same weights. All methods belong to one event loop, except `kill`."""
 
     def __init__(self, engines: Sequence[Member], *, num_places: int, on_event: Callable[..., None]) -> None:
-        """`num_places`: how many requests an engine has when its group's next one goes to another that has fewer."""
+        """`num_places`: from this many requests on, an engine's groups overflow to an engine with fewer."""
         self._replicas = [_Replica(number, engine) for number, engine in enumerate(engines)]
         self._num_places = num_places
         self._on_event = on_event
         self._homes: dict[str, _Replica] = {}
-        """Who has computed the beginning of a group's requests."""
+        """By group id, the engine whose prefix cache holds its prompt."""
         self._updating = asyncio.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
         self._failure: Exception | None = None
-        """Why an engine cannot come back."""
+        """Why an engine cannot be started again."""
 
     @property
     def num_restarts(self) -> int:
-        """Of all engines."""
+        """See `Generates`; the sum."""
         return sum(replica.engine.num_restarts for replica in self._replicas)
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """Where each answers."""
+        """See `RunEngine`."""
         return tuple(socket for replica in self._replicas for socket in replica.engine.sockets)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that were started for them and run."""
+        """See `RunEngine`."""
         return tuple(pid for replica in self._replicas for pid in replica.engine.pids)
 
     @property
     def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """What each engine's start has come to; see `EngineProcess.phases`."""
+        """See `RunEngine`."""
         return tuple(phases for replica in self._replicas for phases in replica.engine.phases)
 
     @property
     def is_up(self) -> bool:
-        """Whether none of them is dead or just being started again."""
+        """See `RunEngine`."""
         return all(replica.engine.is_up for replica in self._replicas)
 
     @property
     def is_in_memory_only(self) -> bool:
-        """Whether no file holds the weights that one of them has or had."""
+        """See `RunEngine`."""
         return any(replica.engine.is_in_memory_only for replica in self._replicas)
 
     @property
     def each(self) -> tuple[Member, ...]:
-        """Those that are in service."""
+        """The engines that are in service."""
         return tuple(replica.engine for replica in self._replicas if replica.is_serving)
 
     def launch(self) -> None:
@@ -179,11 +134,11 @@ class EngineReplicas:
             replica.engine.launch()
 
     async def wait_ready(self) -> EngineHealth:
-        """Wait until all are in service; what the first says."""
+        """Wait until all are in service; the health of the first."""
         return (await self._all(lambda engine: engine.wait_ready()))[0]
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion, by whichever engine; asked again of another when that one dies."""
+        """One completion from any engine; sent to another when that engine dies."""
         while True:
             replica = await self._place_for(request)
             engine, completion = replica.engine, None
@@ -209,7 +164,7 @@ class EngineReplicas:
             replica = self._choose(request.group_id)
             if replica is not None:
                 return replica
-            await self._until_one_is_back()
+            await self._wait_for_any_restart()
 
     def _choose(self, group_id: str) -> _Replica | None:
         self._find_dead()
@@ -231,34 +186,35 @@ class EngineReplicas:
                 replica.is_serving = False
                 self._on_event("replica_lost", replica=replica.number, num_requests=replica.in_flight)
                 others = (other for other in self._replicas if other is not replica)
-                self._begin_back(
-                    replica, knows_weights=any(other.is_serving and other.engine.is_up for other in others)
+                self._start_restart(
+                    replica, others_have_weights=any(other.is_serving and other.engine.is_up for other in others)
                 )
 
-    def _begin_back(self, replica: _Replica, *, knows_weights: bool) -> None:
-        replica.coming_back = asyncio.create_task(self._bring_back(replica, knows_weights))
+    def _start_restart(self, replica: _Replica, *, others_have_weights: bool) -> None:
+        replica.restarting = asyncio.create_task(self._restart_engine(replica, others_have_weights))
 
-    async def _bring_back(self, replica: _Replica, knows_weights: bool) -> None:
-        """Start it again; `knows_weights`: somebody else has the weights, if no file has."""
+    async def _restart_engine(self, replica: _Replica, others_have_weights: bool) -> None:
+        """Start a dead engine again; `others_have_weights`: another engine or the trainer holds them, so that it may
+        start without."""
         try:
-            if replica.engine.is_in_memory_only and knows_weights:
+            if replica.engine.is_in_memory_only and others_have_weights:
                 await replica.engine.replace()
             else:
                 await replica.engine.revive()
                 replica.is_serving = True
         except Exception as error:  # noqa: BLE001 (raised by the next call, whoever makes it)
             self._failure = self._failure or error
-            self._settled.set()  # nobody waits for an update that will not come
+            self._settled.set()  # no update will come for those who wait
         finally:
-            if replica.coming_back is asyncio.current_task():
-                replica.coming_back = None
+            if replica.restarting is asyncio.current_task():
+                replica.restarting = None
 
-    def _coming_back(self) -> list[asyncio.Task[None]]:
-        return [replica.coming_back for replica in self._replicas if replica.coming_back is not None]
+    def _restarts(self) -> list[asyncio.Task[None]]:
+        return [replica.restarting for replica in self._replicas if replica.restarting is not None]
 
-    async def _until_one_is_back(self) -> None:
-        """Every start has its deadline."""
-        waits = self._coming_back()
+    async def _wait_for_any_restart(self) -> None:
+        """Bounded by the start timeout."""
+        waits = self._restarts()
         if not waits:
             raise EngineError("no engine is in service: the last version did not reach all of them, so use --resume")
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -268,30 +224,30 @@ class EngineReplicas:
             raise self._failure
 
     async def revive(self) -> None:
-        """Wait until one is in service; raises when a dead one may not be started again."""
+        """Wait until an engine is in service. Raises `EngineError` when a dead one may not be started again."""
         while True:
             await self._settled.wait()
             self._raise_failure()
             self._find_dead()
             if self.each:
                 return
-            await self._until_one_is_back()
+            await self._wait_for_any_restart()
 
     async def joined(self) -> int:
-        """Wait until every engine runs, in service or not; how often one has been started again. Asked by a trainer,
-        which has the weights."""
+        """Wait until every engine runs, in service or not; returns the number of restarts. Called by the trainer, which
+        holds the weights."""
         self._find_dead()
         for replica in self._replicas:
-            if not replica.engine.is_up and replica.coming_back is None:
-                self._begin_back(replica, knows_weights=True)
-        while waits := self._coming_back():
+            if not replica.engine.is_up and replica.restarting is None:
+                self._start_restart(replica, others_have_weights=True)
+        while waits := self._restarts():
             await asyncio.wait(waits)
         self._raise_failure()
         return self.num_restarts
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Have all of them take a version. Until it is proved everywhere no request begins, and after a failure none
-        is answered before a later version is."""
+        """Load and verify a version in all engines. No request begins until all have verified it; engines that failed
+        answer nothing until a later version succeeds."""
         async with self._updating:
             self._raise_failure()
             self._settled.clear()
@@ -303,63 +259,63 @@ class EngineReplicas:
                 for replica, is_proved in zip(self._replicas, proved, strict=True):
                     replica.is_serving = is_proved
                 self._homes.clear()
-                if has_ended or ticket.bridge != "broadcast":  # a broken collective is made again: requests wait
+                if has_ended or ticket.bridge != "broadcast":  # a broken collective is repeated: requests wait
                     self._settled.set()
             return _worst(reports)
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         return _worst(await self._all(lambda engine: engine.verify(ticket, timeout_s)))
 
     async def held(self) -> Version | None:
-        """The version that all of them have verified and are serving; None when they differ."""
+        """The version that all engines have verified and serve; None when they differ."""
         await self.joined()
         versions = await self._all(lambda engine: engine.held())
         return versions[0] if all(version == versions[0] for version in versions) else None
 
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._all(lambda engine: engine.restart(model, version, parameters))
 
     async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
-        """Nothing: there are as many copies as engines."""
+        """Raises `EngineError`: there are as many copies as engines."""
         raise EngineError("several engines have no single copy of the weights: use inference.replicas = 1")
 
     async def fence(self, timeout_s: float) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._all(lambda engine: engine.fence(timeout_s))
 
     async def go_on(self, version: Version, timeout_s: float) -> None:
-        """See `weights.Engine`."""
+        """See `TakesWeights`."""
         await self._all(lambda engine: engine.go_on(version, timeout_s))
 
     async def sleep(self, timeout_s: float) -> None:
-        """Free the memory of all of them."""
+        """See `RunEngine`."""
         await self.joined()
         await self._all(lambda engine: engine.sleep(timeout_s))
 
     async def wake(self, timeout_s: float) -> None:
-        """Take it back."""
+        """See `RunEngine`."""
         await self._all(lambda engine: engine.wake(timeout_s))
 
     def take_metrics(self) -> dict[str, float]:
-        """What each has done since the last call: requests, tokens a second while it had any; and its restarts."""
+        """For each engine since the last call: requests, tokens per second of busy time; and restarts in all."""
         metrics: dict[str, float] = {}
         for replica in self._replicas:
             metrics |= replica.take_metrics()
         return metrics
 
     async def stop(self) -> None:
-        """Stop all of them for good."""
-        for task in self._coming_back():
+        """See `RunEngine`."""
+        for task in self._restarts():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await asyncio.gather(*(replica.engine.stop() for replica in self._replicas))
 
     def kill(self) -> None:
-        """The same at once, from any thread and without an event loop."""
-        with contextlib.ExitStack() as stack:  # all of them, whatever becomes of the first
+        """See `RunEngine`."""
+        with contextlib.ExitStack() as stack:  # all of them, also when the first raises
             for replica in self._replicas:
                 stack.callback(replica.engine.kill)
 
@@ -368,7 +324,7 @@ class EngineReplicas:
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first failure cancels the others, so that none goes on waiting for somebody who is gone."""
+    """All results; the first failure cancels the others, which may wait for the failed engine."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -379,7 +335,7 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _worst(reports: Sequence[ApplyReport]) -> ApplyReport:
-    """One report of all engines: everything that is wrong anywhere, and the slowest one's times."""
+    """One report of all engines: all mismatches, and the largest times."""
 
     def named(names: Callable[[ApplyReport], tuple[str, ...]]) -> tuple[str, ...]:
         return tuple(f"{name} (replica {n})" for n, report in enumerate(reports) for name in names(report))

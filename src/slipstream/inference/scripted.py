@@ -1,8 +1,8 @@
-"""An engine that answers from a script, at once: for failures that cannot be provoked otherwise, and to measure
-everything around the engine.
+"""`ScriptedEngine`: an engine without a model, which answers from a script at once; for tests of failures, and to
+measure everything around the engine.
 
-It has the whole face of `SupervisedEngine` and keeps its promises (versions, restarts, errors). What goes wrong is
-set on the object while it runs, usually by `on_request`, which sees every request before it is answered.
+It has the methods of `SupervisedEngine` and keeps its promises (versions, restarts, errors). Tests set what goes wrong
+on the object while it runs, usually in `on_request`, which sees every request before it is answered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Logprobs = Callable[[str, GenerateRequest, list[int]], list[float]]
 
 
 class ScriptedEngine:
-    """Answers what `script` says; without `logprobs`, every token has the log-probability 0."""
+    """Answers with the tokens of `script`; without `logprobs` every log-probability is 0."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ScriptedEngine:
         self.logprob_offset = 0.0
         """Added to every log-probability."""
         self.mismatched: tuple[str, ...] = ()
-        """What the next reports say."""
+        """Mismatched parameters in the next reports."""
         self.version: Version | None = None
         self.location = ""
         """Folder of the weights in service; empty before the first version."""
@@ -64,22 +64,22 @@ class ScriptedEngine:
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """It answers nowhere."""
+        """None: it has no socket."""
         return ()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """It has no process."""
+        """None: it has no process."""
         return ()
 
     @property
     def each(self) -> tuple[ScriptedEngine]:
-        """Itself."""
+        """See `Generates`."""
         return (self,)
 
     @property
     def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """None: it is there."""
+        """None: it starts at once."""
         return ()
 
     @property
@@ -88,7 +88,7 @@ class ScriptedEngine:
         return self.is_alive
 
     def launch(self) -> None:
-        """Nothing: it is there."""
+        """Does nothing: it starts at once."""
 
     async def wait_ready(self) -> EngineHealth:
         """See `SupervisedEngine`."""
@@ -162,7 +162,7 @@ class ScriptedEngine:
         return ApplyReport(ticket.version, self.mismatched, num_bytes=ticket.num_bytes)
 
     async def held(self) -> Version | None:
-        """None: there are no weights here that anything could be a delta against."""
+        """None: it has no weights, so no version can be a delta."""
         return None
 
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
@@ -170,7 +170,7 @@ class ScriptedEngine:
         self.is_alive, self.version, self.location = True, version, model
 
     async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
-        """There are no weights here."""
+        """Raises `EngineError`: it has no weights."""
         raise EngineError("a scripted engine has no weights to share: use weights.bridge = disk")
 
     async def fence(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""How an engine process is to be started: one record, passed to the child as JSON."""
+"""`EngineSettings`: everything that an engine process needs to start; passed to the child as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.records import ParameterSpec, Ticket, Version
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """Everything that the engine's process needs to know."""
+    """Settings of one engine process."""
 
     model: str
     """Folder or hub id that vLLM loads."""
@@ -25,33 +25,34 @@ class EngineSettings(msgspec.Struct, frozen=True):
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.45
     gpus: tuple[str, ...] = ()
-    """The GPUs that it may see, as CUDA_VISIBLE_DEVICES names them; empty: all of this process."""
+    """Its GPUs, as CUDA_VISIBLE_DEVICES names them; empty: all that this process sees."""
     tensor_parallel_size: int = 1
-    """Workers that share the weights."""
+    """Tensor-parallel workers."""
     first_rank: int = 1
-    """Of its workers in a group with the trainer, which is rank 0, and other engines."""
+    """Rank of its first worker in the process group of the trainer (rank 0) and all engines."""
     own_process: bool = False
-    """vLLM's engine core has a process to itself, as it has on GPUs, also on a CPU."""
+    """Give vLLM's engine core a process of its own on a CPU too, as on GPUs."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
-    """What becomes of requests that run while a whole model is updated."""
+    """What happens to running requests while a whole model is updated: their KV cache is recomputed or kept, or the
+    update waits for them."""
     can_sleep: bool = False
-    """Start so that `sleep` can free its memory."""
+    """Enable vLLM's sleep mode."""
     fp32_head: bool = False
-    """Compute logits in float32; an engine that cannot does not start."""
+    """Compute logits in float32; the engine does not start when vLLM cannot for this model."""
     trust_remote_code: bool = False
     threads: int | None = None
     version: Version | None = None
-    """The version that `model` holds, verified against `parameters` before the engine says it is ready."""
+    """The version in `model`, verified against `parameters` before the engine is ready."""
     parameters: tuple[ParameterSpec, ...] = ()
     lora_rank: int | None = None
-    """Start with room for one LoRA adapter of this rank; None: without."""
+    """Enable LoRA with adapters of this rank; None: without LoRA."""
     lora_target_modules: tuple[str, ...] = ()
-    """Last parts of the names of the layers that it adapts."""
+    """Last parts of the names of adapted modules."""
     adapter: Ticket | None = None
-    """The adapter to load and verify, with the base, before the engine says it is ready."""
+    """The adapter to load and verify, with its base model, before the engine is ready."""
     deltas: tuple[Ticket, ...] = ()
-    """What to apply to `model`, one after the other, before the engine says it is ready."""
+    """Deltas to apply to `model` in order before the engine is ready."""
     patches: Choice = "auto"
-    """Which changes are made to vLLM."""
+    """Which patches of vLLM are applied."""
     options: dict[str, Any] = {}
     """More of vLLM's engine arguments."""

@@ -4,97 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from slipstream import weights
 from slipstream.config import PlannedConfig
 from slipstream.config.bounds import GIB
 from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
-from slipstream.inference.engine import OnEvent, SupervisedEngine
+from slipstream.inference.engine import OnEvent, RunEngine, SupervisedEngine
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.plan.memory.gpu_shares import place
-from slipstream.orchestrator import rollouts
-from slipstream.records import EngineHealth, ParameterSpec
-from slipstream.weights.bridges.single_copy import SharedWeights
-
-
-class RunEngine(rollouts.Engine, weights.Engine, Protocol):
-    """An engine, or several replicas as one, with the lifetime that a run gives it."""
-
-    @property
-    def sockets(self) -> tuple[str, ...]:
-        """The Unix sockets on which its processes answer, for the whole run."""
-        ...
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Its running processes, without their children."""
-        ...
-
-    @property
-    def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """For each engine, the phases of its start so far: name, and when it began by `time.monotonic`."""
-        ...
-
-    @property
-    def is_up(self) -> bool:
-        """Whether every engine is alive, and none is restarting."""
-        ...
-
-    @property
-    def is_in_memory_only(self) -> bool:
-        """Whether the current weights of one of its engines are in no file."""
-        ...
-
-    @property
-    def each(self) -> Sequence[rollouts.Engine]:
-        """The engines in service, one by one."""
-        ...
-
-    def take_metrics(self) -> dict[str, float]:
-        """Metrics of each replica since the last call, for the step's row; empty with one engine."""
-        ...
-
-    async def joined(self) -> int:
-        """Wait until all its workers run; returns how often workers were replaced. New ones are in no process group."""
-        ...
-
-    def launch(self) -> None:
-        """Start its processes, without waiting."""
-        ...
-
-    async def wait_ready(self) -> EngineHealth:
-        """Wait until it is in service, with a deadline, and return its health."""
-        ...
-
-    async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
-        """Export its live weights for a trainer that trains them in place."""
-        ...
-
-    async def sleep(self, timeout_s: float) -> None:
-        """Free its GPU memory until `wake`."""
-        ...
-
-    async def wake(self, timeout_s: float) -> None:
-        """Allocate its GPU memory again."""
-        ...
-
-    async def stop(self) -> None:
-        """Stop for good."""
-        ...
-
-    def kill(self) -> None:
-        """Kill its processes at once, from any thread and without an event loop."""
-        ...
-
 
 _GRACE_S = 5.0
 

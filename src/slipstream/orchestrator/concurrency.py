@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from slipstream.engine_protocols import Generates
 from slipstream.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -14,19 +15,6 @@ T = TypeVar("T")
 _PATIENCE_S = 15.0
 """How long an engine that is alive may refuse requests: one that is dying takes a moment to end."""
 _PAUSE_S = 0.25
-
-
-class Revivable(Protocol):
-    """An engine that can be started again."""
-
-    @property
-    def num_restarts(self) -> int:
-        """How often it was restarted."""
-        ...
-
-    async def revive(self) -> None:
-        """Restart a dead engine; does nothing when it is alive. Raises when no further restart is allowed."""
-        ...
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -46,7 +34,7 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-async def retry_on_restart(engine: Revivable, attempt: Callable[[], Awaitable[T]]) -> T:
+async def retry_on_restart(engine: Generates, attempt: Callable[[], Awaitable[T]]) -> T:
     """Await `attempt`, again whenever the engine died meanwhile and was restarted.
 
     Raises the engine's own error when it may not be restarted, does not answer within its deadline, or is alive and

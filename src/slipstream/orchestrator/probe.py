@@ -7,25 +7,15 @@ numerics, or an engine that computes with other weights than it reports; the pol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
+from slipstream.engine_protocols import Generates
 from slipstream.errors import EngineError
 from slipstream.orchestrator.concurrency import all_of, retry_on_restart
-from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.records import Sequence as TokenSequence
-
-
-class Probed(Protocol):
-    """An engine, or several as one."""
-
-    @property
-    def each(self) -> Sequence[Engine]:
-        """The engines in service."""
-        ...
 
 
 class Probe:
@@ -33,7 +23,7 @@ class Probe:
 
     def __init__(
         self,
-        engine: Probed,
+        engine: Generates,
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
         *,
@@ -54,7 +44,7 @@ class Probe:
         found = await all_of(self._sample(engine) for engine in self._engine.each)
         return [sequence for sequences in found for sequence in sequences]
 
-    async def _sample(self, engine: Engine) -> list[TokenSequence]:
+    async def _sample(self, engine: Generates) -> list[TokenSequence]:
         completions = await retry_on_restart(engine, lambda: all_of(map(engine.generate, self._requests())))
         sequences: list[TokenSequence] = []
         for prompt, completion in zip(self._prompts, completions, strict=True):

@@ -12,23 +12,16 @@ import itertools
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from slipstream.engine_protocols import Generates
 from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardTimeout, Scorer
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError
-from slipstream.orchestrator.concurrency import Revivable, retry_on_restart
+from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.orchestrator.seeds import seed_of
 from slipstream.patience import Patience
 from slipstream.records import TRAINABLE_OUTCOMES, Completion, GenerateRequest, Outcome, Rollout, SamplingParams, Task
-
-
-class Engine(Revivable, Protocol):
-    """An engine that generates completions."""
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Generate a completion of the request's prompt tokens."""
-        ...
 
 
 class RequestAborted(Exception):
@@ -91,7 +84,7 @@ class RolloutRunner:
         environment: Environment,
         scorer: Scorer,
         tokenizer: Tokenizer,
-        engine: Engine,
+        engine: Generates,
         *,
         request_timeout_s: float,
         run_timeout_s: float = 300.0,

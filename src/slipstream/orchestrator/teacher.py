@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from slipstream.engine_protocols import Generates
 from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.orchestrator.concurrency import retry_on_restart
-from slipstream.orchestrator.rollouts import Engine
 from slipstream.patience import Patience
 from slipstream.records import GenerateRequest, Rollout, SamplingParams
 from slipstream.runlog.redaction import hide_userinfo
@@ -80,7 +80,7 @@ class Teacher:
 class EngineSource:
     """An engine of this run."""
 
-    def __init__(self, engine: Engine, *, temperature: float, timeout_s: float) -> None:
+    def __init__(self, engine: Generates, *, temperature: float, timeout_s: float) -> None:
         self._engine = engine
         # vLLM samples at least one token, which is discarded.
         self._sampling = SamplingParams(max_tokens=1, temperature=temperature)

@@ -1,18 +1,16 @@
-"""The weights' way from trainer to engine: bridges, and the fingerprints that prove each arrival.
+"""Weight transfer from trainer to engine: bridges, and fingerprints that verify every update.
 
-A bridge is a publisher (trainer's side) and a receiver (engine's side), both in one file. The publisher makes a
-version available and describes it in a ticket; the receiver has the engine take it and reports what the
-engine then really holds. `restart` is the oracle: every other bridge must leave the engine answering bit for
-bit as one started on that version does.
+A bridge has a publisher (trainer) and a receiver (engine). The publisher makes a version available and describes it in
+a ticket; the receiver has the engine load it and reports what the engine then holds. `restart` is the reference: after
+any other bridge the engine answers bit for bit as one that was started on the version.
 """
 
-from slipstream.weights.base import Announce, Bridge, Engine, Publisher, Receiver, check_report
+from slipstream.weights.base import Announce, Bridge, Publisher, Receiver, check_report
 from slipstream.weights.bridges.registry import create_adapter_bridge, create_bridge
 
 __all__ = [
     "Announce",
     "Bridge",
-    "Engine",
     "Publisher",
     "Receiver",
     "check_report",

@@ -1,7 +1,7 @@
 """LoRA adapters as folders in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Guarantees: a folder is whole under its name or not there; PEFT loads it, and vLLM one that is not DoRA; an adapter of
-another kind, which would compute something else here, is refused when it is read.
+Guarantees: a folder appears under its name only when it is complete; PEFT loads it, and so does vLLM unless it is DoRA;
+adapters of other kinds, which would compute something else here, are refused when they are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "use_bdlora": (),
 }
-"""Settings of PEFT that change what an adapter computes, and the values under which it is plain LoRA (or empty)."""
+"""PEFT settings that change what an adapter computes, with the values (besides empty ones) of plain LoRA."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class AdapterConfig:
     target_modules: tuple[str, ...]
     base: str
     dora: bool = False
-    """Weight-decomposed (DoRA, arXiv 2402.09353): beside both matrices a length for each row of the weight."""
+    """DoRA (arXiv 2402.09353): beside both matrices a magnitude for each row of the weight."""
     excluded: tuple[str, ...] = ()
-    """Modules in which nothing is a target, whatever its name: an image tower."""
+    """Modules without targets, whatever the names in them (a vision tower)."""
 
     @property
     def scaling(self) -> float:
-        """The product of both matrices is multiplied by this."""
+        """Factor of the product B A."""
         return self.alpha / self.rank
 
 
@@ -70,7 +70,7 @@ def adapter_parameter(module: str, half: Literal["A", "B"]) -> str:
 
 
 def magnitude_parameter(module: str) -> str:
-    """PEFT's name for the lengths of DoRA."""
+    """PEFT's name for the magnitudes of DoRA."""
     return f"{_PREFIX}{module}.lora_magnitude_vector"
 
 
@@ -88,8 +88,8 @@ def write_adapter_folder(
     durable: bool = False,
     spare: Path | None = None,
 ) -> int:
-    """Make `folder` an adapter of these tensors; see `write_model_folder`. `spare`, if it is there, is a file of the
-    same disk that is used up: written over. Returns the bytes of all tensors."""
+    """Make `folder` an adapter of these tensors; see `write_model_folder`. `spare`, if it exists, is a file on the same
+    disk that is moved into the folder and overwritten. Returns the bytes of all tensors."""
     weights = {name: tensor.detach() for name, tensor in named_weights}
     with whole_folder(folder, durable=durable) as temporary:
         content = {
@@ -122,8 +122,8 @@ def write_adapter_folder(
 def folded(
     named_weights: Iterable[tuple[str, Tensor]], scaling: float, kept: dict[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same adapter for a scaling of 1: every B carries the factor itself, in the memory that `kept` has for it from
-    the last time."""
+    """The same adapter with scaling 1: every B is multiplied by `scaling`, into the buffers that `kept` holds from the
+    last call."""
     kept = {} if kept is None else kept
     for name, tensor in named_weights:
         if scaling != 1 and name.endswith(".lora_B.weight"):

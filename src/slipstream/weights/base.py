@@ -1,4 +1,4 @@
-"""The bridge seam."""
+"""Protocols of a weight bridge: `Publisher` (trainer), `Receiver` (engine), and `Bridge`, which is both."""
 
 from __future__ import annotations
 
@@ -8,60 +8,29 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.errors import WeightsError
-from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
+from slipstream.records import ApplyReport, Ticket
 
 NamedWeights = Iterable[tuple[str, Tensor]]
 Announce = Callable[[Ticket], Callable[[], bool] | None]
-"""Tells the receiver of a version; what it returns, if anything, says whether the receiver's part has ended."""
-
-
+"""Tells the receiver that a version is available. What it returns, if anything, says whether the receiver has ended."""
 Fence = Callable[[float], Awaitable[None]]
-"""Has the engine stand still until the next apply, within so many seconds."""
-
-
-class Engine(Protocol):
-    """What a receiver needs of an engine; `inference` provides it."""
-
-    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Load the ticket's files in place and verify them."""
-        ...
-
-    async def fence(self, timeout_s: float) -> None:
-        """Stop computing with the weights, which are about to be written in place, until the next `apply`."""
-        ...
-
-    async def go_on(self, version: Version, timeout_s: float) -> None:
-        """Compute with what was written since the fence, as `version`; what is made of it is given out when `apply` has
-        proved it."""
-        ...
-
-    async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Compare the live weights with the ticket."""
-        ...
-
-    async def held(self) -> Version | None:
-        """The version that it has verified and is serving; None when there is none."""
-        ...
-
-    async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
-        """Start anew on a model folder; returns once the loaded weights are verified."""
-        ...
+"""Pauses the engine until the next `apply`; the argument is a timeout in seconds."""
 
 
 class Publisher(Protocol):
-    """The trainer's half."""
+    """The trainer's half of a bridge."""
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
-        """Make the weights of `step` available; `announce` is called as soon as the receiver may begin."""
+        """Make the weights of `step` available; calls `announce` as soon as the receiver may begin."""
         ...
 
     def close(self) -> None:
-        """Give up what the bridge holds outside the run folder."""
+        """Free what the bridge holds outside the run folder."""
         ...
 
 
 class Receiver(Protocol):
-    """The engine's half."""
+    """The engine's half of a bridge: the engine itself (`TakesWeights`), except for `restart`."""
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """Have the engine take the version; the caller checks the report."""
@@ -69,11 +38,11 @@ class Receiver(Protocol):
 
 
 class Bridge(Protocol):
-    """Both halves, and what they need of the run."""
+    """A way of the weights from trainer to engine."""
 
     @property
     def name(self) -> str:
-        """What `weights.bridge` calls it."""
+        """Its name in the setting `weights.bridge`."""
         ...
 
     @property
@@ -88,7 +57,7 @@ class Bridge(Protocol):
 
     @property
     def fence(self) -> Fence | None:
-        """To be called before the optimizer writes the live weights; None where the engine has its own."""
+        """To be called before the optimizer writes the live weights; None where the engine has a copy of its own."""
         ...
 
 

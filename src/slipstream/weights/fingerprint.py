@@ -1,85 +1,31 @@
-"""Fingerprints: a digest of every parameter that adds up over shards and fused slices.
+"""Fingerprints: a 64-bit digest of every parameter that adds up over shards and fused slices.
 
-The fingerprint of a tensor is the sum over its elements of `mix(index in the whole tensor, bits)` modulo
-2^64. A sum does not care where its terms are computed, so a rank that holds rows 100 to 200, or an engine
-that keeps q, k and v in one fused matrix, computes its share where the data lies and the shares add up.
-`mix` gives 32 bits: the upper half of the index's golden-ratio multiple (Fibonacci hashing; Knuth, TAOCP 3,
-6.4), xored with an odd multiple of the bits, through `lowbias32` (Wellons, "Prospecting for hash functions",
-2018). Each step can be undone, so that another value of up to 32 bits at one place always has another term;
-moving a value by less than 2,971,215,073 places (a Fibonacci number) changes its term as a random draw
-would. Arithmetic of 32 bits is what GPUs are fast at: with SplitMix64 the kernel took four times as long as
-it takes to read the memory.
+The fingerprint of a tensor is the sum over its elements of `mix(index in the whole tensor, bits)` modulo 2^64. As a sum
+it can be computed where the data lies, by a rank that holds rows 100 to 200 or an engine that keeps q, k and v in one
+fused matrix, and the shares are added. `mix` gives 32 bits: the upper half of the index's golden-ratio multiple
+(Fibonacci hashing; Knuth, TAOCP 3, 6.4), xored with an odd multiple of the bits, through `lowbias32` (Wellons,
+"Prospecting for hash functions", 2018). Each step is invertible, so that another value of up to 32 bits at one index
+always changes the term; moving a value by less than 2,971,215,073 places (a Fibonacci number) changes it as a random
+draw would. GPUs are fast at 32-bit arithmetic: with SplitMix64 the kernel took four times as long as reading the
+memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from slipstream.records import ParameterSpec
+from slipstream.weights.fingerprint_torch import MASK, Slice, fingerprint
 from slipstream.weights.shards import ShardedWeights
-
-_MASK = (1 << 64) - 1
-_CHUNK = 1 << 17
-"""Elements handled at once: the temporaries stay in a CPU's cache."""
-
-
-def _signed(value: int, bits: int) -> int:
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
-GOLDEN = _signed(0x9E3779B97F4A7C15, 64)
-LOW, HIGH = _signed(0xC2B2AE3D, 32), _signed(0x27D4EB2F, 32)
-"""What an element's lower 32 bits, and those above them, are multiplied with."""
-MIX_1, MIX_2 = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """The elements in a row, as integers of the same bits: a view where `tensor` is contiguous."""
-    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).reshape(-1)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's shift of int32 copies the sign."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
-
-
-def _mix(index: Tensor, bits: Tensor) -> int:
-    """The sum of the elements' terms."""
-    x = bits.to(torch.int32) * LOW
-    if bits.dtype == torch.int64:
-        x ^= _shift_right(x, 15)
-        x += (bits >> 32).to(torch.int32) * HIGH
-    x ^= (((index + 1) * GOLDEN) >> 32).to(torch.int32)
-    x ^= _shift_right(x, 16)
-    x *= MIX_1
-    x ^= _shift_right(x, 15)
-    x *= MIX_2
-    x ^= _shift_right(x, 16)
-    # Each is a number of 32 bits without a sign.
-    return int(x.sum(dtype=torch.int64)) + (int((x < 0).sum()) << 32)
-
-
-class Slice(NamedTuple):
-    """Some elements of a parameter, where they lie."""
-
-    tensor: Tensor
-    offset: int = 0
-    strides: tuple[int, ...] | None = None
-    """Where the elements of `tensor`, seen with shape `sizes`, belong in the flattened parameter: at `offset` and by
-    `strides`, in elements. Left out, `tensor` is the whole parameter."""
-    sizes: tuple[int, ...] | None = None
 
 
 def fingerprints(slices: Sequence[Slice]) -> list[int]:
     """Share of each slice in the fingerprint of its parameter, an integer in [0, 2^64).
 
-    On a GPU one kernel reads all of them and the CPU waits once.
+    On a GPU one kernel reads all slices, with one synchronization.
     """
     results = [0] * len(slices)
     on_gpu: list[int] = []
@@ -93,50 +39,13 @@ def fingerprints(slices: Sequence[Slice]) -> list[int]:
 
         values = fingerprint_triton.fingerprints([slices[number] for number in on_gpu])
         for number, value in zip(on_gpu, values, strict=True):
-            results[number] = value & _MASK
+            results[number] = value & MASK
     return results
-
-
-def fingerprint(
-    tensor: Tensor, offset: int = 0, strides: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
-) -> int:
-    """Share of `tensor` in the fingerprint of the whole tensor it belongs to, an integer in [0, 2^64).
-
-    `offset` and `strides` place the elements of `tensor` (seen with shape `sizes`) in the flattened whole;
-    left out, `tensor` is the whole. Works on any device, in torch's own operations.
-    """
-    if tensor.numel() == 0:
-        return 0
-    bits = bits_of(tensor)
-    sizes = tuple(tensor.shape) if sizes is None else sizes
-    total = 0
-    if strides is None or _is_contiguous(sizes, strides):
-        for start in range(0, bits.numel(), _CHUNK):
-            part = bits[start : start + _CHUNK]
-            index = torch.arange(offset + start, offset + start + part.numel(), device=bits.device)
-            total += _mix(index, part)
-        return total & _MASK
-    index = torch.full((1,), offset, dtype=torch.int64, device=bits.device)
-    for size, stride in zip(sizes, strides, strict=True):
-        index = (index[:, None] + torch.arange(size, device=bits.device) * stride).reshape(-1)
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK]
-        total += _mix(index[start : start + part.numel()], part)
-    return total & _MASK
-
-
-def _is_contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def as_hex(value: int) -> str:
     """Sixteen hexadecimal digits."""
-    return f"{value & _MASK:016x}"
+    return f"{value & MASK:016x}"
 
 
 def describe(named_weights: Iterable[tuple[str, Tensor]]) -> tuple[ParameterSpec, ...]:

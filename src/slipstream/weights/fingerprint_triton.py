@@ -1,4 +1,4 @@
-"""Fingerprints on a GPU: `fingerprint._mix` as one kernel over all slices.
+"""Fingerprints on a GPU: `fingerprint_torch._mix` as one Triton kernel over all slices.
 
 Imported only where there is a CUDA device; Triton comes with torch there.
 """
@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.weights.fingerprint import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
+from slipstream.weights.fingerprint_torch import GOLDEN, HIGH, LOW, MIX_1, MIX_2, Slice, fingerprint
 
 # Nothing here is typed, and on a machine without a GPU a type checker does not find it.
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
 _BLOCK = 32_768
-"""Elements of a slice that one program sums."""
+"""Elements of a slice for each program."""
 _STEP = 1_024
 _MAX_TABLES = 8
-"""Layouts that are kept: the model's, of two adapters, and of what a user asks for."""
+"""Cached layouts: the model's, those of two adapters, and of a user's call."""
 _INTEGERS: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-# As the kernel may read them.
+# In the form that the kernel may read.
 _GOLDEN, _LOW, _HIGH, _MIX_1, _MIX_2 = (tl.constexpr(number) for number in (GOLDEN, LOW, HIGH, MIX_1, MIX_2))
 
 
 @triton.jit
 def _terms(mixed, bits, is_wide: tl.constexpr):  # noqa: ANN001, ANN202 # pyright: ignore
-    """`fingerprint._mix` of each element, whose mixed index it takes: 32 bits without a sign, as 64."""
+    """`fingerprint_torch._mix` of each element, given its mixed index: unsigned 32 bits, in 64."""
     x = bits.to(tl.int32) * _LOW
     if is_wide:
         x = x ^ (x.to(tl.uint32) >> 15).to(tl.int32)
@@ -72,7 +72,7 @@ def _kernel(
     total = tl.zeros((step,), dtype=tl.int64)
     left = count - first
     if (inner >= count) & (left >= block_size) & (is_aligned > 0):
-        # Nearly all of a model: whole blocks, which are read by sixteen bytes.
+        # Nearly all of a model: full blocks, read in 16-byte loads.
         whole = tl.multiple_of(memory + first, 16)
         for start in range(0, block_size, step):
             bits = tl.load(whole + start + lanes)
@@ -91,7 +91,7 @@ def _kernel(
 
 
 class _Table(NamedTuple):
-    """What the kernel reads of slices of one element size, on their GPU."""
+    """The kernel's arguments for slices of one element size, on their GPU."""
 
     numbers: tuple[int, ...]
     """Which slices these are."""
@@ -113,8 +113,8 @@ class _Table(NamedTuple):
 
 
 _tables: OrderedDict[tuple[Any, ...], list[_Table]] = OrderedDict()
-"""Of the layouts that were asked for last. A table says where elements lie and where they belong, not what they are: it
-is right for whatever lies there."""
+"""By layout, in the order of use. A table holds addresses and indices, not values, so it stays valid when these
+change."""
 
 
 def fingerprints(slices: Sequence[Slice]) -> list[int]:
@@ -139,7 +139,7 @@ def fingerprints(slices: Sequence[Slice]) -> list[int]:
         for table, values in zip(tables, sums, strict=True):
             for number, value in zip(table.numbers, values.tolist(), strict=True):
                 results[number] = value
-        del kept  # until here the kernel has read them
+        del kept  # alive until the kernel has read them
     return results
 
 

@@ -1,4 +1,5 @@
-"""Deployable model folders: a Hugging Face folder of one safetensors file, whole under its name or not there."""
+"""Deployable Hugging Face model folders of one safetensors file, and safetensors files written and read in one
+piece."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _STORED_TOO = {
 }
 _CHUNK_BYTES = 64 << 20
 _TORCH_CANNOT_WRITE = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
-"""What `torch.save` says when its file takes no more."""
+"""Parts of `torch.save`'s errors when a disk is full."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -46,7 +47,7 @@ def write_model_folder(
     what is in it, is for its owner alone, appears when it is complete, and replaces one of the same name.
     `durable`: it is on the disk (fsync) when this returns. Returns the bytes of all tensors.
     """
-    # What is gathered from several GPUs must not come together on one.
+    # Tensors gathered from several GPUs must not all be on one.
     gathers = isinstance(named_weights, ShardedWeights)
     weights = {name: (t.detach().cpu() if gathers else t.detach()).contiguous() for name, t in named_weights}
     with whole_folder(folder, durable=durable) as temporary:
@@ -58,8 +59,7 @@ def write_model_folder(
 
 @contextmanager
 def whole_folder(folder: Path, *, durable: bool) -> Generator[Path]:
-    """A folder to fill that gets the name `folder`, and replaces one of that name, when it is complete; nothing of it
-    is left when it cannot be."""
+    """A temporary folder to fill, renamed to `folder` at the end of the block; removed when the block raises."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     with told_of_the_disk(folder, temporary):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -92,8 +92,8 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
 
 
 def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
-    """A safetensors file of these, over the one that is there, if any. From a GPU they are waited for together: one by
-    one, as `save_file` takes them, some hundred small ones need many times as long."""
+    """Write a safetensors file, over an existing one. All copies from a GPU are waited for together: `save_file` waits
+    for each, which takes many times as long for some hundred small tensors."""
     text, order, num_bytes = _header(named_weights)
     on_gpu = any(tensor.is_cuda for tensor in named_weights.values())
     numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
@@ -112,9 +112,9 @@ def write_tensors(path: Path, named_weights: Mapping[str, Tensor]) -> None:
 
 
 def stream_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool = False) -> None:
-    """A new safetensors file of these, each from where it lies, so that no second copy of all comes together in memory,
-    and other threads go on meanwhile. `durable`: on the disk (fsync) when this returns, and so little at a time that
-    nobody else who writes has to wait for all of it."""
+    """Write a new safetensors file tensor by tensor, so that memory never holds a second copy of all, and other threads
+    run meanwhile. `durable`: on the disk (fsync) when this returns, in chunks, so that other writers need not wait for
+    all of it."""
     text, order, _ = _header(tensors)
     with path.open("xb") as file:
         file.write(text)
@@ -132,7 +132,7 @@ def stream_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool =
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str], int]:
-    """How a safetensors file of these begins, in which order their numbers follow, and how many bytes those are."""
+    """The header of a safetensors file, the names in the order of their data, and the bytes of all data."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     types, header, end = _STORED | _STORED_TOO, cast("dict[str, object]", {"__metadata__": {"format": "pt"}}), 0
     for name in order:
@@ -140,14 +140,13 @@ def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str], int]:
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": types[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     return len(text).to_bytes(8, "little") + text, order, end
 
 
 def read_tensors(path: Path, *, pinned: bool = False) -> dict[str, Tensor] | None:
-    """Every tensor of a safetensors file, as views of one stretch of memory, page-locked if `pinned`, into which it is
-    read at once; None when it has tensors of other types than are written here. Raises ValueError for what is no such
-    file."""
+    """Every tensor of a safetensors file, as views of one buffer (page-locked if `pinned`) that is read at once; None
+    when it has dtypes other than floats. Raises ValueError for an incomplete file."""
     with path.open("rb", buffering=0) as file:
         length = int.from_bytes(file.read(8), "little")
         num_bytes = path.stat().st_size - 8 - length
@@ -175,8 +174,8 @@ def read_tensors(path: Path, *, pinned: bool = False) -> dict[str, Tensor] | Non
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model in `folder`: those that its index names, else `model.safetensors`,
-    else all. What lies beside them holds the same tensors once more, under other names (`consolidated.safetensors`)."""
+    """The safetensors files of the model in `folder`: those in its index, else `model.safetensors`, else all. Others
+    beside them (`consolidated.safetensors`) hold the same tensors under other names."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -185,8 +184,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def links_to_one_model(model: Path, folder: Path) -> Path:
-    """`model`, or where it has more weights than `weight_files`, a new `folder` of links to all but those: vLLM takes
-    `consolidated.safetensors`, and its names, before the files of transformers."""
+    """`model` itself, or, where it holds safetensors files beside `weight_files`, a new `folder` of links to all other
+    files: vLLM prefers `consolidated.safetensors`, with its names, to the files of transformers."""
     more = set(model.glob("*.safetensors")) - set(weight_files(model)) if model.is_dir() else set()
     if not more:
         return model

@@ -1,9 +1,10 @@
-"""Tensors of which every process has some rows or columns: gathered one after another, and proved where they lie.
+"""Tensors sharded over processes: all-gathered or gathered tensor by tensor, with fingerprints computed from the
+shards.
 
-Both are dealt as `torch.chunk` and FSDP2 deal them: the first processes have equally many, the last ones the rest, or
-none. Small tensors come together, in bunches: a message, and what is done for it, costs as much as megabytes do.
-Guarantees: the next bunch is on its way while one is used, and of no more than these two there are whole tensors, of
-the first twice; a fingerprint is added up from shares, so that nothing is gathered for it.
+Rows or columns are dealt out as by `torch.chunk` and FSDP2: the first processes have equally many, the last ones the
+rest, or none. Small tensors share one message (a bunch), as a message costs as much as megabytes do. Guarantees: the
+next bunch travels while one is used, and only these two exist as whole tensors (the first twice); fingerprints need no
+gather.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shard:
-    """One process's part of a tensor."""
+    """One process's shard of a tensor."""
 
     name: str
     part: Tensor
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     dim: int | None = 0
-    """Along which it is dealt out: 0 for rows, 1 for columns. None: every process has all of it."""
+    """The sharded dimension: 0 for rows, 1 for columns. None: replicated."""
 
     def spec(self, fingerprint: str) -> ParameterSpec:
-        """What the whole is."""
+        """The spec of the whole tensor."""
         return ParameterSpec(self.name, self.shape, str(self.part.dtype).removeprefix("torch."), fingerprint)
 
 
 def dealt(num: int, rank: int, size: int) -> range:
-    """Which of `num` rows or columns the process `rank` of `size` has."""
+    """The range of `num` rows or columns that process `rank` of `size` holds."""
     each = -(-num // size)
     return range(min(num, rank * each), min(num, (rank + 1) * each))
 
 
 def part_of(whole: Tensor, dim: int | None, rank: int, size: int) -> Tensor:
-    """What the process `rank` has of it, as a view."""
+    """The shard of process `rank`, as a view."""
     if dim is None:
         return whole
     own = dealt(whole.shape[dim], rank, size)
@@ -53,7 +54,7 @@ def part_of(whole: Tensor, dim: int | None, rank: int, size: int) -> Tensor:
 
 
 def place_of(shard: Shard, rank: int, size: int) -> tuple[int, tuple[int, ...]]:
-    """Where the part of `rank` begins in the flattened whole, and by which strides its elements lie there."""
+    """Offset of the shard of `rank` in the flattened whole, and the strides of its elements there."""
     strides = tuple(math.prod(shard.shape[place + 1 :]) for place in range(len(shard.shape)))
     if shard.dim is None:
         return 0, strides
@@ -64,9 +65,8 @@ def place_of(shard: Shard, rank: int, size: int) -> tuple[int, tuple[int, ...]]:
 def gathered(
     shards: Iterable[Shard], rank: int, size: int, group: ProcessGroup | None = None, *, bunch_bytes: int = 128 << 20
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors, one after another, in the process of rank 0; nothing in the others, which take part. A
-    collective: whoever stops early makes the others wait, so the rest is gathered and dropped then. Those below
-    `bunch_bytes` share a message."""
+    """Gather the whole tensors to rank 0, one after another; other ranks take part and yield nothing. A collective: a
+    consumer that stops early still gathers, and drops, the rest. Tensors below `bunch_bytes` share a message."""
     coming: _Gathering | None = None
     bunches = _bunches(shards, size, bunch_bytes)
     try:
@@ -89,8 +89,8 @@ def gathered(
 def gathered_everywhere(
     shards: Iterable[Shard], size: int, group: ProcessGroup | None = None, *, bunch_bytes: int = 64 << 20
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors, one after another, in every process; all of them must be dealt out. A collective, to be gone
-    through to its end; those below `bunch_bytes` share a message."""
+    """All-gather the whole tensors, one after another, in every process; all must be sharded. A collective that must be
+    consumed to its end. Tensors below `bunch_bytes` share a message."""
     distributed: Any = torch.distributed
     for bunch in _bunches(shards, size, bunch_bytes):
         sent = bunch.flat()
@@ -101,18 +101,18 @@ def gathered_everywhere(
 
 @dataclass(frozen=True)
 class _Bunch:
-    """Tensors of one type that come together, in their order."""
+    """Tensors of one dtype that share a message, in their order."""
 
     shards: list[Shard]
     parts: list[Tensor]
-    """Of those that are dealt out, as `_even` makes them."""
+    """The padded shards of the sharded ones (`_even`)."""
 
     def flat(self) -> Tensor:
-        """What this process sends, in one piece."""
+        """This process's message."""
         return self.parts[0].reshape(-1) if len(self.parts) == 1 else torch.cat([p.reshape(-1) for p in self.parts])
 
     def wholes(self, came: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """All of them, from what each process sent as a row of `came`."""
+        """The whole tensors, from the messages of all processes, the rows of `came`."""
         coming = zip(self.parts, self._apart(came), strict=True)
         for shard in self.shards:
             if (dim := shard.dim) is None:
@@ -123,7 +123,7 @@ class _Bunch:
             yield shard.name, whole.movedim(0, dim) if dim else whole
 
     def _apart(self, came: Tensor) -> Sequence[Tensor]:
-        """Each tensor's elements in one piece; with few kernels for all of them."""
+        """Each tensor's elements in one piece, with few kernels for all of them."""
         if len(self.parts) < 2:
             return [came.view(-1)]
         size, lengths = len(came), [part.numel() for part in self.parts]
@@ -135,7 +135,7 @@ class _Bunch:
 
 
 def _bunches(shards: Iterable[Shard], size: int, most: int) -> Iterator[_Bunch]:
-    """What comes together: as much as `most` bytes of one type, and more only where one tensor has more."""
+    """Tensors in bunches of one dtype and at most `most` bytes, or of one larger tensor."""
     bunch = _Bunch([], [])
     num_bytes = 0
     most //= size  # each process sends its share
@@ -155,7 +155,7 @@ def _bunches(shards: Iterable[Shard], size: int, most: int) -> Iterator[_Bunch]:
 
 
 def _even(shard: Shard, size: int) -> Tensor:
-    """The part as it is sent: the dimension that is dealt out in front, and as long in every process."""
+    """The shard as it is sent: the sharded dimension first, padded to the same length in every process."""
     dim = shard.dim or 0
     each = len(dealt(shard.shape[dim], 0, size))
     part = shard.part.detach()
@@ -165,7 +165,7 @@ def _even(shard: Shard, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Tensors on their way to rank 0."""
+    """A running gather to rank 0."""
 
     bunch: _Bunch
     work: Any
@@ -175,7 +175,7 @@ class _Gathering:
 
     @classmethod
     def of(cls, bunch: _Bunch, rank: int, size: int, group: ProcessGroup | None) -> _Gathering:
-        """Begin."""
+        """Start it."""
         if not bunch.parts:
             return cls(bunch, None, None, torch.empty(0) if rank == 0 else None)
         distributed: Any = torch.distributed
@@ -185,12 +185,12 @@ class _Gathering:
         return cls(bunch, work, sent, came)
 
     def drop(self) -> None:
-        """Wait until the tensors have come; on a GPU what is queued from then on waits."""
+        """Wait for the gather; on a GPU the current stream waits."""
         if self.work is not None:
             self.work.wait()
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """`drop`, and in rank 0 the whole tensors, each in one piece."""
+        """Wait, and in rank 0 yield the whole tensors, contiguous."""
         self.drop()
         if self.came is not None:
             for name, whole in self.bunch.wholes(self.came):
@@ -198,7 +198,7 @@ class _Gathering:
 
 
 class ShardedWeights:
-    """A version's weights, of which every process has a share; whoever goes through them gathers them."""
+    """Sharded weights of a version; every iteration gathers them."""
 
     def __init__(
         self, gather: Callable[[], Iterator[tuple[str, Tensor]]], describe: Callable[[], tuple[ParameterSpec, ...]]
@@ -210,10 +210,10 @@ class ShardedWeights:
         return self._gather()
 
     def describe(self) -> tuple[ParameterSpec, ...]:
-        """Names, shapes and fingerprints in the order of the tensors; nothing is gathered for it."""
+        """Names, shapes and fingerprints in the order of the tensors, without a gather of them."""
         return self._describe()
 
 
 def held(weights: Iterable[tuple[str, Tensor]]) -> ShardedWeights | Sequence[tuple[str, Tensor]]:
-    """What can be gone through several times: the weights as a list, or as they are where each way gathers them."""
+    """Weights that can be iterated several times: a list, or the sharded weights themselves."""
     return weights if isinstance(weights, ShardedWeights) else list(weights)

@@ -1,6 +1,7 @@
-"""What runs inside vLLM: patches, the weight receiver and our server around the engine.
+"""The vLLM plugin: patches, the workers' weight receiver, and the server around the engine.
 
-`register` is the entry point that vLLM calls in each of its processes. Outside a Slipstream engine it does nothing.
+vLLM calls `register` (entry point `vllm.general_plugins`) in each of its processes. Outside of a Slipstream engine it
+does nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ ENGINE_VARIABLE = "SLIPSTREAM_ENGINE"
 
 
 def register() -> None:
-    """Apply our patches and tie this process's life to its parent's; called by vLLM."""
+    """Apply the patches, and end this process with its parent; called by vLLM."""
     if not os.environ.get(ENGINE_VARIABLE):
         return
     from slipstream.inference.plugin import lifeline, start_marks

@@ -1,4 +1,4 @@
-"""From our settings and requests to vLLM's own arguments."""
+"""Converts engine settings and requests to vLLM's engine arguments, prompts and `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from slipstream.inference.settings import EngineSettings
 from slipstream.records import GenerateRequest
 
 _CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Tokens of the steps that CUDA graphs are captured for: vLLM's own sizes are 51 up to 512, and each takes a tenth of a
-second at every start. A step of another size is padded to the next."""
+"""Batch sizes, in tokens, for which CUDA graphs are captured; a step of another size is padded to the next. vLLM's own
+list has 51 sizes up to 512, and each takes a tenth of a second at every start."""
 _CAPTURE_STEP = 64
-"""Beyond them, where vLLM would capture nothing."""
+"""Distance of the sizes above 512, where vLLM captures none."""
 _FP32_HEAD = {"head_dtype": "float32"}
-"""How vLLM 0.26 to 0.32 are told; whether they do it is seen in the loaded model (`worker.slipstream_describe`)."""
+"""The override of vLLM 0.26 to 0.32; `WorkerExtension.slipstream_describe` checks it in the loaded model."""
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """vLLM's engine arguments for our settings; `settings.options` has the last word."""
+    """vLLM's engine arguments for these settings; `settings.options` overrides them."""
     lora: dict[str, Any] = {}
     if settings.lora_rank is not None:
         from vllm.config.lora import MaxLoRARanks
 
         lora = {
             "enable_lora": True,
-            # One for requests that come, one for those that are still running with the version before.
+            # The current version, and the one before, with which running requests go on.
             "max_loras": 2,
             "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= settings.lora_rank),
             "lora_target_modules": list(settings.lora_target_modules),
@@ -51,22 +51,22 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "worker_extension_cls": "slipstream.inference.plugin.weights.receiver.WorkerExtension",
         **lora,
-        **_captured(settings),
+        **_capture_sizes(settings),
         **settings.options,
-        **_of_model(settings),
+        **_model_overrides(settings),
     }
 
 
-def _of_model(settings: EngineSettings) -> dict[str, Any]:
-    """Changes to the model's configuration, after those of `settings.options`."""
+def _model_overrides(settings: EngineSettings) -> dict[str, Any]:
+    """`hf_overrides`: ours, with those of `settings.options`."""
     asked = settings.options.get("hf_overrides", {})
     overrides = {**_position_scaling(Path(settings.model)), **asked, **(_FP32_HEAD if settings.fp32_head else {})}
     return {"hf_overrides": overrides} if overrides else {}
 
 
 def _position_scaling(folder: Path) -> dict[str, Any]:
-    """The scaling of queries by their position (Ministral 3), where vLLM looks for it: the files of Hugging Face have
-    another place for it, and without it vLLM computes these models without it."""
+    """Llama 4's scaling of queries by position (Ministral 3), moved from `rope_parameters`, where transformers has it,
+    to where vLLM reads it; otherwise vLLM computes these models without it."""
     if not (folder / "config.json").is_file():
         return {}
     whole = json.loads((folder / "config.json").read_text())
@@ -79,8 +79,8 @@ def _position_scaling(folder: Path) -> dict[str, Any]:
     return found if part is whole else {"text_config": found}
 
 
-def _captured(settings: EngineSettings) -> dict[str, Any]:
-    """CUDA graphs up to the most sequences that run at once, and for as many tokens again, of prompts beside them."""
+def _capture_sizes(settings: EngineSettings) -> dict[str, Any]:
+    """CUDA graphs for up to twice `max_num_seqs` tokens, as steps hold prefills too; above 512 for `max_num_seqs`."""
     largest = settings.max_num_seqs
     own = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     if settings.enforce_eager or own & settings.options.keys():
@@ -92,8 +92,8 @@ def _captured(settings: EngineSettings) -> dict[str, Any]:
 
 
 def checked_head(head_dtypes: list[list[str]]) -> str:
-    """The name by which an engine reports its float32 head. Raises RuntimeError when a worker's logits, of these types,
-    are of another."""
+    """The name by which an engine reports its float32 LM head. Raises RuntimeError unless the logits of every worker
+    have that dtype; `head_dtypes` are those found in each."""
     if any(found != ["float32"] for found in head_dtypes):
         found = ", ".join(sorted({name for each in head_dtypes for name in each})) or "unknown"
         raise RuntimeError(
@@ -104,7 +104,7 @@ def checked_head(head_dtypes: list[list[str]]) -> str:
 
 
 def prompt_arguments(request: GenerateRequest) -> dict[str, Any]:
-    """vLLM's prompt for a request of ours. Raises ValueError for what is no image."""
+    """vLLM's prompt for a request. Raises ValueError when an image cannot be read."""
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
     if request.images:
         from PIL import Image
@@ -118,7 +118,7 @@ def prompt_arguments(request: GenerateRequest) -> dict[str, Any]:
 
 
 def sampling_arguments(request: GenerateRequest) -> Any:
-    """vLLM's sampling parameters for a request of ours."""
+    """vLLM's `SamplingParams` for a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -133,7 +133,7 @@ def sampling_arguments(request: GenerateRequest) -> Any:
         stop=list(s.stop) or None,
         stop_token_ids=list(s.stop_token_ids) or None,
         logprobs=0,
-        flat_logprobs=not request.scores_prompt,  # the prompt's would be laid out otherwise
+        flat_logprobs=not request.scores_prompt,  # prompt log-probabilities would be flat too
         prompt_logprobs=0 if request.scores_prompt else None,
         detokenize=bool(s.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

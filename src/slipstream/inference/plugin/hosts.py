@@ -1,8 +1,8 @@
-"""The two ways to host vLLM's engine in our server, behind one small face.
+"""Hosts of vLLM's engine inside the engine's process: `InProcessHost` (`LLMEngine`) and `AsyncHost` (`AsyncLLM`).
 
-`InProcessHost` (CPU, one worker): engine core, worker and server share one process, and a thread of ours makes
-the steps. vLLM as shipped starts three processes, each importing everything again; on two cores that is most of
-the start-up time, and every token crosses two process boundaries. Calls to the worker run between two steps.
+`InProcessHost` (CPU, one worker): engine core, worker and server share one process, and a thread of ours calls
+`LLMEngine.step`. vLLM as shipped starts three processes, each of which imports everything again; on two cores that is
+most of the start-up time, and every token crosses two process boundaries. RPCs to the worker run between two steps.
 
 `AsyncHost` (GPU, or several workers): vLLM's own `AsyncLLM`, whose engine core has a process to itself.
 """
@@ -21,33 +21,34 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.inference.plugin.patches import delivery
+from slipstream.inference.plugin.patches.undelivered import ReceivedTokens, token_counts
 from slipstream.inference.plugin.token_clock import TokenClock
 from slipstream.inference.plugin.version_labels import Spans, TokenLabels
 
-_TURNS = 64
-"""Turns of the event loop in which vLLM surely works off one step's outputs, of 128 requests or more in each, and
-whoever waits for a request that has ended has its turn."""
-_TOLD_S = 30.0
-_NOT_TOLD = "the engine core and the server count other tokens of requests that stand still:"
+_LOOP_TURNS = 64
+"""Turns of the event loop within which vLLM processes one step's outputs (128 requests or more in each turn) and the
+callers of finished requests run."""
+_FLUSH_S = 30.0
+_MISSING_TOKENS = "the engine core and the server count other tokens of requests that stand still:"
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """A LoRA adapter under the name and number that vLLM knows it by; neither is ever used again for another."""
+    """A LoRA adapter with vLLM's name and integer id for it; neither is ever reused."""
 
     name: str
     id: int
     path: str
 
     def request(self) -> Any:
-        """vLLM's own record of it."""
+        """vLLM's `LoRARequest` of it."""
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(self.name, self.id, self.path)
 
 
 class Host(Protocol):
-    """What the server needs of an engine."""
+    """vLLM's engine, as `EngineServer` needs it."""
 
     async def generate(
         self,
@@ -57,25 +58,25 @@ class Host(Protocol):
         adapter: LoadedAdapter | None = None,
         is_urgent: bool = False,
     ) -> tuple[Any, Spans]:
-        """The finished request output, and which version made which of its tokens, if that is known; cancelling the
-        call aborts the request inside the engine."""
+        """The finished `RequestOutput`, and its version spans if they are known. Cancelling the call aborts the request
+        inside vLLM."""
         ...
 
     async def rpc(self, method: str, *args: str) -> list[str]:
-        """Call a worker method in every worker, between two steps."""
+        """Call a method of every worker between two steps; one JSON text from each."""
         ...
 
     @property
     def clock(self) -> TokenClock:
-        """When tokens come."""
+        """Ticks with every step that brings tokens."""
         ...
 
     async def pause(self) -> None:
-        """Make no step until `resume`; running requests wait where they are."""
+        """Make no step until `resume`; running requests keep their state, and all sampled tokens are received."""
         ...
 
     async def resume(self) -> None:
-        """Go on."""
+        """Make steps again."""
         ...
 
     async def num_tokens(self) -> dict[str, int]:
@@ -83,25 +84,25 @@ class Host(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, also those of running requests, which are computed anew from their tokens when
-        they go on; False when vLLM refused."""
+        """Free all KV cache blocks, also those of running requests, which vLLM recomputes from their tokens after
+        `resume`; False when vLLM refused."""
         ...
 
     async def reset_encoder_cache(self) -> None:
-        """Forget what a tower made of images, which vLLM keeps by their contents alone. The engine stands still, and no
-        running request is in the middle of its prompt."""
+        """Drop the vision encoder's outputs, which vLLM caches by image content alone. Steps are paused, and no running
+        request is in its prefill."""
         ...
 
     async def set_version(self, name: str) -> None:
-        """Tokens from now on are made by the version called `name`."""
+        """Label the tokens sampled from here on with the version `name`. Steps are paused."""
         ...
 
     async def sleep(self) -> None:
-        """Free weights and KV cache; the weights wait in the CPU's memory. No request is running."""
+        """Free the GPU memory of weights and KV cache; the weights move to the CPU's memory. No request is running."""
         ...
 
     async def wake(self) -> None:
-        """Take them back, with an empty cache."""
+        """Take the memory back, with an empty KV cache."""
         ...
 
     async def load_adapter(self, adapter: LoadedAdapter) -> bool:
@@ -109,21 +110,21 @@ class Host(Protocol):
         ...
 
     async def remove_adapter(self, adapter: LoadedAdapter) -> None:
-        """Forget it."""
+        """Unload a LoRA adapter."""
         ...
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine can never answer again."""
+        """Whether vLLM has failed for good."""
         ...
 
     def shutdown(self) -> None:
-        """Free what the engine holds."""
+        """Stop vLLM and free what it holds."""
         ...
 
 
 class InProcessHost:
-    """Steps an `LLMEngine` in a thread; all calls into the engine happen in that thread."""
+    """Steps vLLM's `LLMEngine` in a thread of its own, in which all calls of it happen."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -151,7 +152,7 @@ class InProcessHost:
             while True:
                 busy = self._engine.has_unfinished_requests() and not self._paused
                 with contextlib.suppress(queue.Empty):
-                    # Block only while there is nothing to step; otherwise take what has come in meanwhile.
+                    # Block only while there is nothing to step.
                     while True:
                         command = self._commands.get(block=not busy)
                         if command is None:
@@ -179,7 +180,7 @@ class InProcessHost:
         future: Future[Any] = Future()
 
         def command() -> None:
-            # From here on nobody can cancel it, and a result for what was cancelled would be an error of its own.
+            # A future that was cancelled takes no result; from here on it cannot be.
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -243,12 +244,12 @@ class InProcessHost:
     def _stop_stepping(self) -> None:
         self._paused = True
         core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self.clock.is_deaf = True
+        self.clock.ignores_tokens = True
         self._engine.output_processor.process_outputs(delivery.flush(core))
-        self.clock.is_deaf = False
-        told = delivery.Told(self._engine.output_processor)
-        if missing := told.missing(delivery.counts(core)):
-            raise RuntimeError(f"{_NOT_TOLD} {missing}")
+        self.clock.ignores_tokens = False
+        received = ReceivedTokens(self._engine.output_processor)
+        if missing := received.missing(token_counts(core)):
+            raise RuntimeError(f"{_MISSING_TOKENS} {missing}")
 
     async def resume(self) -> None:
         """See `Host`."""
@@ -290,7 +291,7 @@ class InProcessHost:
         await asyncio.wrap_future(self._submit(lambda: self._engine.remove_lora(adapter.id)))
 
     def shutdown(self) -> None:
-        """Stop stepping, and remove the file at which vLLM's workers meet; the process ends right after."""
+        """Stop stepping, and remove the rendezvous file of vLLM's workers; the process ends right after."""
         from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
         self._commands.put(None)
@@ -346,25 +347,25 @@ class AsyncHost:
         """See `Host`."""
         # AsyncLLM's own `pause_generation` is this and 20 ms of sleep.
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        await self._work_off()
-        self.clock.is_deaf = True
+        await self._process_outputs()
+        self.clock.ignores_tokens = True
         try:
             await self._flush()
         finally:
-            self.clock.is_deaf = False
+            self.clock.ignores_tokens = False
 
     async def _flush(self) -> None:
-        """Have the engine core tell what it keeps, and wait until this process knows all tokens that there are."""
+        """Have the engine core send everything undelivered, and wait until this process has all sampled tokens."""
         client: Any = self._engine.engine_core
-        told = delivery.Told(self._engine.output_processor)
+        received = ReceivedTokens(self._engine.output_processor)
         calls = [client._call_utility_async(delivery.FLUSH, engine=engine) for engine in client.core_engines]
         counts = {id_: count for each in await asyncio.gather(*calls) for id_, count in each.items()}
-        deadline = time.monotonic() + _TOLD_S
-        while missing := told.missing(counts):
+        deadline = time.monotonic() + _FLUSH_S
+        while missing := received.missing(counts):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{_NOT_TOLD} {missing}")
+                raise RuntimeError(f"{_MISSING_TOKENS} {missing}")
             await asyncio.sleep(0)
-        await self._work_off()
+        await self._process_outputs()
 
     async def resume(self) -> None:
         """See `Host`."""
@@ -380,17 +381,17 @@ class AsyncHost:
             await self._engine.reset_encoder_cache()
 
     async def num_tokens(self) -> dict[str, int]:
-        """See `Host`; tokens may be on their way from the engine's process to this one, and are waited for."""
-        await self._work_off()
+        """See `Host`; waits for tokens that the engine core has sent."""
+        await self._process_outputs()
         return _num_tokens(self._engine.output_processor, self._labels.running)
 
-    async def _work_off(self) -> None:
-        """Wait for what has come from the engine's process."""
+    async def _process_outputs(self) -> None:
+        """Wait until vLLM has processed what the engine core has sent."""
         queue: Any = self._engine.engine_core.outputs_queue  # type: ignore[attr-defined]
-        for _ in range(_TURNS):
+        for _ in range(_LOOP_TURNS):
             while not queue.empty():
                 await asyncio.sleep(0)
-            # What was taken out of the queue is worked off in parts, one in each turn of the event loop.
+            # vLLM processes what it took from the queue in chunks, one in each turn of the event loop.
             await asyncio.sleep(0)
 
     async def set_version(self, name: str) -> None:
@@ -419,8 +420,8 @@ class AsyncHost:
 
 
 def _num_tokens(processor: Any, request_ids: Sequence[str]) -> dict[str, int]:
-    """From vLLM's output processor, which has names of its own for our requests; 0 for those that it does not know
-    yet."""
+    """Output tokens of each request, by vLLM's output processor, which has internal names for our ids; 0 for requests
+    that it does not know yet."""
     counts: dict[str, int] = {}
     for request_id in request_ids:
         names = processor.external_req_ids.get(request_id, [request_id])
@@ -430,7 +431,7 @@ def _num_tokens(processor: Any, request_ids: Sequence[str]) -> dict[str, int]:
 
 
 def create_host(arguments: dict[str, Any], *, own_process: bool = False) -> Host:
-    """The host that fits this machine and these arguments; with `own_process`, the one of GPUs in any case."""
+    """The host for this machine and vLLM's engine `arguments`; `AsyncHost` in any case with `own_process`."""
     from vllm.platforms import current_platform
 
     num_workers = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("data_parallel_size", 1))

@@ -1,4 +1,4 @@
-"""No process of ours outlives the one that started it, however that one ended."""
+"""Ends a child process with its parent: by polling the parent's pid, or when standard input closes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def follow_parent() -> None:
 
 
 def follow_stdin() -> Callable[[], bytes]:
-    """Kill this process's whole group when its standard input closes. Returns what waits for a line of it.
+    """Kill this process's whole group when its standard input closes. Returns a function that waits for a line of it.
 
-    The supervisor holds the other end of that pipe, and writes one line to it where it starts us before it knows what
-    for; the kernel closes it however the supervisor ends. (A parent-death signal would follow the *thread* that started
-    us, which may end early.)
+    The supervisor holds the other end of that pipe, which the kernel closes however the supervisor ends. It writes one
+    line to a process that it preimports (`preimport`). (PR_SET_PDEATHSIG would follow the *thread* that started this
+    process, which may end early.)
     """
 
-    # Not `sys.stdin`: its lock, held by this thread for ever, would stop every child that is forked.
+    # Not `sys.stdin`: this thread would hold its lock for ever, and a forked child would block on it.
     stdin = sys.stdin.fileno()
 
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()

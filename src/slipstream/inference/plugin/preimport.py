@@ -1,4 +1,4 @@
-"""The side of the child of `inference/preimport.py`: it imports, and then waits to be told what for."""
+"""The child's side of `inference.preimport`: imports vLLM, then waits for its settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
-"""Whether there is a driver of NVIDIA's: what can be known without importing torch."""
+"""Whether an NVIDIA driver is present, found without importing torch."""
 _IMPORTED = (
     "uvloop",
     "slipstream.inference.plugin.patches.patch_table",
@@ -24,13 +24,14 @@ _IMPORTED = (
     f"vllm.v1.worker.{'gpu' if HAS_GPU else 'cpu'}_worker",
     "slipstream.inference.plugin.weights.receiver",
 )
-"""What every engine imports, whatever its settings."""
+"""Modules that every engine imports, whatever its settings."""
 
 
 def settings_later(order: Callable[[], bytes]) -> str:
-    """Import what every engine needs, and then wait for the order to be one; the path of its settings."""
+    """Import what every engine needs, wait for an order, apply its environment and log; returns the path of
+    settings."""
     for name in _IMPORTED:
-        with contextlib.suppress(Exception):  # whoever needs what cannot be imported says so
+        with contextlib.suppress(Exception):  # the engine itself reports it
             importlib.import_module(name)
     given = json.loads(order())
     os.environ.update(given["environment"])

@@ -8,32 +8,26 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
 
 from slipstream.errors import WeightsError
+from slipstream.inference.plugin.server import EngineServer
+from slipstream.inference.plugin.service import OutOfService
 from slipstream.records import Completion, GenerateRequest, ParameterSpec, Ticket, Version, encode
-
-if TYPE_CHECKING:
-    from slipstream.inference.plugin.server import EngineServer
-
 
 _MAX_BODY_BYTES = 1 << 30
 _SHUTDOWN_S = 2.0
-"""For calls that are being answered when the engine has died: vLLM may never answer them."""
+"""Time that open calls get when vLLM has died, as it may never answer them."""
 _EARLY_S = 600.0
-"""How long a cancellation is remembered whose request has not begun."""
+"""How long a cancellation is remembered that came before its request."""
 _log = logging.getLogger("slipstream.engine")
 
 
-class OutOfService(Exception):
-    """The engine may not answer now; the text says why."""
-
-
 async def listen(server: EngineServer, socket: str) -> web.AppRunner:
-    """Begin to answer on a Unix socket, which its user alone may open."""
+    """Start the HTTP server on a Unix socket of mode 0600."""
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_text])
     app.add_routes(routes(server))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
@@ -44,7 +38,7 @@ async def listen(server: EngineServer, socket: str) -> web.AppRunner:
 
 
 def routes(server: EngineServer) -> list[web.RouteDef]:
-    """The HTTP face of the engine."""
+    """All routes of the engine's server."""
 
     async def health(_: web.Request) -> web.Response:
         state = server.health()
@@ -62,8 +56,8 @@ def _repeated(ids: Iterable[str]) -> list[str]:
 
 
 class _Cancelled:
-    """Ids of requests that were given up before they began: a cancellation has a connection of its own, and may come
-    first."""
+    """Ids of requests that were cancelled before they arrived: `/cancel` has a connection of its own and may overtake
+    `/generate`."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
@@ -77,14 +71,14 @@ class _Cancelled:
 
 
 def _generation(server: EngineServer) -> list[web.RouteDef]:
-    """Requests, each to its end or until it is cancelled."""
+    """Routes of requests: /generate and /cancel."""
     running: dict[str, asyncio.Task[Completion]] = {}
-    early = _Cancelled()
+    cancelled_early = _Cancelled()
 
     async def answered(request: GenerateRequest) -> Completion:
-        """The completion; of one that was cancelled, which nobody waits for, that it was."""
+        """The completion, or an `abort` for a cancelled request, which nobody waits for."""
         cancelled = Completion(request.id, [], None, "abort", error="was cancelled")
-        if early.take(request.id):
+        if cancelled_early.take(request.id):
             return cancelled
         running[request.id] = cast("asyncio.Task[Completion]", asyncio.current_task())
         try:
@@ -95,11 +89,12 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
             del running[request.id]
 
     async def generate(request: web.Request) -> web.StreamResponse:
-        """Many requests in, each completion out as soon as it is there: frames of length and MessagePack."""
+        """Takes a list of requests and streams each completion as it finishes: 4 bytes of length (big-endian), then
+        MessagePack."""
         requests = msgspec.msgpack.decode(await request.read(), type=list[GenerateRequest])
         if twice := [r.id for r in requests if r.id in running] or _repeated(r.id for r in requests):
             return web.Response(status=400, text=f"request {twice[0]} is running already: give each one its own id")
-        await server.until_in_service()
+        await server.service.until_serving()
         response = web.StreamResponse()
         await response.prepare(request)
         tasks = [asyncio.create_task(answered(r)) for r in requests]
@@ -108,7 +103,7 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
                 frame = encode(await finished)
                 await response.write(len(frame).to_bytes(4, "big") + frame)
         except Exception:
-            # The status is sent already: what tells the client that nothing more will come is the connection's end.
+            # The status line is sent already, so only a broken connection can tell the client of the failure.
             if request.transport is not None:
                 request.transport.abort()
             raise
@@ -122,14 +117,14 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
             if id_ in running:
                 running[id_].cancel()
             else:
-                early.add(id_)
+                cancelled_early.add(id_)
         return web.Response(body=msgspec.msgpack.encode(True))
 
     return [web.post("/generate", generate), web.post("/cancel", cancel)]
 
 
 def _weights(server: EngineServer) -> list[web.RouteDef]:
-    """What happens to the weights, and to the memory that they are in."""
+    """Routes of weight updates, and of sleep and wake."""
 
     async def apply(request: web.Request) -> web.Response:
         ticket = msgspec.msgpack.decode(await request.read(), type=Ticket)
@@ -172,7 +167,7 @@ def _weights(server: EngineServer) -> list[web.RouteDef]:
 
 @web.middleware
 async def errors_as_text(request: web.Request, handler: Any) -> web.StreamResponse:
-    """A refused or failed call answers with one sentence; the server lives on, unless its engine is dead."""
+    """Answer a refused or failed call with a status and one sentence; the server goes on."""
     try:
         return await handler(request)
     except (web.HTTPException, ConnectionError):

@@ -1,7 +1,7 @@
-"""What a starting engine is doing: each of its processes adds a line to one file when a phase begins.
+"""Marks the start-up phases of an engine: each of its processes appends a line to one file when a phase begins.
 
-The phases are begun by methods that every executor of vLLM has. One that this vLLM lacks is not told, and its time
-counts for the phase before it.
+Phases begin with methods of vLLM's `Executor`, which this module wraps. Where a vLLM lacks one, its time counts for the
+phase before.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _BEGUN_BY = {
 
 
 def phase_names(*, eager: bool) -> dict[str, str]:
-    """What people are told of each mark, in order. An engine that is not `eager` compiles in the run that measures what
-    its activations take, and captures CUDA graphs once it has its KV cache."""
+    """A description of each mark, in order. Without `eager` vLLM compiles in its memory profiling run, and captures
+    CUDA graphs once it has its KV cache."""
     return {
         "import": "import vLLM",
         "load": "load weights",
@@ -41,14 +41,14 @@ def phase_names(*, eager: bool) -> dict[str, str]:
 
 
 def mark(name: str) -> None:
-    """A phase begins, or the engine is `READY`."""
+    """Note that the phase `name` begins, or that the engine is `READY`."""
     if path := os.environ.get(VARIABLE):
         with contextlib.suppress(OSError), open(path, "a", encoding="ascii") as file:
             file.write(f"{time.monotonic():.3f} {name}\n")
 
 
 def read_marks(path: Path) -> list[tuple[str, float]]:
-    """Each mark and when it was made first, on the clock of `time.monotonic`, which all processes share."""
+    """Each mark with its first time by `time.monotonic`, which all processes share."""
     found: dict[str, float] = {}
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="ascii", errors="replace").split("\n"):
@@ -59,7 +59,7 @@ def read_marks(path: Path) -> list[tuple[str, float]]:
 
 
 def follow_executor() -> None:
-    """Mark what an executor of this process does; safe to call again."""
+    """Wrap the methods of vLLM's `Executor` in this process; safe to call again."""
     try:
         executor: Any = importlib.import_module(_EXECUTOR).Executor
     except (ImportError, AttributeError):

@@ -1,6 +1,7 @@
-"""When tokens come, and for how long none came while weights were updated.
+"""Measures when vLLM's steps bring tokens, and for how long none came during a weight update.
 
-vLLM's output processor sees the tokens of every step, in both hosts; one reading of the clock a step is what it costs.
+`TokenClock` wraps vLLM's `OutputProcessor.process_outputs`, which sees every step in both hosts; it reads the time once
+a step.
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ from typing import Any
 
 _POLL_S = 5e-4
 _LOOK_S = 1.0
-_PATIENCE_S = 5.0
-"""How long the answer to an update waits for the first token after it."""
+_FIRST_TOKEN_S = 5.0
+"""How long an update waits for the first token after it."""
 
 
 class TokenClock:
-    """Notes each step's tokens; the readings may come from another thread than the questions."""
+    """Records the times of steps with tokens; may be written in one thread and read in another."""
 
     def __init__(self) -> None:
         self._last = 0.0
         self._longest = 0.0
         self._is_watching = False
         self.num_steps = 0
-        """Steps that brought tokens, and others that the host knows of."""
-        self.is_deaf = False
-        """Whether tokens are told of that were made before: they are no sign of life."""
+        """Steps with tokens, and other steps that the host counts."""
+        self.ignores_tokens = False
+        """True during a flush, whose tokens were sampled earlier and do not show that vLLM makes steps."""
 
     def follow(self, processor: Any) -> None:
-        """Have vLLM's output processor tell each step that brought a token."""
+        """Wrap vLLM's output processor, so that every step with tokens ticks."""
         process = processor.process_outputs
 
         def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_deaf and any(output.new_token_ids for output in outputs):
+            if not self.ignores_tokens and any(output.new_token_ids for output in outputs):
                 self.tick()
             return process(outputs, *args, **kwargs)
 
         processor.process_outputs = process_outputs
 
     def tick(self) -> None:
-        """Tokens have come, or requests whose tokens are now waited for."""
+        """Tokens have come, or the first requests after an idle time."""
         now = time.perf_counter()
         if self._is_watching:
             self._longest = max(self._longest, now - self._last)
@@ -48,33 +49,33 @@ class TokenClock:
         self.num_steps += 1
 
     def begin(self) -> None:
-        """An update begins while requests run; one that has begun goes on."""
+        """Begin to measure a stall, at the start of an update during which requests run."""
         if not self._is_watching:
             self._longest, self._is_watching = 0.0, True
 
     async def end(self, is_busy: Callable[[], bool]) -> float:
-        """The longest time without a token since `begin`, up to the first token from now on: so long did the update
-        hold up the requests, or 0 when none ran. Where no token comes, the time until the last request ended, or until
-        patience did."""
+        """Seconds for which the update stalled the requests: the longest time without a token from `begin` to the first
+        token after this call; 0 when none ran. Where no token comes, the time until the last request ended, or
+        `_FIRST_TOKEN_S`."""
         if not self._is_watching:
             return 0.0
         resumed = time.perf_counter()
-        await self.next(is_busy, _PATIENCE_S)
+        await self.next(is_busy, _FIRST_TOKEN_S)
         self._is_watching = False
         if self._last >= resumed:
             return self._longest
         return max(self._longest, (time.perf_counter() if is_busy() else resumed) - self._last)
 
-    async def next(self, is_busy: Callable[[], bool], patience_s: float) -> None:
-        """Wait for a token from now on, while there is somebody to have it and patience lasts."""
+    async def next(self, is_busy: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for the next token, while `is_busy` and at most `timeout_s`."""
         since = time.perf_counter()
-        while self._last < since and is_busy() and time.perf_counter() < since + patience_s:
+        while self._last < since and is_busy() and time.perf_counter() < since + timeout_s:
             await asyncio.sleep(_POLL_S)
 
 
 class Stillness:
-    """For how long no step was made while some should have been. Counted in looks, which are to be taken all the time:
-    what this process does not live through, stopped or frozen with its container, is not counted."""
+    """Measures for how long vLLM has made no step while it had requests. Counts at most `_LOOK_S` between two calls, so
+    that time for which this process was stopped (SIGSTOP, a frozen container) does not count."""
 
     def __init__(self, clock: TokenClock) -> None:
         self._clock = clock
@@ -83,7 +84,7 @@ class Stillness:
         self._seconds = 0.0
 
     def lasts_s(self, is_computing: bool) -> float:
-        """Until now."""
+        """Seconds without a step until this call; 0 while not `is_computing`."""
         now, is_still = time.perf_counter(), is_computing and self._clock.num_steps == self._num_steps
         self._seconds = self._seconds + min(now - self._looked, _LOOK_S) if is_still else 0.0
         self._looked, self._num_steps = now, self._clock.num_steps

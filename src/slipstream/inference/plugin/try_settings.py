@@ -1,4 +1,4 @@
-"""Makes vLLM's configuration of the engine settings in a file, and ends: what vLLM refuses is raised."""
+"""Makes vLLM's configuration from engine settings in a file, and ends; raises what vLLM refuses."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Which version made which token, where vLLM itself does not say: counted while the engine stands still."""
+"""Records which weight version sampled which tokens of a request (`TokenLabels`), as vLLM itself does not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 Spans = list[tuple[int, str]]
-"""(first token, name of the version that made it and those after it), in rising order."""
+"""(index of the first token, name of the version that sampled it and the tokens after it), in rising order."""
 
 
 class TokenLabels:
-    """Notes how many tokens every running request has whenever the version changes."""
+    """Counts the tokens of every running request whenever the version changes; steps are paused then."""
 
     def __init__(self) -> None:
         self._version = ""
@@ -21,12 +21,12 @@ class TokenLabels:
         return tuple(self._spans)
 
     def begin(self, request_id: str) -> None:
-        """A request comes; its tokens are made by the version of now."""
+        """A request begins with the current version."""
         self._spans[request_id] = [(0, self._version)]
 
     def change(self, version: str, num_tokens: Mapping[str, int]) -> None:
-        """From now on tokens are made by `version`; `num_tokens` of each running request were made before, none where
-        it says nothing. Nothing may be generated between the counting and this call."""
+        """Label tokens from here on with `version`; `num_tokens` are those of each running request so far (0 where
+        missing). No step may be made between counting and this call."""
         self._version = version
         for request_id, spans in self._spans.items():
             count = num_tokens.get(request_id, 0)
@@ -35,6 +35,6 @@ class TokenLabels:
             spans.append((count, version))
 
     def end(self, request_id: str, num_tokens: int) -> Spans:
-        """The spans of a request that has ended with so many tokens; one at least."""
+        """The spans of a request that ended with `num_tokens`; at least one."""
         spans = self._spans.pop(request_id)
         return [span for span in spans if span[0] < num_tokens] or spans[:1]

@@ -16,13 +16,13 @@ from types import FrameType
 from typing import Any, Literal, cast
 
 from slipstream.data.chat_template import ChatTokenizer
+from slipstream.engine_protocols import Generates
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN, final_answer
 from slipstream.envs.policy import RecordingPolicy
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import create_engine
 from slipstream.launch.tools.deployable import Deployable, adapter_config_of, deployed_engine_plan
 from slipstream.launch.tools.evaluate import verified_plan
-from slipstream.orchestrator.rollouts import Engine
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import Completion, GenerateRequest, Message, SamplingParams
 from slipstream.runlog.temporary import temporary
@@ -64,7 +64,7 @@ class Answer:
 class Conversation:
     """The messages so far, and the engine that answers them."""
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, options: ChatOptions, max_model_len: int) -> None:
+    def __init__(self, engine: Generates, tokenizer: ChatTokenizer, options: ChatOptions, max_model_len: int) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._options = options

@@ -24,7 +24,8 @@ from slipstream.runlog import is_running, read_events, read_settings, read_ticke
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
 from slipstream.weights.adapter_folder import is_adapter_folder
 from slipstream.weights.bridges.broadcast import num_bytes
-from slipstream.weights.fingerprint import as_hex, fingerprint
+from slipstream.weights.fingerprint import as_hex
+from slipstream.weights.fingerprint_torch import fingerprint
 from slipstream.weights.model_files import read_model_folder
 
 LIVE = "live engine"

@@ -28,7 +28,8 @@ from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optim.base import Optimizer, OptimStats, local_part
 from slipstream.weights.adapter_folder import adapter_parameter
-from slipstream.weights.fingerprint import Slice, fingerprints
+from slipstream.weights.fingerprint import fingerprints
+from slipstream.weights.fingerprint_torch import Slice
 from slipstream.weights.shards import Shard, gathered, place_of
 
 

@@ -1,1 +1,1 @@
-"""Weight bridges: one file each, the trainer's publisher and the engine's receiver together."""
+"""Weight bridges: one module each, with the trainer's publisher and the engine's half."""

@@ -1,13 +1,12 @@
-"""The bridge `broadcast`: from memory to memory over a process group that stays, into the running engine.
+"""The bridge `broadcast`: weights travel from memory to memory over a process group, into the running engine.
 
-The trainer is rank 0 and every engine worker has a rank after it. Where each has a GPU of its own the group is NCCL's;
-otherwise it is gloo's, and a version is in the CPU's memory before it is announced, so that the engine stands still
-only while it travels. Large tensors go from the one side's memory to the other's; small ones are packed into two
-buckets, of which one travels while the other is packed or read. Both halves are here: `BroadcastPublisher` in the
-trainer, `Group.receive` in the worker. The group is made at the first version, over a file in a folder that only the
-user can open; every wait has the deadline of the group. gloo's sockets listen on the loopback interface, NCCL's on the
-one that NCCL chooses (NCCL_SOCKET_IFNAME). No tensor is described on the wire: the ticket's parameters say what the
-bytes are.
+The trainer is rank 0, and every engine worker has a rank after it. The group is NCCL's where each has a GPU of its own;
+otherwise it is gloo's, and a version is copied to the CPU's memory before it is announced, so that the engine is paused
+only for the transfer. Large tensors are messages of their own, without a copy where they are contiguous; small ones are
+packed into two buckets, of which one travels while the other is packed or read. The trainer's half is
+`BroadcastPublisher`, the worker's `Group.receive`. The group is made at the first version, over a file in a folder of
+mode 0700; every wait has the group's timeout. gloo listens on the loopback interface, NCCL on the one that it chooses
+(NCCL_SOCKET_IFNAME). Nothing on the wire describes a tensor: the ticket's parameters say what the bytes are.
 """
 
 from __future__ import annotations
@@ -27,67 +26,67 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightsError, first_line
-from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
+from slipstream.records import ParameterSpec, Ticket, Version
 from slipstream.runlog.temporary import make_temporary, remove_temporary
-from slipstream.weights.base import Announce, Engine, NamedWeights
+from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.bridges.delta import Changes, travelling
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.shards import held
 
 BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
-"""Large enough that a message's latency does not count, small enough to need little memory on both sides."""
+"""Bucket size: large enough to hide a message's latency, small enough to need little memory on both sides."""
 DIRECT_BYTES = {"gloo": 2**15, "nccl": 64 * 2**20}
-"""A tensor from this size on is a message of its own: from the trainer's memory to the engine's, without a copy on a
-side where it lies there in one piece. Between GPUs a message costs as much as ten copied megabytes, and a copy at ten
-times the link's speed is hidden behind the message before it (`benchmarks/broadcast_messages.py` measures both)."""
+"""Tensors of this size and more are messages of their own, without a copy on a side where they are contiguous. Between
+GPUs a message costs as much as ten copied megabytes, and a copy at ten times the link's speed is hidden behind the
+message before it (`benchmarks/broadcast_messages.py` measures both)."""
 ALIGNMENT = 16
-"""Every tensor starts at a multiple of it in its bucket, so that it can be read there as what it is."""
+"""Offsets of tensors in a bucket are multiples of it, so that a view of any dtype is aligned."""
 _POLL_S = 2e-4
 _NO_WATCHDOG = {
-    # Torch would end the whole process at a deadline; here it is an error with a sentence.
+    # Otherwise torch's watchdog ends the whole process at a timeout; here it raises.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where the group meets; travels as the ticket's `location`."""
+    """How to join the process group; the ticket's `location`."""
 
     store: str
-    """File of the rendezvous, in a folder of mode 0700."""
+    """Path of the `FileStore`, in a folder of mode 0700."""
     num_workers: int
     timeout_s: float
     backend: Literal["gloo", "nccl"] = "gloo"
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of a message."""
+        """Largest packed message, in bytes."""
         return BUCKET_BYTES[self.backend]
 
     @property
     def direct_bytes(self) -> int:
-        """Size of a tensor that is a message of its own."""
+        """From this size in bytes on a tensor is a message of its own."""
         return DIRECT_BYTES[self.backend]
 
 
 Memory = Callable[[ParameterSpec], Tensor | None]
-"""The flat bytes that a parameter may be received into, where they lie in one piece."""
+"""The bytes in the engine into which a parameter may be received, where they are contiguous; else None."""
 
 
 class Group:
-    """One side's membership in the process group."""
+    """One process's membership in the process group."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.rendezvous = rendezvous
-        self._slots: dict[int, Tensor] = {}
-        """Two buckets that stay: one is on its way while the other is packed or read."""
+        self._buckets: dict[int, Tensor] = {}
+        """Two reused buckets: one travels while the other is packed or read."""
         distributed: Any = torch.distributed
         timeout, size = timedelta(seconds=rendezvous.timeout_s), rendezvous.num_workers + 1
         store = distributed.FileStore(rendezvous.store, size)
         store.set_timeout(timeout)
         if rendezvous.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
-            # NCCL itself would wait without end for somebody who never comes.
+            # NCCL itself waits for missing ranks without a timeout.
             store.set(f"here-{rank}", b"1")
             store.wait([f"here-{other}" for other in range(size)], timeout)
             options = distributed.ProcessGroupNCCL.Options()
@@ -104,25 +103,25 @@ class Group:
         self._group = distributed.ProcessGroupGloo(store, rank, size, options)
 
     def begin(self, buffer: Tensor) -> Any:
-        """Rank 0's bytes to everybody, after what is queued on the current stream; the `wait` of what it returns waits
-        for them on the CPU, and on a GPU has what is queued from then on wait."""
+        """Start the broadcast of rank 0's bytes, after the work queued on the current stream. `wait` of the returned
+        work blocks on a CPU; on a GPU it makes the current stream wait."""
         return self._group.broadcast(buffer, 0)
 
     def broadcast(self, buffer: Tensor) -> None:
-        """`begin`, and its `wait`. On a GPU `finish` waits."""
+        """`begin` and `wait`; on a GPU only `finish` blocks."""
         self.begin(buffer).wait()
 
     def slot(self, number: int, size: int) -> Tensor:
-        """The bucket for the packed message of this number, and again for the next but one."""
-        slot = self._slots.get(number % 2)
+        """The bucket of packed message `number`, which message `number + 2` reuses."""
+        slot = self._buckets.get(number % 2)
         if slot is None or slot.numel() < size:
             size_kept = max(size, min(self.rendezvous.bucket_bytes, 2 * size))
-            slot = self._slots[number % 2] = torch.empty(size_kept, dtype=torch.uint8, device=self.device)
+            slot = self._buckets[number % 2] = torch.empty(size_kept, dtype=torch.uint8, device=self.device)
         return slot[:size]
 
     def finish(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait until everything that was queued has arrived; raises RuntimeError at the group's deadline, or when
-        `is_over` says that the other side has ended."""
+        """Wait until all queued messages have arrived. Raises RuntimeError at the group's timeout, or when `is_over`
+        says that the other side has ended."""
         if self.device.type == "cpu":
             return
         event = torch.cuda.Event()
@@ -136,14 +135,14 @@ class Group:
             time.sleep(_POLL_S)
 
     def leave(self) -> None:
-        """End the membership, also where others of the group are dead."""
+        """Leave the group, also when other members are dead."""
         if self.device.type != "cpu":
             self._group.abort()
 
     def receive(self, ticket: Ticket, memory: Memory = lambda _: None) -> Iterator[list[tuple[str, Tensor]]]:
-        """The tensors that travel for a version, message by message, where the group works; those that `memory` has a
-        place for are received there and not told of. A message's tensors are valid until the next but one is asked
-        for, and what is queued on the current stream before that is in time; the next one travels meanwhile."""
+        """Receive a version's tensors on the group's device and yield them message by message, except those that
+        `memory` has a place for, which are received there. A message's tensors are valid until the next but one is
+        asked for (on a GPU: for work queued before that); the next message travels meanwhile."""
         ahead: tuple[Any, list[tuple[str, Tensor]]] | None = None
         num_packed = 0
         for bucket in messages(travelling(ticket), self.rendezvous):
@@ -167,8 +166,8 @@ class Group:
             yield ahead[1]
 
     def send(self, specs: Sequence[ParameterSpec], tensors: Iterable[Tensor]) -> None:
-        """Rank 0's part of `receive`, from tensors in the order of `specs`, where the group works; each is asked for
-        while those before it travel, and none is kept longer than until the next message but one begins."""
+        """Rank 0's counterpart of `receive`: send tensors in the order of `specs`. Each is taken from the iterator
+        while those before it travel, and released when the next message but one begins."""
         coming = zip(specs, tensors, strict=True)
         arrived: dict[str, Tensor] = {}
         works: deque[Any] = deque()
@@ -178,7 +177,7 @@ class Group:
                 spec, tensor = next(coming)
                 arrived[spec.name] = tensor
             if len(works) > 1:
-                works.popleft().wait()  # it, or one before it, had the bucket that this one may get
+                works.popleft().wait()  # it may have used the bucket that comes next
             buffer = whole(bucket, arrived, self.device)
             if buffer is None:
                 buffer = self.slot(num_packed, layout(bucket)[1])
@@ -189,12 +188,12 @@ class Group:
                 del arrived[spec.name]
         for work in works:
             work.wait()
-        next(coming, None)  # to the end of what gathers them
+        next(coming, None)  # exhausts a generator that gathers
 
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Generator[None]:
-    """These variables, for as long as something reads them."""
+    """Sets environment variables within the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -208,7 +207,7 @@ def environment(values: Mapping[str, str]) -> Generator[None]:
 
 
 def layout(bucket: Sequence[ParameterSpec]) -> tuple[list[int], int]:
-    """Where each tensor of a bucket starts, and the bucket's size, in bytes."""
+    """Offset of each tensor in a bucket, and the bucket's size, in bytes."""
     places: list[int] = []
     total = 0
     for spec in bucket:
@@ -226,8 +225,8 @@ def num_bytes(spec: ParameterSpec) -> int:
 
 
 def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> list[list[ParameterSpec]]:
-    """What travels together, the same on both sides: each large one by itself, small ones in runs of at most a bucket;
-    in the order in which they are complete, when one parameter comes after another."""
+    """The parameters of each message, equal on both sides: every large one by itself, small ones in buckets; ordered by
+    the last parameter of each message."""
     found: list[tuple[int, list[ParameterSpec]]] = []
     bucket: list[ParameterSpec] = []
     total = last = 0
@@ -247,7 +246,7 @@ def messages(parameters: Sequence[ParameterSpec], rendezvous: Rendezvous) -> lis
 
 
 class BroadcastPublisher:
-    """The trainer's half. Owns the rendezvous folder until `close`."""
+    """The trainer's half; owns the rendezvous folder until `close`."""
 
     def __init__(
         self,
@@ -257,7 +256,7 @@ class BroadcastPublisher:
         backend: Literal["gloo", "nccl"] = "gloo",
         joined: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`joined` waits until all workers run, and says how often some were replaced: then a new group is made."""
+        """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group."""
         self._joined = joined
         self._num_replaced = 0
         self._folder = make_temporary("group")
@@ -267,14 +266,14 @@ class BroadcastPublisher:
     def publish(
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
     ) -> Ticket:
-        """Describe, announce, send. Raises `WeightsError` when nobody receives within the deadline."""
-        self._meet_anew()
+        """Describe, announce, send. Raises `WeightsError` when the receivers do not take it within the timeout."""
+        self._renew_group()
         weights = held(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
         location = msgspec.json.encode(self._rendezvous).decode()
         ticket = Ticket(version, "broadcast", location, parameters)
-        # One after another: where they are gathered for it, the next ones come while these are sent.
+        # An iterator: where tensors are gathered, the next are gathered while these are sent.
         tensors = (tensor for _, tensor in weights)
         if changes is not None:
             ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction)
@@ -286,11 +285,11 @@ class BroadcastPublisher:
         if self._rendezvous.backend == "gloo":
             in_memory = [tensor.detach().cpu() for tensor in tensors]
             tensors = (tensor for tensor in in_memory)
-        with contextlib.closing(tensors):  # or the other ranks would still gather when it is published again
-            # What is gathered begins to come before the engine stands still.
+        with contextlib.closing(tensors):  # otherwise other ranks still gather when the next publish begins
+            # Start a gather before the engine is paused.
             first = deque(itertools.islice(tensors, 1))
             is_over = announce(ticket) or (lambda: False)
-            # Nothing here holds on to one that is sent.
+            # No reference to a sent tensor stays here.
             self._send(ticket, specs, itertools.chain((first.popleft() for _ in range(len(first))), tensors), is_over)
         return ticket
 
@@ -308,9 +307,8 @@ class BroadcastPublisher:
                 f"within {self._rendezvous.timeout_s:g} s (weights.apply_timeout_s): {first_line(error)}"
             ) from error
 
-    def _meet_anew(self) -> None:
-        """Give up the group when workers have come that are not in it; everybody makes the one that the next ticket
-        names."""
+    def _renew_group(self) -> None:
+        """Leave the group when workers were replaced; the next ticket names a new one, which everybody joins."""
         num_replaced = self._joined()
         if num_replaced == self._num_replaced:
             return
@@ -329,24 +327,13 @@ class BroadcastPublisher:
         remove_temporary(self._folder)
 
 
-class BroadcastReceiver:
-    """The engine's half as the run sees it; the bytes go to the workers directly."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Have the workers join the collective, between two tokens of what they are generating."""
-        return await self.engine.apply(ticket, timeout_s)
-
-
 def rendezvous_of(ticket: Ticket) -> Rendezvous:
-    """The group that a ticket's weights come over."""
+    """The rendezvous in a ticket of this bridge."""
     return msgspec.json.decode(ticket.location, type=Rendezvous)
 
 
 def pack(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], buffer: Tensor) -> None:
-    """Write the bytes of a bucket into `buffer`."""
+    """Copy the tensors of a bucket into `buffer`."""
     places, _ = layout(bucket)
     flats = [
         buffer[start : start + num_bytes(spec)].view(getattr(torch, spec.dtype)).view(spec.shape)
@@ -356,7 +343,7 @@ def pack(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], buffer:
 
 
 def whole(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
-    """A message's bytes where they are, or None when they must be packed."""
+    """The bytes of a message of one contiguous tensor on `device`; None when it must be packed."""
     tensor = tensors[bucket[0].name].detach()
     if len(bucket) > 1 or num_bytes(bucket[0]) != layout(bucket)[1]:
         return None
@@ -364,13 +351,13 @@ def whole(bucket: Sequence[ParameterSpec], tensors: Mapping[str, Tensor], device
 
 
 def flat_bytes(tensor: Tensor) -> Tensor | None:
-    """The memory of a tensor as bytes; None when it is not in one piece."""
+    """A tensor's memory as bytes; None when it is not contiguous or empty."""
     return tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() and tensor.numel() else None
 
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target; on a GPU with a few kernels for all of them, where their shapes allow it."""
+    """Copy each source to its target, with few kernels (`_foreach_copy_`) where devices and strides allow it."""
     by_kind: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kind = (target.dtype, source.dtype, target.device, source.device, target.stride() == source.stride())

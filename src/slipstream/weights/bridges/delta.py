@@ -1,14 +1,14 @@
-"""Deltas (`weights.delta`): of a new version only the elements that changed travel, over `broadcast` or `disk`.
+"""Deltas (`weights.delta`): only the changed elements of a version are sent, over `broadcast` or `disk`.
 
 The trainer keeps a copy of the version that it published last and compares bits, so that a changed sign of zero or a
-NaN is a change. Before it sends a delta it asks the engine what it holds and has verified; when that is not the copy
-(the first version, a new engine process, a failed apply), or a delta would save too little, the version travels whole.
-The engine refuses a delta against anything else. That the delta was right is proved as for every version: by the
-fingerprints of the whole model, of which a ticket has all, whatever travels.
+NaN is a change. Before a delta it asks the engine which version it holds and has verified; when that is not the copy
+(the first version, a new engine process, a failed apply), or a delta saves too little, the whole version is sent. The
+engine refuses a delta against any other version. A delta is verified as every version is: by the fingerprints of the
+whole model, all of which are in the ticket.
 
-What travels is one run of bytes for each stretch of a parameter that has changes: the steps from one changed element to
-the next, then their values. A step that is too long for its byte, or two, is made over elements that did not change,
-which then travel too: nothing is an exception, so both sides work on all elements at once, on any device.
+Each stretch of a parameter with changes is one payload of bytes: the gaps from one changed element to the next, then
+their values. A gap too long for its one or two bytes is bridged over unchanged elements, which are then sent too: there
+are no exceptions, so both sides handle all elements at once, on any device.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 
 from slipstream.errors import WeightsError
 from slipstream.records import Delta, ParameterSpec, Patch, Ticket, Version
-from slipstream.weights.base import Announce, NamedWeights
-from slipstream.weights.fingerprint import bits_of
+from slipstream.weights.base import Announce, NamedWeights, Publisher
+from slipstream.weights.fingerprint_torch import bits_of
 
 STRETCH = 1 << 24
-"""Longest stretch of a parameter that is compared at once: it keeps the temporaries of both sides below 1 GiB."""
+"""Elements compared at once; bounds the temporaries on both sides to 1 GiB."""
 LEAST_SAVING = 2
-"""A stretch, and a version, travels whole unless its delta is so many times smaller."""
+"""A stretch, or a version, is sent whole unless its delta is smaller by this factor."""
 _ALIGNMENT = 16
 _WIDTHS: dict[Literal["gaps8", "gaps16"], int] = {"gaps8": 1, "gaps16": 2}
 
 
 def encode(new: Tensor, old: Tensor) -> tuple[Literal["gaps8", "gaps16", "whole"], int, Tensor, int] | None:
-    """How the bits `new` of a stretch follow from `old`: encoding, number of values, the bytes that travel (for
-    `whole` those of `new` itself), and number of changed elements. None: they are the same."""
+    """Encode a stretch `new` against `old` (both as integers): encoding, number of values, payload (for `whole` the
+    bytes of `new` itself), and number of changed elements. None: nothing changed."""
     changed = new != old
     num_changed = int(changed.count_nonzero())
     if num_changed == 0:
@@ -45,7 +45,7 @@ def encode(new: Tensor, old: Tensor) -> tuple[Literal["gaps8", "gaps16", "whole"
         return "whole", new.numel(), new.view(torch.uint8), num_changed
     places = changed.nonzero().reshape(-1)
     steps = torch.diff(places, prepend=places.new_full((1,), -1))
-    # How many unchanged elements each width needs in between.
+    # Values for each width, with the unchanged elements that bridge long gaps.
     counts = {name: num_changed + int(((steps - 1) >> 8 * width).sum()) for name, width in _WIDTHS.items()}
     encoding = min(_WIDTHS, key=lambda name: counts[name] * (size + _WIDTHS[name]))
     width, count = _WIDTHS[encoding], counts[encoding]
@@ -56,7 +56,7 @@ def encode(new: Tensor, old: Tensor) -> tuple[Literal["gaps8", "gaps16", "whole"
         longer[(extra + 1).cumsum(0) - 1] = steps - extra * reach
         steps = longer
         places = steps.cumsum(0) - 1
-    # Two bytes are a signed integer here, the only kind that every device computes with.
+    # int16, shifted: not every device computes with uint16.
     codes = (steps - 1).to(torch.uint8) if width == 1 else (steps - 1 - (1 << 15)).to(torch.int16)
     payload = torch.zeros(_values_from(count, width) + count * size, dtype=torch.uint8, device=new.device)
     payload[: count * width] = codes.view(torch.uint8)
@@ -65,7 +65,7 @@ def encode(new: Tensor, old: Tensor) -> tuple[Literal["gaps8", "gaps16", "whole"
 
 
 def decode(patch: Patch, dtype: torch.dtype, payload: Tensor) -> tuple[Tensor, Tensor]:
-    """Places in the flattened parameter, and values, of what `encode` made."""
+    """Indices in the flattened parameter, and values, of a payload of `encode`."""
     if patch.encoding == "whole":
         return torch.arange(patch.start, patch.start + patch.length, device=payload.device), payload.view(dtype)
     width = _WIDTHS[patch.encoding]
@@ -76,12 +76,12 @@ def decode(patch: Patch, dtype: torch.dtype, payload: Tensor) -> tuple[Tensor, T
 
 
 def _values_from(count: int, width: int) -> int:
-    """Where the values begin in a payload."""
+    """Offset of the values in a payload, in bytes."""
     return -(-count * width // _ALIGNMENT) * _ALIGNMENT
 
 
 def travelling(ticket: Ticket) -> Sequence[ParameterSpec]:
-    """The tensors that travel for a ticket: its parameters, or the bytes of each patch, named by its number."""
+    """The tensors that are sent for a ticket: its parameters, or each patch's payload, named by its number."""
     if ticket.delta is None:
         return ticket.parameters
     sizes = {spec.name: getattr(torch, spec.dtype).itemsize for spec in ticket.parameters}
@@ -93,8 +93,8 @@ def travelling(ticket: Ticket) -> Sequence[ParameterSpec]:
 
 
 def check_base(ticket: Ticket, held: Version | None, why_none: str) -> None:
-    """Raise `WeightsError` when the ticket is a delta against another version than the engine holds and has verified
-    (None, and why)."""
+    """Raise `WeightsError` when the ticket is a delta against any version but `held`, which the engine has verified
+    (None: none, for the reason `why_none`)."""
     if ticket.delta is None or ticket.delta.base == held:
         return
     base = ticket.delta.base
@@ -108,7 +108,7 @@ def check_base(ticket: Ticket, held: Version | None, why_none: str) -> None:
 def patched(
     ticket: Ticket, payloads: Iterable[tuple[str, Tensor]], device: torch.device
 ) -> Iterable[tuple[ParameterSpec, Tensor, Tensor]]:
-    """Parameter, places and values of every patch of a delta, as their bytes come."""
+    """Parameter, indices and values of every patch of a delta, as payloads arrive."""
     assert ticket.delta is not None
     specs = {spec.name: spec for spec in ticket.parameters}
     for number, payload in payloads:
@@ -123,31 +123,31 @@ class Changes:
 
     delta: Delta
     payloads: dict[str, Tensor]
-    """The bytes of each patch by its number; valid until the weights change."""
+    """Payload of each patch, by its number; valid until the weights change."""
     num_changed: int
     num_elements: int
     whole_bytes: int
-    """What travels without a delta."""
+    """Bytes sent without a delta."""
 
     @property
     def num_bytes(self) -> int:
-        """What travels with it."""
+        """Bytes sent with the delta."""
         return sum(payload.numel() for payload in self.payloads.values())
 
     @property
     def pays(self) -> bool:
-        """Whether that is so much less that it is worth the work."""
+        """Whether the delta is smaller by `LEAST_SAVING`."""
         return self.num_bytes * LEAST_SAVING <= self.whole_bytes
 
     @property
     def fraction(self) -> float:
-        """Part of the elements that changed."""
+        """Fraction of elements that changed."""
         return self.num_changed / max(1, self.num_elements)
 
 
 @torch.no_grad()
 def compare(weights: Sequence[tuple[str, Tensor]], copy: dict[str, Tensor], base: Version) -> Changes:
-    """What is new in `weights` against the bits in `copy`, which are version `base`."""
+    """The changes of `weights` against the bits in `copy`, which are version `base`."""
     patches: list[Patch] = []
     payloads: dict[str, Tensor] = {}
     num_changed = 0
@@ -166,8 +166,8 @@ def compare(weights: Sequence[tuple[str, Tensor]], copy: dict[str, Tensor], base
     return Changes(Delta(base, tuple(patches)), payloads, num_changed, num_elements, whole_bytes)
 
 
-class Carrier(Protocol):
-    """A publisher that can make a version available as its changes; whether it does is for it to say."""
+class Carrier(Publisher, Protocol):
+    """A publisher that can send a version as its changes, and decides whether it does."""
 
     def publish(
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
@@ -175,16 +175,12 @@ class Carrier(Protocol):
         """See `Publisher`."""
         ...
 
-    def close(self) -> None:
-        """See `Publisher`."""
-        ...
-
 
 class DeltaPublisher:
-    """Publishes over `carrier`, as changes wherever the engine holds what was published last.
+    """Publishes over `carrier`, as changes wherever the engine holds the version published last.
 
-    `held` asks the engine which version it has verified and is serving; None when there is none. Between two versions
-    a copy of the weights is kept where the weights are.
+    `held` asks the engine which version it has verified and serves; None when there is none. A copy of the weights is
+    kept on their own device between versions.
     """
 
     def __init__(self, carrier: Carrier, held: Callable[[], Version | None]) -> None:
@@ -192,14 +188,14 @@ class DeltaPublisher:
         self._held = held
         self._copy: dict[str, Tensor] = {}
         self._version: Version | None = None
-        """What `_copy` is; None while that is not sure."""
+        """The version in `_copy`; None while that is unknown."""
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
         """See `Publisher`."""
         weights = list(named_weights)
         base, self._version = self._version, None
         changes: Changes | None = None
-        # A version that is published again takes the place of the one of its name: it cannot also be its base.
+        # A version that is published again replaces the one of its name, so that cannot be its base.
         is_new = base is not None and base.name != Version(lineage, step).name
         if base is not None and is_new and self._is_alike(weights) and self._held() == base:
             changes = compare(weights, self._copy, base)

@@ -1,13 +1,12 @@
-"""Bridges over a folder that trainer and engine both see.
+"""The bridges `disk` and `restart`: versions are model folders that trainer and engine both see.
 
-`disk` has the running engine load the files in place; `restart` starts the engine anew on them. Both publish
-the same way: a whole model folder for each version, under its final name only when complete, then the ticket.
-The folder is the publisher's own: the first version removes what a killed process left there.
-Guarantees: the two newest versions are kept, and never changed after they were announced, so that a receiver that is
-still reading the last one finds it, and so that a dead engine can be started on it; older ones are removed, or their
-files used again: what is to stay is a checkpoint. A delta
-is a folder with one file of patches; the whole version that it leads back to, and all deltas between, are kept with it.
-A whole version is published again once the deltas since the last one are as large, or many.
+With `disk` the running engine loads the files in place; with `restart` it is started again on them. Both publish a
+whole model folder for each version, under its final name only when it is complete, and then the ticket. The folder
+belongs to the publisher: the first version removes what a killed process left there. Guarantees: the two newest
+versions are kept and never changed after their announcement, so that a receiver can finish reading, and a dead engine
+can be started on one; older ones are removed, or their files reused. (What is to stay is a checkpoint.) A delta is a
+folder with one file of patches; the whole version at the start of its chain, and all deltas between, are kept with it.
+A whole version is published again once the deltas since the last one are as large, or `LONGEST_CHAIN` many.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from pathlib import Path
 import msgspec
 from safetensors.torch import save_file
 
+from slipstream.engine_protocols import TakesWeights
 from slipstream.records import ApplyReport, ParameterSpec, Ticket, Version
-from slipstream.weights.base import Announce, Engine, NamedWeights
+from slipstream.weights.base import Announce, NamedWeights
 from slipstream.weights.bridges.delta import Changes
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import whole_folder, write_model_folder
@@ -30,7 +30,7 @@ from slipstream.weights.shards import held
 PATCHES_FILE = "patches.safetensors"
 _KEEP = 2
 LONGEST_CHAIN = 50
-"""Deltas after a whole version: an engine that is started again applies and verifies each."""
+"""Most deltas after a whole version: a restarted engine applies and verifies each."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Published:
 
 
 class FolderPublisher:
-    """Writes each version as a folder below `folder`: a whole model, or where that is enough what changed."""
+    """Writes each version as a folder below `folder`: a whole model, or a delta."""
 
     def __init__(self, bridge: str, folder: Path, source: Path) -> None:
         self.bridge = bridge
@@ -52,7 +52,7 @@ class FolderPublisher:
     def publish(
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
     ) -> Ticket:
-        """Write, describe, announce; then forget versions that nobody can need any more."""
+        """Write, describe, announce; then remove versions that nothing needs."""
         weights = self.prepare(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
@@ -70,70 +70,59 @@ class FolderPublisher:
         return ticket
 
     def _may_follow(self, changes: Changes) -> bool:
-        """Whether a dead engine could still be started soon if this version were a delta."""
+        """Whether this version may be a delta: it pays, and the chain stays short and small enough for a restart."""
         chain = self._published[self._newest_whole(len(self._published)) + 1 :]
         is_short = len(chain) < LONGEST_CHAIN
         return is_short and changes.pays and sum(d.num_bytes for d in chain) + changes.num_bytes <= changes.whole_bytes
 
     def _newest_whole(self, end: int) -> int:
-        """Place of the newest whole version among the first `end`."""
+        """Index of the newest whole version among the first `end`."""
         return max((place for place in range(end) if self._published[place].is_whole), default=0)
 
     def _forget(self) -> None:
-        """Remove what the newest versions do not lead back to."""
+        """Remove versions outside of the chains of the newest ones."""
         needed = self._newest_whole(max(1, len(self._published) - _KEEP + 1))
         for old in self._published[:needed]:
             self.discard(old.folder)
         self._published = self._published[needed:]
 
     def close(self) -> None:
-        """Nothing to give up: the newest versions stay in the run folder."""
+        """Does nothing: the newest versions stay in the run folder."""
 
     def prepare(self, named_weights: NamedWeights) -> NamedWeights:
-        """The tensors as the engine is to hold them, to be gone through several times."""
+        """The tensors as the engine is to hold them; can be iterated several times."""
         return held(named_weights)
 
     def write(self, folder: Path, weights: NamedWeights) -> int:
-        """Make `folder` a version of these tensors; returns their bytes."""
+        """Write a version to `folder`; returns its bytes."""
         return write_model_folder(folder, weights, self.source)
 
     def discard(self, folder: Path) -> None:
-        """Remove a version that nobody needs."""
+        """Remove a version."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def base(self) -> tuple[ParameterSpec, ...]:
-        """What the engine must hold beside the published tensors."""
+        """Parameters that the engine must hold beside the published ones."""
         return ()
 
 
 def write_patches(folder: Path, changes: Changes) -> int:
-    """Make `folder` the patches of a delta, for its owner alone, and whole under its name; returns their bytes."""
+    """Write a delta's patches to `folder`, which appears only when complete; returns their bytes."""
     with whole_folder(folder, durable=False) as temporary:
-        # Copies: safetensors writes no two tensors of one storage, as two stretches of a parameter are.
+        # Copies: safetensors refuses tensors that share a storage, as stretches of one parameter do.
         payloads = {name: payload.to("cpu", copy=True) for name, payload in changes.payloads.items()}
         save_file(payloads, temporary / PATCHES_FILE)
     return changes.num_bytes
 
 
-class DiskReceiver:
-    """Has the running engine take what was published: a folder, or what is in its own memory already."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """In place; the engine verifies and drops its prefix cache before it answers again."""
-        return await self.engine.apply(ticket, timeout_s)
-
-
 class RestartReceiver:
-    """Starts the engine anew on a published folder."""
+    """Starts the engine again on a published folder."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TakesWeights) -> None:
         self.engine = engine
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """The engine verifies what it loaded before it says that it is ready; asked again for the report."""
+        """Restart the engine, which verifies the version before it is ready, and verify once more for the report."""
         began = time.perf_counter()
         await self.engine.restart(ticket.location, ticket.version, ticket.parameters)
         seconds = time.perf_counter() - began

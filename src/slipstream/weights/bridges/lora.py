@@ -1,8 +1,8 @@
-"""The bridge `lora`: each version is an adapter folder, and the engine loads it beside the frozen base.
+"""The bridge `lora`: each version is an adapter folder, which the engine loads beside the frozen base model.
 
-The publisher folds the scaling into B (the folder then says alpha = rank): vLLM would do the same while loading, and
-so the engine's buffers hold the published numbers, element for element. The first ticket that an engine gets proves
-the base too: every ticket carries the fingerprints of the trainer's own frozen weights.
+The publisher multiplies B by the scaling (the folder then says alpha = rank); vLLM would do the same while loading, and
+so the engine's buffers hold the published numbers, element for element. Every ticket carries the fingerprints of the
+trainer's frozen weights, so that the first one verifies the engine's base model too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slipstream.weights.fingerprint import describe
 class AdapterPublisher(FolderPublisher):
     """Writes each version as an adapter folder below `folder`; `base_weights` are read once.
 
-    A version that nobody needs any more leaves its file to the next to be written over, as that takes a third of the
-    time that a new file does: the system has its memory already.
+    The file of a discarded version is overwritten by the next one: that takes a third of the time of a new file, whose
+    pages the kernel would have to allocate.
     """
 
     def __init__(self, folder: Path, adapter: AdapterConfig, base_weights: NamedWeights) -> None:
@@ -36,8 +36,8 @@ class AdapterPublisher(FolderPublisher):
         self._spare = folder / ".spare.safetensors"
 
     def prepare(self, named_weights: NamedWeights) -> NamedWeights:
-        """Adapter tensors with the scaling in B, each time in the same memory: a fingerprint's table of where they lie,
-        which takes longer than the fingerprint, then holds for all versions."""
+        """Adapter tensors with the scaling in B, always in the same memory, so that the fingerprint kernel's cached
+        table of addresses stays valid (making it takes longer than the fingerprint)."""
         return list(folded(named_weights, self._adapter.scaling, self._folded))
 
     def write(self, folder: Path, weights: NamedWeights) -> int:
@@ -46,7 +46,7 @@ class AdapterPublisher(FolderPublisher):
         return write_adapter_folder(folder, weights, config, spare=self._spare)
 
     def discard(self, folder: Path) -> None:
-        """Its weights' file is the next version's, unless it has another name that somebody else gave it."""
+        """Keep the weights' file for the next version, unless it has another hard link."""
         with contextlib.suppress(OSError):
             if (folder / WEIGHTS_FILE).stat().st_nlink == 1:
                 (folder / WEIGHTS_FILE).rename(self._spare)
@@ -58,7 +58,7 @@ class AdapterPublisher(FolderPublisher):
         self._spare.unlink(missing_ok=True)
 
     def base(self) -> tuple[ParameterSpec, ...]:
-        """The frozen base; it never changes, so it is described once."""
+        """The frozen base model, described once."""
         if self._base is None:
             self._base = describe(self._base_weights)
         return self._base

@@ -1,4 +1,4 @@
-"""The one place that knows all bridges."""
+"""Creates the bridge of a run; the one module that knows all bridges."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slipstream.engine_protocols import TakesWeights
 from slipstream.records import Version
 from slipstream.weights.adapter_folder import AdapterConfig
-from slipstream.weights.base import Bridge, Engine, Fence, NamedWeights, Publisher, Receiver
-from slipstream.weights.bridges.broadcast import BroadcastPublisher, BroadcastReceiver
+from slipstream.weights.base import Bridge, Fence, NamedWeights, Publisher, Receiver
+from slipstream.weights.bridges.broadcast import BroadcastPublisher
 from slipstream.weights.bridges.delta import DeltaPublisher
-from slipstream.weights.bridges.disk import DiskReceiver, FolderPublisher, RestartReceiver
+from slipstream.weights.bridges.disk import FolderPublisher, RestartReceiver
 from slipstream.weights.bridges.lora import AdapterPublisher
 from slipstream.weights.bridges.single_copy import SharedPublisher
 
@@ -30,7 +31,7 @@ def create_bridge(
     *,
     folder: Path,
     source: Path,
-    engine: Engine,
+    engine: TakesWeights,
     timeout_s: float = 300.0,
     num_workers: int = 1,
     between_gpus: bool = False,
@@ -46,17 +47,17 @@ def create_bridge(
     if name == "broadcast":
         backend = "nccl" if between_gpus else "gloo"
         carrier = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend, joined=joined)
-        return _Bridge(name, DeltaPublisher(carrier, held) if held else carrier, BroadcastReceiver(engine))
+        return _Bridge(name, DeltaPublisher(carrier, held) if held else carrier, engine)
     if name == "single_copy":
-        return _Bridge(name, SharedPublisher(go_on), DiskReceiver(engine), engine.fence)
+        return _Bridge(name, SharedPublisher(go_on), engine, engine.fence)
     folders = FolderPublisher(name, folder, source)
     if name == "restart":
         return _Bridge(name, folders, RestartReceiver(engine))
-    return _Bridge(name, DeltaPublisher(folders, held) if held else folders, DiskReceiver(engine))
+    return _Bridge(name, DeltaPublisher(folders, held) if held else folders, engine)
 
 
 def create_adapter_bridge(
-    *, folder: Path, engine: Engine, adapter: AdapterConfig, base_weights: NamedWeights
+    *, folder: Path, engine: TakesWeights, adapter: AdapterConfig, base_weights: NamedWeights
 ) -> Bridge:
     """The bridge `lora`: only the adapter's tensors are published; the engine starts on the base."""
-    return _Bridge("lora", AdapterPublisher(folder, adapter, base_weights), DiskReceiver(engine))
+    return _Bridge("lora", AdapterPublisher(folder, adapter, base_weights), engine)

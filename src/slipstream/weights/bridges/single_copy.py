@@ -1,12 +1,11 @@
-"""The bridge `single_copy`: the trainer's parameters are the engine's tensors, and a new version is there as soon as
-the optimizer has written it.
+"""The bridge `single_copy`: the trainer's parameters are the engine's tensors, so an optimizer step is the update.
 
-The engine's half is `Exporter`, in each worker: on a CPU it moves the weights into memory that has no name (a
-memfd, which ends with its last user and can be opened by this user alone); on a GPU it asks CUDA for a handle of each
-allocation, and nothing moves. Where every Hugging Face parameter lies travels as plain fields. The trainer's half is
-`open_weights`, and `SharedPublisher`, whose versions are fingerprints and no bytes. Nobody may compute with weights
-that are being written: the bridge's `fence` stops the engine before the first write, and after the last one it goes on
-at once, with what it makes held back until the version is verified as any other.
+The engine's half is `Exporter`, in each worker: on a CPU it moves the weights into anonymous shared memory (a memfd,
+which ends with its last user and can be opened by this user alone); on a GPU it exports a CUDA IPC handle of each
+allocation, and nothing moves. The place of every Hugging Face parameter is sent as plain fields. The trainer's half is
+`open_weights`, and `SharedPublisher`, whose versions are fingerprints without bytes. Nobody may compute with weights
+that are being written: the bridge's `fence` pauses the engine before the first write. After the last one it resumes at
+once, and its answers are held back until the version is verified as any other.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 
 ALIGNMENT = 64
-"""Every tensor starts at a multiple of it, as torch's own allocations do."""
+"""Alignment of tensors in shared memory, in bytes, as in torch's own allocations."""
 OTHER_BRIDGE = "use another weights.bridge, such as disk"
 _STORAGE: Any = torch.UntypedStorage
 
 
 class CannotShare(ConfigError):
-    """Trainer and engine cannot have one copy of these weights on this machine; `problem` says why."""
+    """Trainer and engine cannot share these weights on this machine; `problem` says why."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}: {OTHER_BRIDGE}")
@@ -41,7 +40,7 @@ class CannotShare(ConfigError):
 
 
 class CudaHandle(msgspec.Struct, frozen=True):
-    """What CUDA needs to open another process's allocation; the fields of torch's own `_share_cuda_`."""
+    """A CUDA IPC handle of an allocation; the fields of torch's `_share_cuda_`."""
 
     device: int
     handle: bytes
@@ -54,7 +53,7 @@ class CudaHandle(msgspec.Struct, frozen=True):
 
 
 class SharedStorage(msgspec.Struct, frozen=True):
-    """A piece of memory that both processes see: a path to open, or a handle of a GPU's."""
+    """Shared memory: a path to open, or a CUDA handle."""
 
     num_bytes: int
     path: str = ""
@@ -62,8 +61,7 @@ class SharedStorage(msgspec.Struct, frozen=True):
 
 
 class SharedTensor(msgspec.Struct, frozen=True):
-    """A parameter, or a worker's rows or columns of it, as a view of a storage; `offset` and `strides` count
-    elements."""
+    """A parameter, or a worker's shard of it, as a view of a storage; `offset` and `strides` in elements."""
 
     storage: int
     offset: int
@@ -71,26 +69,26 @@ class SharedTensor(msgspec.Struct, frozen=True):
     strides: tuple[int, ...]
     dtype: str
     dim: int = 0
-    """Along which the parameter is divided among workers, where it is."""
+    """The sharded dimension, where the parameter is sharded."""
     start: int = 0
-    """The first row or column in the whole."""
+    """The shard's first index in the whole parameter."""
 
 
 class SharedWeights(msgspec.Struct, frozen=True):
-    """Where each parameter, or one worker's part of it, lies, by its Hugging Face name."""
+    """Handles of one worker's parameters, or shards of them, by Hugging Face name."""
 
     storages: tuple[SharedStorage, ...]
     tensors: dict[str, SharedTensor]
     refused: dict[str, str]
-    """Why a parameter that the engine holds cannot be seen as one tensor."""
+    """Parameters that are not one strided tensor in the engine, each with the reason."""
 
     def files(self) -> set[str]:
-        """What torch keeps in shared memory to count a GPU's users, and leaves there when the exporter is killed."""
+        """torch's reference-count files of CUDA handles, which stay when the exporter is killed."""
         return {f"/dev/shm/{s.cuda.counter_handle.decode().lstrip('/')}" for s in self.storages if s.cuda is not None}
 
 
 class Exporter:
-    """The engine's half: keeps `parameters` where another process can open them, for as long as this one lives."""
+    """The engine's half: puts `parameters` where another process can open them while this one lives."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._storages: dict[int, SharedStorage] = {}
@@ -102,11 +100,11 @@ class Exporter:
             self._move(list(by_storage.values()))
 
     def _move(self, groups: list[list[Tensor]]) -> None:
-        """Give the CPU's parameters memory that can be opened; those that share a storage go on to share it."""
+        """Move CPU parameters into a memfd; those of one storage still share it."""
         if not hasattr(os, "memfd_create"):
             raise WeightsError(f"weights.bridge = single_copy needs Linux on a CPU: {OTHER_BRIDGE}")
         sizes = [-(-group[0].untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for group in groups]
-        # It stays open: its path is how the trainer finds it.
+        # It stays open: the trainer opens it by its path in /proc.
         file = os.memfd_create("slipstream-weights", os.MFD_CLOEXEC)
         os.fchmod(file, 0o600)
         os.ftruncate(file, sum(sizes))
@@ -128,8 +126,7 @@ class Exporter:
         refused: Mapping[str, str],
         places: Mapping[str, tuple[int, int]] | None = None,
     ) -> SharedWeights:
-        """How to open `views`, each a view of one of the parameters. `places` says of those that are a worker's rows or
-        columns along which dimension and where they begin."""
+        """Handles of `views`, each a view of a parameter. `places`: for a shard, its dimension and first index."""
         numbers: dict[int, int] = {}
         storages: list[SharedStorage] = []
         tensors: dict[str, SharedTensor] = {}
@@ -186,8 +183,8 @@ def open_weights(shared: SharedWeights) -> dict[str, Tensor]:
 
 
 def check_loaded(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise `WeightsError` unless the engine has loaded exactly what the files in `folder` hold: both sides see one
-    memory, so that no fingerprint would ever find it."""
+    """Raise `WeightsError` unless the engine has loaded exactly the files in `folder`. As both sides share the memory,
+    fingerprints would not find a difference."""
     missing = set(weights)
     for name, stored in read_model_folder(folder):
         live = weights.get(name)
@@ -201,14 +198,15 @@ def check_loaded(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 
 class SharedPublisher:
-    """A version is what the parameters hold: described and announced, not moved."""
+    """Publishes versions that the parameters already hold: describes and announces, moves nothing."""
 
     def __init__(self, go_on: Callable[[Version], None] = lambda version: None) -> None:
-        """`go_on` has the engine compute with what was written, as this version; by itself it waits for `apply`."""
+        """`go_on` resumes the engine on the written weights, as this version; without it the engine waits for
+        `apply`."""
         self._go_on = go_on
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
-        """Let the engine go on, describe, announce. It stands still since the fence, or has not begun."""
+        """Resume the engine, which is paused since the fence, then describe and announce the version."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._go_on(Version(lineage, step, ""))
@@ -218,4 +216,4 @@ class SharedPublisher:
         return ticket
 
     def close(self) -> None:
-        """Nothing to give up: the memory ends with its last user."""
+        """Does nothing: the memory ends with its last user."""

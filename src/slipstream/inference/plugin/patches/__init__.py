@@ -1,1 +1,1 @@
-"""Changes to vLLM's own code: one table of them, and a module for each."""
+"""Patches of vLLM's classes: a table of them (`patch_table`), and one module for each subject."""

@@ -1,9 +1,8 @@
-"""The file of a LoRA adapter, read for vLLM's loader at once; for engines on a GPU.
+"""Patches vLLM's LoRA loader on GPUs (`lora_model.safetensors.safe_open`) to read an adapter's file at once.
 
-vLLM maps the file and copies each matrix, some hundred of them, into page-locked memory of its own before it copies
-them to the GPU. Here the file is read into one stretch of such memory, which torch keeps for a later adapter, and its
-matrices are views of that. What vLLM's loader makes of them is its own. On a CPU, where nothing is page-locked, vLLM's
-way is the shorter one.
+vLLM maps the file and copies each of some hundred matrices into page-locked memory of its own before it copies them to
+the GPU. Here the file is read into one page-locked buffer, which torch reuses for later adapters, and the matrices are
+views of it. On a CPU, where nothing is page-locked, vLLM's way is shorter.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from slipstream.weights.model_files import read_tensors
 
 
 class _Opened:
-    """The part of an open safetensors file that vLLM's loader asks for."""
+    """The methods of an open safetensors file that vLLM's loader calls."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.keys, self.get_tensor = tensors.keys, tensors.__getitem__
 
 
 def read_at_once(runner: Any) -> None:
-    """Have vLLM's loader of adapters read files so; `runner` is vLLM's model runner."""
+    """Patch vLLM's `lora_model` module; `runner` is vLLM's model runner."""
     from vllm.lora import lora_model
 
     if getattr(runner, "lora_manager", None) is None:

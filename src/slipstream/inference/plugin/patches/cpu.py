@@ -1,7 +1,7 @@
-"""What vLLM's CPU workers need so that weights can be updated where they lie, and two of their slow or broken ways.
+"""Patches of vLLM's CPU workers: weights that can be updated in place, and three corrections of its CPU kernels.
 
-Each public function without arguments is a patch of `patches.TABLE`; it raises `Absent` where this vLLM has nothing
-for it to change.
+Each public function without arguments is a patch of `patch_table.TABLE`; it raises `Absent` where this vLLM lacks what
+it changes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from slipstream.inference.plugin.patches.patch_table import Absent
 
 _packed_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _packed_experts: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Layers of experts, and vLLM's kernel of each."""
+"""MoE layers, and vLLM's `CPUUnquantizedExperts` of each."""
 _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 _pack: Callable[..., None] | None = None
 
 
 def one_adapter() -> None:
-    """On a CPU, compute LoRA adapters with two plain matrix products for each adapter of the step, mostly one.
+    """Patch `PunicaWrapperCPU.add_lora_linear`: two matrix products for each adapter of the step, which is mostly one.
 
-    For vLLM 0.32: its CPU kernels first copy both matrices once for every token of the step.
+    For vLLM 0.32, whose CPU kernels copy both LoRA matrices once for every token of the step.
     """
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -66,10 +66,10 @@ def one_adapter() -> None:
 
 
 def seeded_prefill() -> None:
-    """On a CPU, let a seeded request's prompt be split over several steps.
+    """Patch `GPUModelRunner._sample` and `_bookkeeping_sync`: chunked prefill of a seeded request on a CPU.
 
-    For vLLM 0.32: the token drawn after a part of a prompt is thrown away and the request's generator wound back
-    with `get_offset`, which CPU generators do not have; the engine dies. We put the generator's state back instead.
+    For vLLM 0.32, which discards the token sampled after a chunk of the prompt and rewinds the request's generator with
+    `get_offset`; CPU generators lack that, and the engine dies. Here the generator's state is restored instead.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -82,14 +82,14 @@ def seeded_prefill() -> None:
         mask, generators = self.discard_request_mask.np, self.input_batch.generators
         return {i: g for i, g in generators.items() if i < self.input_batch.num_reqs and mask[i]}
 
-    def sample_and_wind_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_and_rewind(self: Any, *args: Any, **kwargs: Any) -> Any:
         states = {g: g.get_state() for g in discarded(self).values()}
         output = sample(self, *args, **kwargs)
         for generator, state in states.items():
             generator.set_state(state)
         return output
 
-    def bookkeeping_without_winding_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def bookkeeping_without_rewinding(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = discarded(self)
         for i in hidden:
             del self.input_batch.generators[i]
@@ -98,15 +98,15 @@ def seeded_prefill() -> None:
         finally:
             self.input_batch.generators.update(hidden)
 
-    runner._sample = sample_and_wind_back
-    runner._bookkeeping_sync = bookkeeping_without_winding_back
+    runner._sample = sample_and_rewind
+    runner._bookkeeping_sync = bookkeeping_without_rewinding
 
 
 def live_weights() -> None:
-    """On a CPU, keep each linear layer's own weight beside the packed copy that its kernel reads.
+    """Patch `dispatch_cpu_unquantized_gemm`: keep a linear layer's weight beside the packed copy that its kernel reads.
 
-    For vLLM 0.26 to 0.32: `dispatch_cpu_unquantized_gemm` packs a layer's weight for oneDNN or SGL and then
-    throws the weight away, so later updates reach nothing. We keep it; `repack` makes the packed copy anew.
+    For vLLM 0.26 to 0.32, which packs the weight for oneDNN or SGL and then frees it, so that later updates reach
+    nothing. `repack` packs the updated weight.
     """
     global _pack
     from vllm.model_executor.layers import utils, vocab_parallel_embedding
@@ -127,10 +127,10 @@ def live_weights() -> None:
 
 
 def live_experts() -> None:
-    """On a CPU, keep the weights of a layer of experts beside the packed copies that its kernel reads.
+    """Patch `CPUUnquantizedExperts`: keep the weights of an MoE layer beside the packed copies that its kernel reads.
 
-    For vLLM 0.32: `CPUUnquantizedExperts` puts the packed copies in the place of the layer's weights, which have the
-    same shape, so that an update would be written over them and read as if it were packed.
+    For vLLM 0.32, which replaces the weights with packed copies of the same shape: an update would overwrite these, and
+    the kernel would read it as packed.
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -159,10 +159,10 @@ def live_experts() -> None:
 
 
 def experts_under_lora() -> None:
-    """On a CPU, compute experts with the CPU's kernel also in an engine that has room for LoRA adapters.
+    """Patch `select_unquantized_moe_backend`: use the CPU's MoE kernel also in an engine with LoRA enabled.
 
-    For vLLM 0.32: it then chooses Triton's kernel, which adapters of experts need, and which does not end on a CPU.
-    Adapters of other layers need nothing of it.
+    For vLLM 0.32, which then selects the Triton kernel (adapters of experts need it); on a CPU that kernel hangs.
+    Adapters of other layers do not need it.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
@@ -177,7 +177,7 @@ def experts_under_lora() -> None:
 
 
 def _packed(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    if not _packed_layers:  # on a GPU: an update need not walk through the model for it
+    if not _packed_layers:  # on a GPU, where an update need not walk through the model
         return []
     return [(name, layer) for name, layer in model.named_modules() if layer in _packed_layers]
 
@@ -190,7 +190,7 @@ def _experts(model: torch.nn.Module) -> list[tuple[str, Any, Any]]:
 
 
 def check_live(model: torch.nn.Module) -> None:
-    """Raises RuntimeError for a model on a CPU whose weights cannot be updated where they lie."""
+    """Raises RuntimeError for a model on a CPU whose weights cannot be updated in place."""
     parameters = dict(model.named_parameters())
     if not parameters or next(iter(parameters.values())).device.type != "cpu":
         return
@@ -200,7 +200,7 @@ def check_live(model: torch.nn.Module) -> None:
 
 
 def repack(model: torch.nn.Module) -> int:
-    """Make every packed copy anew from its layer's weight; returns how many there are."""
+    """Pack the weights of all layers again after an update; returns the number of layers."""
     layers, experts = _packed(model), _experts(model)
     for _, layer in layers:
         assert _pack is not None
@@ -211,11 +211,11 @@ def repack(model: torch.nn.Module) -> int:
 
 
 def stale_packed_layers(model: torch.nn.Module, max_products: int = 1 << 32) -> list[str]:
-    """Names of layers whose kernel does not compute with the weight that the layer shows.
+    """Names of layers whose packed copy differs from the layer's weight.
 
-    A linear layer's kernel is asked for its product with the identity matrix, which is the weight itself, exactly: one
-    times a value plus zeros has nothing to round. Layers that need more than `max_products` multiplications are
-    left to the probe. What a layer of experts has packed is compared with its weights packed once more.
+    A linear layer's kernel multiplies the identity matrix, which gives the weight exactly, without rounding. Layers
+    that need more than `max_products` multiplications are left to the probe. The packed copies of an MoE layer are
+    compared with its weights packed again.
     """
     stale: list[str] = []
     for name, layer in _packed(model):

@@ -1,28 +1,27 @@
-"""What running requests were given and have made, in arrays, until somebody reads it in the requests themselves.
+"""Defers per-request scheduler bookkeeping during plain decode steps.
 
-A decode step changes four numbers and four lists of every request, and at a thousand sequences that is what the step
-waits for, not the GPU. Nobody reads most of it: not before a request's block is full, it ends, is aborted or moved. So
-steps are counted and tokens kept here, for all requests at once, and written to a request when it is its turn
-(`settle`): then it is as vLLM's own code would have left it.
+A decode step changes four numbers and four lists of every vLLM `Request`; at a thousand sequences the step waits for
+this Python code, not for the GPU. Most of it is read only when the request's block is full, or it ends, is aborted or
+preempted. `DeferredSteps` therefore keeps the counters and new tokens of all running requests in NumPy arrays, and
+`flush` writes them to a `Request` before vLLM's own code reads it: the request is then as vLLM itself leaves it.
 """
 
 from __future__ import annotations
 
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from slipstream.inference.plugin.patches.delivery import Held, Kept, StepLogprobs
+from slipstream.inference.plugin.patches.undelivered import StepLogprobs, Undelivered, UndeliveredRequest
 
-_COUNTS = ("_given", "_made", "_ahead", "_made_before", "_most", "_tokens", "_logprobs")
-_WIDTH = 32
-"""Tokens of a request that may wait here."""
+_ARRAYS = ("_scheduled", "_sampled", "_in_flight", "_num_output", "_max_output", "_tokens", "_logprobs")
+_MAX_DEFERRED = 32
+"""Tokens of a request that may be deferred."""
 
 
 def wrong_token(num_requests: int, *, is_unasked: bool) -> RuntimeError:
-    """What to raise when a step brings a token that it cannot have made."""
+    """The error of a step that returned a token that no step was scheduled for, or a placeholder."""
     return RuntimeError(
         f"a step of {num_requests} requests came back with a token that was "
         f"{'not asked for' if is_unasked else 'not sampled yet'}: what is kept for the requests is wrong, "
@@ -30,51 +29,56 @@ def wrong_token(num_requests: int, *, is_unasked: bool) -> RuntimeError:
     )
 
 
-class Ledger:
-    """The running requests of a scheduler, each in a place of its own, in their order."""
+class DeferredSteps:
+    """Deferred bookkeeping of a scheduler's running requests: one row for each, in the order of `Scheduler.running`."""
 
-    def __init__(self, scheduler: Any, stale: str) -> None:
-        """`stale` is how a request says that tokens on their way to it are to be dropped."""
+    def __init__(self, scheduler: Any, stale_field: str) -> None:
+        """`stale_field`: the attribute by which a `Request` says that tokens in flight are to be discarded."""
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.request import RequestStatus
 
         self._is_async, self._running = isinstance(scheduler, AsyncScheduler), RequestStatus.RUNNING
-        self._stale, self._hash_size = stale, scheduler.hash_block_size
-        self._memory = scheduler.kv_cache_manager
-        (self._blocks,) = self._memory.coordinator.single_type_managers
-        self.drop()
+        self._stale_field, self._hash_block_size = stale_field, scheduler.hash_block_size
+        self._kv_cache_manager = scheduler.kv_cache_manager
+        (self._block_manager,) = self._kv_cache_manager.coordinator.single_type_managers
+        self.clear()
 
-    def drop(self) -> None:
-        """Forget all requests; they must be settled."""
+    def clear(self) -> None:
+        """Forget all requests, which must be flushed."""
         self.requests: list[Any] = []
         self.ids: list[str] = []
         self._make_arrays([])
 
     def _make_arrays(self, columns: list[tuple[int, ...]]) -> None:
         size = len(self.requests)
-        self.places = {id_: place for place, id_ in enumerate(self.ids)}
+        self.rows = {id_: row for row, id_ in enumerate(self.ids)}
         numbers = np.array(columns, np.int64).reshape(size, 4)
-        self.computed, self.until, self.prompt, self._clients = numbers.T.copy()
-        self._given, self._made, self._ahead, self._made_before, self._most = np.zeros((5, size), np.int64)
-        """Steps and tokens that the request does not know of; what it knows: tokens under way, made, and in all."""
-        self._tokens, self._logprobs = np.zeros((size, _WIDTH), np.int64), np.zeros((size, _WIDTH), np.float32)
-        self._kept: list[Kept | None] = [None] * size
-        self._is_open = np.zeros(size, bool)
-        """Whether tokens of a request may be kept here: for others vLLM's own code is asked."""
-        self._stops: set[int] = set()
+        self.computed, self.plain_until, self.prompt, self._clients = numbers.T.copy()
+        """Computed tokens, deferred ones included; `_slipstream_plain_until`; prompt tokens; client index."""
+        self._scheduled, self._sampled, self._in_flight, self._num_output, self._max_output = np.zeros(
+            (5, size), np.int64
+        )
+        """Deferred: steps scheduled, tokens sampled. Known to the `Request`: tokens scheduled and not sampled, output
+        tokens. And the number of output tokens at which it ends."""
+        self._tokens = np.zeros((size, _MAX_DEFERRED), np.int64)
+        self._logprobs = np.zeros((size, _MAX_DEFERRED), np.float32)
+        self._undelivered: list[UndeliveredRequest | None] = [None] * size
+        self._defers_tokens = np.zeros(size, bool)
+        """Whether sampled tokens of a request may be deferred; vLLM's own code takes those of others."""
+        self._stop_ids: set[int] = set()
 
-    def hold(self, running: list[Any]) -> bool:
-        """Make the places those of the requests that run now; false when one of them is more than a plain decode."""
-        is_waited_for = not self._is_async and (self._given != self._made).any()
-        if running == self.requests and not is_waited_for:
+    def track(self, running: list[Any]) -> bool:
+        """Make the rows those of the `running` requests; False when one of them is not in plain decode."""
+        waits = not self._is_async and (self._scheduled != self._sampled).any()
+        if running == self.requests and not waits:
             return True
-        if self.requests and not is_waited_for:  # some have ended
-            keep = [request.status is self._running for request in self.requests]
-            if [request for request, stays in zip(self.requests, keep, strict=True) if stays] == running:
-                self._keep(np.flatnonzero(keep))
+        if self.requests and not waits:  # some have ended
+            stays = [request.status is self._running for request in self.requests]
+            if [request for request, is_left in zip(self.requests, stays, strict=True) if is_left] == running:
+                self._select(np.flatnonzero(stays))
                 return True
-        self.settle_all()
-        self.drop()
+        self.flush_all()
+        self.clear()
         columns: list[tuple[int, ...]] = []
         for request in running:
             computed = request.num_computed_tokens
@@ -83,139 +87,145 @@ class Ledger:
                 or request.is_prefill_chunk
             ):
                 return False
-            columns.append((computed, request._slipstream_until, request.num_prompt_tokens, request.client_index))
+            columns.append((computed, request._slipstream_plain_until, request.num_prompt_tokens, request.client_index))
         self.requests, self.ids = running.copy(), [request.request_id for request in running]
         self._make_arrays(columns)
         return True
 
-    def _keep(self, places: Any) -> None:
-        order: list[int] = places.tolist()
-        self.requests, self.ids = [self.requests[i] for i in order], [self.ids[i] for i in order]
-        self._kept = [self._kept[i] for i in order]
-        self.places = {id_: place for place, id_ in enumerate(self.ids)}
-        for name in (*("computed", "until", "prompt", "_clients", "_is_open"), *_COUNTS):
-            setattr(self, name, getattr(self, name)[places])
+    def _select(self, rows: Any) -> None:
+        order: list[int] = rows.tolist()
+        self.requests, self.ids = [self.requests[row] for row in order], [self.ids[row] for row in order]
+        self._undelivered = [self._undelivered[row] for row in order]
+        self.rows = {id_: row for row, id_ in enumerate(self.ids)}
+        for name in (*("computed", "plain_until", "prompt", "_clients", "_defers_tokens"), *_ARRAYS):
+            setattr(self, name, getattr(self, name)[rows])
 
-    def due(self) -> list[int]:
-        """The places of requests whose next step may be more than one more token in a block that has room; settled."""
-        under_way = self._is_open & (self._ahead + self._given - self._made > 0)
-        places: list[int] = np.flatnonzero(self.computed + ~(under_way & self._is_async) >= self.until).tolist()
-        self.settle(places)
-        return places
+    def rows_to_check(self) -> list[int]:
+        """Flush and return the rows whose next step may not be plain: it may need a block, or end the request."""
+        in_flight = self._defers_tokens & (self._in_flight + self._scheduled - self._sampled > 0)
+        rows: list[int] = np.flatnonzero(self.computed + ~(in_flight & self._is_async) >= self.plain_until).tolist()
+        self.flush(rows)
+        return rows
 
-    def give(self, places: Any) -> None:
-        """Count a step for these."""
-        self.computed[places] += 1
-        self._given[places] += 1
+    def schedule(self, rows: Any) -> None:
+        """Count a scheduled step for these rows."""
+        self.computed[rows] += 1
+        self._scheduled[rows] += 1
 
     def all_token_ids(self, request_id: str) -> list[int]:
-        """A request's prompt and tokens."""
-        place = self.places[request_id]
-        self.settle([place])
-        return self.requests[place]._all_token_ids.copy()
+        """A request's prompt and output tokens."""
+        row = self.rows[request_id]
+        self.flush([row])
+        return self.requests[row]._all_token_ids.copy()
 
-    def take(
-        self, scheduled: dict[str, int], result: Any, step: StepLogprobs | None, held: Held
+    def collect(
+        self, scheduled: dict[str, int], result: Any, step: StepLogprobs | None, undelivered: Undelivered
     ) -> tuple[dict[str, int], set[int]]:
-        """Keep a step's plain tokens. Returns what of `scheduled` is left, and the clients whose tokens these were.
-        Raises RuntimeError for a token that was not sampled yet, and for one that no step was made for."""
+        """Defer the plain tokens of a step's `result`, a `ModelRunnerOutput`. Returns what of `scheduled` (tokens by
+        request) is left, and the clients whose tokens were deferred. Raises RuntimeError for a placeholder, and for a
+        token that no step was scheduled for."""
         ids, sampled = result.req_ids, result.sampled_token_ids
         if not self.requests:
             return scheduled, set()
         if not len(ids) == len(sampled) == len(scheduled) or set(map(len, sampled)) != {1}:
-            self.close()
+            self.stop_deferring()
             return scheduled, set()
-        self._open(held)
-        if int(self._made.max()) == _WIDTH:
-            self.settle_all()
+        self._start_deferring(undelivered)
+        if int(self._sampled.max()) == _MAX_DEFERRED:
+            self.flush_all()
         if ids == self.ids:
-            places = np.arange(len(ids))
-            plain = self._is_open & (self._made_before + self._made + 1 < self._most)
+            rows = np.arange(len(ids))
+            plain = self._defers_tokens & (self._num_output + self._sampled + 1 < self._max_output)
         else:
-            places = np.fromiter(map(self.places.get, ids, repeat(-1)), np.int64, len(ids))
-            plain = (self._is_open & (self._made_before + self._made + 1 < self._most))[places] & (places >= 0)
+            rows = np.fromiter(map(self.rows.get, ids, repeat(-1)), np.int64, len(ids))
+            plain = (self._defers_tokens & (self._num_output + self._sampled + 1 < self._max_output))[rows]
+            plain &= rows >= 0
         tokens = list(chain.from_iterable(sampled))
-        if not self._stops.isdisjoint(tokens):
+        if not self._stop_ids.isdisjoint(tokens):
             for i, token in enumerate(tokens):
-                kept = self._kept[places[i]] if token in self._stops else None
-                if kept is not None and token in kept.stops:
+                request = self._undelivered[rows[i]] if token in self._stop_ids else None
+                if request is not None and token in request.stop_ids:
                     plain[i] = False
         if set(scheduled.values()) != {1}:
             plain &= np.fromiter(map(scheduled.get, ids), np.int64, len(ids)) == 1
-        rows, taken = places[plain], np.array(tokens)[plain]
-        is_unasked = self._is_async and bool((self._made[rows] >= self._ahead[rows] + self._given[rows]).any())
+        deferred, taken = rows[plain], np.array(tokens)[plain]
+        in_flight = self._in_flight[deferred] + self._scheduled[deferred]
+        is_unasked = self._is_async and bool((self._sampled[deferred] >= in_flight).any())
         if is_unasked or (taken < 0).any():
             raise wrong_token(len(ids), is_unasked=is_unasked)
-        columns = self._made[rows]
-        self._tokens[rows, columns] = taken
+        columns = self._sampled[deferred]
+        self._tokens[deferred, columns] = taken
         if step is not None:
-            self._logprobs[rows, columns] = step.lists.logprobs[plain, 0]
-        self._made[rows] += 1
-        clients: set[int] = set(self._clients[rows].tolist())
-        if len(rows) == len(ids):
+            self._logprobs[deferred, columns] = step.lists.logprobs[plain, 0]
+        self._sampled[deferred] += 1
+        clients: set[int] = set(self._clients[deferred].tolist())
+        if len(deferred) == len(ids):
             return {}, clients
         left = {ids[i] for i in np.flatnonzero(~plain).tolist()}
         rest = {id_: count for id_, count in scheduled.items() if id_ in left}
         for id_ in rest:
-            self.close(id_)
+            self.stop_deferring(id_)
         return rest, clients
 
-    def _open(self, held: Held) -> None:
-        for place in np.flatnonzero(~self._is_open).tolist():
-            request = self.requests[place]
-            kept = held.of_client(request.client_index).get(request.request_id)
-            if kept is None or request.status is not self._running or getattr(request, self._stale):
+    def _start_deferring(self, undelivered: Undelivered) -> None:
+        """Defer tokens of requests whose earlier ones are held back, so that nobody reads the next either."""
+        for row in np.flatnonzero(~self._defers_tokens).tolist():
+            request = self.requests[row]
+            held = undelivered.of_client(request.client_index).get(request.request_id)
+            if held is None or request.status is not self._running or getattr(request, self._stale_field):
                 continue
-            self._kept[place], self._is_open[place] = kept, True
-            self._ahead[place] = request.num_output_placeholders
-            self._made_before[place], self._most[place] = len(request._output_token_ids), kept.most
-            self._stops |= kept.stops
+            self._undelivered[row], self._defers_tokens[row] = held, True
+            self._in_flight[row] = request.num_output_placeholders
+            self._num_output[row], self._max_output[row] = len(request._output_token_ids), held.max_tokens
+            self._stop_ids |= held.stop_ids
 
-    def close(self, request_id: str | None = None) -> None:
-        """Settle a request, or all, and let the next tokens be looked at by others; one that is not here is let be."""
+    def stop_deferring(self, request_id: str | None = None) -> None:
+        """Flush a request, or all, and leave its next tokens to vLLM's own code. Ignores unknown requests."""
         if request_id is None:
-            self.settle_all()
-            self._is_open[:] = False
-        elif request_id in self.places:
-            place = self.places[request_id]
-            self.settle([place])
-            self._is_open[place] = False
+            self.flush_all()
+            self._defers_tokens[:] = False
+        elif request_id in self.rows:
+            row = self.rows[request_id]
+            self.flush([row])
+            self._defers_tokens[row] = False
 
-    def settle_all(self) -> None:
-        """Write all that is kept here."""
-        self.settle(np.flatnonzero(self._given | self._made).tolist())
+    def flush_all(self) -> None:
+        """Write everything deferred to the requests."""
+        self.flush(np.flatnonzero(self._scheduled | self._sampled).tolist())
 
-    def settle(self, places: list[int]) -> None:
-        """Write to the requests in these places what they were given and have made."""
-        if not places:
+    def flush(self, rows: list[int]) -> None:
+        """Write the deferred steps and tokens of these rows to their requests."""
+        if not rows:
             return
-        given: list[int] = self._given[places].tolist()
-        made: list[int] = self._made[places].tolist()
-        width = max(made)
-        tokens: list[list[int]] = self._tokens[places, :width].tolist()
-        logprobs: list[list[float]] = self._logprobs[places, :width].tolist()
-        for i, place in enumerate(places):
-            request, ahead = self.requests[place], given[i] - made[i]
-            request.num_computed_tokens += given[i]
-            request.num_in_flight_tokens += ahead
+        scheduled: list[int] = self._scheduled[rows].tolist()
+        sampled: list[int] = self._sampled[rows].tolist()
+        width = max(sampled)
+        tokens: list[list[int]] = self._tokens[rows, :width].tolist()
+        logprobs: list[list[float]] = self._logprobs[rows, :width].tolist()
+        for i, row in enumerate(rows):
+            request, in_flight = self.requests[row], scheduled[i] - sampled[i]
+            request.num_computed_tokens += scheduled[i]
+            request.num_in_flight_tokens += in_flight
             if self._is_async:
-                request.num_output_placeholders += ahead
-            kept = self._kept[place]
-            if made[i] and kept is not None:
-                self._append(request, kept, tokens[i][: made[i]], logprobs[i][: made[i]])
-        self._ahead[places] += self._given[places] - self._made[places]
-        self._made_before[places] += self._made[places]
-        self._given[places] = self._made[places] = 0
+                request.num_output_placeholders += in_flight
+            held = self._undelivered[row]
+            if sampled[i] and held is not None:
+                self._append(request, held, tokens[i][: sampled[i]], logprobs[i][: sampled[i]])
+        self._in_flight[rows] += self._scheduled[rows] - self._sampled[rows]
+        self._num_output[rows] += self._sampled[rows]
+        self._scheduled[rows] = self._sampled[rows] = 0
 
-    def _append(self, request: Any, kept: Kept, tokens: list[int], logprobs: list[float]) -> None:
+    def _append(self, request: Any, held: UndeliveredRequest, tokens: list[int], logprobs: list[float]) -> None:
+        """Append sampled tokens as `Scheduler.update_from_output` does, with block hashes and cached blocks."""
         request._output_token_ids += tokens
         request._all_token_ids += tokens
-        kept.tokens += tokens
-        if kept.logprobs is not None:
-            kept.logprobs += logprobs
-        if len(request._all_token_ids) >= (len(request.block_hashes) + 1) * self._hash_size:
+        held.tokens += tokens
+        if held.logprobs is not None:
+            held.logprobs += logprobs
+        if len(request._all_token_ids) >= (len(request.block_hashes) + 1) * self._hash_block_size:
             request.update_block_hashes()
         if self._is_async:
-            done = request.num_computed_tokens - request.num_output_placeholders
-            if done // self._blocks.block_size > self._blocks.num_cached_block.get(request.request_id, 0):
-                self._memory.cache_blocks(request, done)
+            known = request.num_computed_tokens - request.num_output_placeholders
+            cached_blocks = self._block_manager.num_cached_block.get(request.request_id, 0)
+            if known // self._block_manager.block_size > cached_blocks:
+                self._kv_cache_manager.cache_blocks(request, known)

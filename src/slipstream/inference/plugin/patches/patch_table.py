@@ -1,14 +1,14 @@
-"""The table of all changes that Slipstream makes to vLLM; which are in force in this process, and why others are not.
+"""The table of all patches of vLLM, and which of them are in force in this process.
 
-A patch is applied only inside a process that Slipstream started (`SLIPSTREAM_ENGINE` is set), so that installing the
-package changes nothing for anybody else's vLLM. There are two kinds:
+Patches apply only in processes that Slipstream started (`SLIPSTREAM_ENGINE` is set); anybody else's vLLM is unchanged.
+There are two kinds:
 
-- `required`: an update, a score or a seed would be wrong without it. It looks for the thing it changes. Where that is
-  missing, the engine starts all the same, and refuses what needs it (`require`).
-- `fast`: it computes what vLLM computes, with less work, and for that repeats some of vLLM's own code. It is applied
-  where the source of every module that it repeats or relies on is one it was checked against, and nowhere else.
+- `required`: an update, a score or a seed would be wrong without it. It looks for what it changes. Where that is
+  missing, the engine starts all the same, and refuses what needs the patch (`require`).
+- `fast`: computes what vLLM computes, with less work, and repeats some of vLLM's code for that. It is applied only
+  where the source of every module that it repeats or relies on has a digest that it was checked against.
 
-Importing this imports neither torch nor vLLM: what a vLLM will be given is known from its source files.
+This module imports neither torch nor vLLM: which fast paths a vLLM will get is known from its source files.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 Choice = Literal["auto", "checked", "required", "all"]
-"""`required`: no fast paths. `all`: all of them, whatever vLLM's source is. `checked`, or `auto`: those whose modules
-are as they were checked."""
+"""`required`: no fast paths. `all`: all of them, whatever vLLM's source. `checked`, or `auto`: those whose modules have
+a known digest."""
 OLDEST, NEWEST = (0, 26), (0, 33)
-"""The minor versions of vLLM between which the source of each was looked at for what the table needs."""
+"""Minor versions of vLLM whose source was reviewed for this table."""
 VARIABLE = "SLIPSTREAM_PATCHES"
-"""In the environment of an engine's processes: the choice."""
+"""Environment variable of an engine's processes that holds the choice."""
 
 
 class Absent(Exception):
-    """This vLLM does not have what a patch changes; the text names it."""
+    """This vLLM lacks what a patch changes; the text names it."""
 
 
 class NotNeeded(Exception):
-    """This vLLM, or this model, is right without the patch; the text says why."""
+    """This vLLM, or this model, needs no such patch; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Patch:
 
     name: str
     where: str
-    """Module of this package and function that makes the change. It raises `Absent` or `NotNeeded`."""
+    """`module:function` of this package that applies the patch. It may raise `Absent` or `NotNeeded`."""
     kind: Literal["required", "fast"]
     on: Literal["any", "cpu", "gpu"] = "any"
     to: Literal["vllm", "model"] = "vllm"
-    """`model`: on objects that exist once a model is loaded; the function is given vLLM's model runner."""
+    """`model`: patches objects of the loaded model; the function takes vLLM's model runner."""
     lost: str = ""
-    """Of a required one: what cannot be done without it, and what to use then."""
+    """What a missing required patch makes impossible, and what to use instead."""
     needs: tuple[str, ...] = ()
     """Patches that this one builds on."""
     modules: tuple[str, ...] = ()
-    """Below `vllm`: what a fast path repeats, or relies on."""
+    """Modules of `vllm` that a fast path repeats or relies on."""
     checked: Mapping[str, str] = field(default_factory=dict)
-    """Digest of these modules (`digest`) and the version of vLLM in which they were checked."""
+    """Digests of these modules (`digest`) that the patch was checked against, each with its vLLM version."""
 
 
 _SCHEDULING = (
@@ -135,7 +135,7 @@ TABLE = (
         checked={"c7c7d9fb8d103271": "0.26", "35a85447741fa86d": "0.32, 0.33"},
     ),
 )
-"""In the order in which they are applied."""
+"""In the order of application."""
 
 _applied: list[str] = []
 _left_out: dict[str, str] = {}
@@ -147,19 +147,19 @@ def applied() -> tuple[str, ...]:
 
 
 def left_out() -> dict[str, str]:
-    """The others of `TABLE`, each with the reason why it is not in force."""
+    """The other patches of `TABLE`, each with the reason why it is not in force."""
     return dict(_left_out)
 
 
 def require(name: str) -> None:
-    """Raises RuntimeError when this patch, which what comes next needs, is not in force."""
+    """Raises RuntimeError unless the patch `name` is in force."""
     if name not in _applied:
         (patch,) = (patch for patch in TABLE if patch.name == name)
         raise RuntimeError(f"{_left_out.get(name, f'the patch {name} was not applied')}, and {patch.lost}")
 
 
 def apply_all() -> tuple[str, ...]:
-    """Apply every patch of vLLM itself that `VARIABLE` asks for; safe to call again. Returns what is in force."""
+    """Apply the patches of vLLM's classes that `VARIABLE` chooses; safe to call again. Returns those in force."""
     from vllm.platforms import current_platform
 
     device = "cpu" if current_platform.is_cpu() else "gpu"
@@ -168,7 +168,7 @@ def apply_all() -> tuple[str, ...]:
 
 
 def apply_to(runner: Any) -> None:
-    """The same for patches of a loaded model, given vLLM's model runner."""
+    """Apply the patches of a loaded model to vLLM's model runner."""
     device = "cpu" if runner.device.type == "cpu" else "gpu"
     _apply(device, "model", runner)
 
@@ -202,7 +202,7 @@ def _attempt(patch: Patch, *arguments: Any) -> str:
 
 
 def reason_against(patch: Patch, choice: Choice) -> str:
-    """Why a patch is not applied to the installed vLLM, as far as its source files say; empty: it is."""
+    """Why a patch is not applied to the installed vLLM, judged by its source files; empty when it is."""
     if patch.kind == "required" or choice == "all":
         return ""
     if choice == "required":
@@ -214,13 +214,13 @@ def reason_against(patch: Patch, choice: Choice) -> str:
 
 
 def foreseen(choice: Choice, *, on_cpu: bool) -> dict[str, str]:
-    """What the installed vLLM will be given: for each patch of that device why it is left out, or nothing."""
+    """For each patch of the device, why the installed vLLM will not get it; empty when it will."""
     device = "cpu" if on_cpu else "gpu"
     return {patch.name: reason_against(patch, choice) for patch in TABLE if patch.on in ("any", device)}
 
 
 def digest(modules: tuple[str, ...], folder: Path | None = None) -> str:
-    """Of the source of these modules, 16 hexadecimal digits; empty when one is missing. `folder` is vLLM's."""
+    """SHA-256 of the source of these modules, 16 hexadecimal digits; empty when one is missing. `folder` is vLLM's."""
     folder = folder or vllm_folder()
     sources = [_source(folder, module) for module in modules] if folder else [b""]
     named = (b"%s\n%s" % (name.encode(), source) for name, source in zip(modules, sources, strict=False))
@@ -228,7 +228,7 @@ def digest(modules: tuple[str, ...], folder: Path | None = None) -> str:
 
 
 def vllm_folder() -> Path | None:
-    """Where the vLLM is that would be imported."""
+    """Folder of the installed vLLM; None without one."""
     spec = importlib.util.find_spec("vllm")
     return next((Path(folder) for folder in spec.submodule_search_locations or ()), None) if spec else None
 

@@ -1,8 +1,7 @@
-"""The log-probability of the sampled token alone, without the ranks and the top tokens that nobody here asks for.
+"""Patches vLLM's samplers to compute the log-probability of the sampled token alone, without ranks and top tokens.
 
-Where `logprobs=0` is all that is asked, vLLM as shipped also sorts out the highest none of the vocabulary and counts,
-with one more pass over it, how many tokens were likelier. The number itself is still made by vLLM's own code, on the
-same logits, so it is the same to the bit.
+With `logprobs=0` vLLM as shipped also runs a top-k of size 0, and counts in one more pass over the vocabulary how many
+tokens are likelier. The log-probability itself still comes from vLLM's own code and the same logits, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from slipstream.inference.plugin.patches.patch_table import Absent
 
 
 def without_ranks() -> None:
-    """Patch vLLM's sampler."""
+    """Patch `Sampler.gather_logprobs`."""
     from vllm.v1.sample.sampler import Sampler
 
     sampler: Any = Sampler
@@ -23,7 +22,7 @@ def without_ranks() -> None:
 
 
 def second_without_ranks() -> None:
-    """Patch the sampler of vLLM's second model runner."""
+    """Patch `compute_topk_scores` of vLLM's second model runner (`v1.worker.gpu`)."""
     try:
         from vllm.v1.worker.gpu.sample import logprob
         from vllm.v1.worker.gpu.sample import sampler as second

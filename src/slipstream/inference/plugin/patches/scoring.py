@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens, at the temperature that the request names.
+"""Patches vLLM to compute prompt log-probabilities at the request's temperature.
 
-vLLM scores the tokens of a prompt at temperature 1, whatever the request says; a student that samples at another one
+vLLM scores a prompt's tokens at temperature 1, whatever the request says; a student that samples at another temperature
 has to be compared with its teacher at that one. The patch divides the logits, in float32 as the sampler does, before
-they are normalised. It acts on the model runner that this engine really has: the one of vLLM 0.26 and of 0.32 on a CPU
-(`_get_prompt_logprobs_dict`), or the newer one of GPUs (`PromptLogprobsWorker`).
+the log-softmax. It changes the model runner that the engine really has: `GPUModelRunner._get_prompt_logprobs_dict`
+(vLLM 0.26, and 0.32 on a CPU) or `PromptLogprobsWorker` (the second model runner, on GPUs).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATCH = "scores_at_temperature"
 
 
 def check(request: GenerateRequest, applied: tuple[str, ...]) -> None:
-    """Raises ValueError for a request whose scores would not be what it asks for."""
+    """Raises ValueError for a request that this engine cannot score as asked."""
     if request.images:
         raise ValueError("a prompt with images cannot be scored: leave out the images, or scores_prompt")
     temperature = request.sampling.temperature
@@ -35,7 +35,7 @@ def check(request: GenerateRequest, applied: tuple[str, ...]) -> None:
 
 
 def prompt_logprobs(output: Any, request: GenerateRequest) -> list[float]:
-    """Of each token of the request's prompt, out of vLLM's output for it."""
+    """The log-probability of each prompt token, from vLLM's output; 0 for the first."""
     entries = output.prompt_logprobs
     if entries is None or len(entries) != len(request.prompt_ids):
         found = "none" if entries is None else f"{len(entries)}"
@@ -45,7 +45,7 @@ def prompt_logprobs(output: Any, request: GenerateRequest) -> list[float]:
 
 
 def at_request_temperature(runner: Any) -> None:
-    """Have `runner`, vLLM's model runner, score at each request's temperature."""
+    """Patch `runner`, vLLM's model runner."""
     if hasattr(runner, "_get_prompt_logprobs_dict") and hasattr(runner, "num_prompt_logprobs"):
         _patch_runner(runner)
     elif hasattr(getattr(runner, "prompt_logprobs_worker", None), "compute_prompt_logprobs"):
@@ -67,7 +67,7 @@ def _patch_runner(runner: Any) -> None:
         found: dict[str, Any] = {}
         try:
             for temperature, group in by_temperature.items():
-                runner.num_prompt_logprobs = group  # it takes out whose last token was scored
+                runner.num_prompt_logprobs = group  # vLLM removes requests whose last token it has scored
                 runner.sampler.compute_logprobs = lambda logits, by=temperature: normalise(logits.float() / by)
                 found |= original(hidden_states, num_scheduled_tokens)
         finally:
@@ -98,7 +98,7 @@ def _patch_prompt_worker(worker: Any) -> None:
         wanted = [temperatures.get(name, 1.0) for name in batch.req_ids]
         if set(wanted) <= {1.0}:
             return compute(logits_of, hidden, batch, *rest)
-        # vLLM asks for the logits of all tokens of the step in their order, some at a time.
+        # vLLM computes the logits of the step's tokens in order, some at a time.
         by_token = torch.tensor(wanted).repeat_interleave(torch.as_tensor(batch.num_scheduled_tokens))
         left = by_token.to(hidden.device, non_blocking=True)[:, None]
 

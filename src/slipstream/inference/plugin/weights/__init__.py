@@ -1,1 +1,1 @@
-"""The engine's side of a weight update: where each parameter lies in vLLM, and what receives new values."""
+"""Weights inside vLLM's workers: the receiver, the maps of parameters to engine memory, LoRA adapters."""

@@ -1,10 +1,10 @@
-"""Where each tensor of a LoRA adapter lies inside vLLM's stacked buffers.
+"""Maps each tensor of a LoRA adapter to its place in vLLM's stacked LoRA buffers.
 
-As for whole models (`tensor_map`), vLLM's own code is watched instead of copied into a table: its adapter loader, its
-packing of q, k, v and of gate, up, and its slicing over workers get empty tensors, and each copy into a buffer is noted
-instead of made. The published adapter's scaling is 1, so that nothing is multiplied on the way; what would be
-transformed all the same is reported as unverified. What a buffer holds beside the adapter (a rank below the buffer's,
-layers without one) must be zero.
+As in `tensor_map`, vLLM's own code is recorded instead of copied into a table: its adapter loader, its packing of q, k,
+v and of gate, up, and its slicing over tensor-parallel workers get empty tensors, and every copy into a buffer is noted
+instead of made. A published adapter has scaling 1, so that nothing is multiplied on the way; whatever is transformed
+all the same is reported as unverified. The rest of a buffer (a rank below the buffer's, layers without an adapter) must
+be zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from slipstream.records import ParameterSpec
 
 
 def slot_of(manager: Any, lora_ids: list[int]) -> int:
-    """The buffers' first index for the first of these adapters; raises when vLLM holds others, or not all of them."""
+    """The slot (first index of the buffers) of the first of these adapters. Raises RuntimeError when vLLM holds other
+    adapters."""
     loaded = sorted(manager.list_adapters())
     if loaded != sorted(lora_ids) or lora_ids[0] not in manager.lora_index_to_id:
         raise RuntimeError(f"vLLM holds the adapters {loaded}, and should hold {sorted(lora_ids)}")
@@ -30,7 +31,7 @@ def slot_of(manager: Any, lora_ids: list[int]) -> int:
 
 @torch.no_grad()
 def record(manager: Any, slot: int, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
-    """Watch vLLM place the adapter `parameters` (shapes and dtypes; values are not read) in `slot`."""
+    """Record where vLLM places the adapter `parameters` (shapes and dtypes; values are not read) in `slot`."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -56,7 +57,7 @@ def record(manager: Any, slot: int, parameters: tuple[ParameterSpec, ...]) -> Te
 
 
 def _renames(model: Any) -> Any:
-    """What vLLM's adapter loader makes of a layer's name; the method has one name in vLLM 0.32, and another before."""
+    """vLLM's mapper of layer names for adapters; its method is named differently before vLLM 0.32."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
@@ -65,7 +66,7 @@ def _renames(model: Any) -> Any:
 
 @torch.no_grad()
 def stray_layers(manager: Any, slot: int, located: TensorMap) -> list[str]:
-    """Names of layers whose buffers hold something beside the adapter's own numbers."""
+    """Names of layers whose buffers hold anything but zeros beside the adapter's own elements."""
     owned: dict[int, list[Tensor]] = {}
     for pieces in located.pieces.values():
         for piece in pieces:
@@ -79,7 +80,7 @@ def stray_layers(manager: Any, slot: int, located: TensorMap) -> list[str]:
                 roomy.append((name, buffer[slot], own))
     if not roomy:
         return []
-    # One tensor of all counts: on a GPU each number by itself would be waited for.
+    # One tensor of all counts: on a GPU every single number costs a synchronization.
     counts = [torch.count_nonzero(tensor) for _, buffer, own in roomy for tensor in (buffer, *own)]
     numbers: Iterator[int] = iter(torch.stack(counts).tolist())
     return [name for name, _, own in roomy if next(numbers) != sum(next(numbers) for _ in own)]
@@ -87,8 +88,7 @@ def stray_layers(manager: Any, slot: int, located: TensorMap) -> list[str]:
 
 @contextmanager
 def without_adapters(model: Any, manager: Any) -> Generator[None]:
-    """Inside, the model has its own layers in the place of those that vLLM put around them, so that its loader finds
-    them."""
+    """Within the block the model has its own layers in place of vLLM's LoRA wrappers, so that its loader finds them."""
     for name, module in manager.modules.items():
         _set_module(model, name, module.base_layer)
     try:

@@ -1,5 +1,6 @@
-"""The LoRA adapters that an engine holds: the one that new requests are computed with, and the one before it, which
-requests that were running when the newer one came go on with, to their end."""
+"""The LoRA adapters that an engine holds: the current one, for new requests, and the one before, for requests that
+began with it.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +14,27 @@ from slipstream.records import Ticket
 
 
 class Adapters:
-    """At most two, each under a name and a number that no other ever had. More are held only after a failure."""
+    """At most two adapters, each with a name and an id that are never reused; more only after a failed load."""
 
     def __init__(self, host: Host) -> None:
         self.current: LoadedAdapter | None = None
-        """What every request that comes is computed with."""
+        """The adapter of new requests."""
         self._host = host
         self._old: LoadedAdapter | None = None
         self._stray: list[LoadedAdapter] = []
-        """To be removed before the next is loaded: its removal failed, or the load that it was part of."""
+        """Adapters to remove before the next load: their removal failed, or the load that it was part of."""
         self._users: collections.Counter[int] = collections.Counter()
         self._ended = asyncio.Event()
         self._num_loaded = 0
 
     @property
     def ids(self) -> list[int]:
-        """Of those that the engine should hold, the current one first."""
+        """Ids of the adapters that vLLM should hold, the current one first."""
         return [adapter.id for adapter in (self.current, self._old, *self._stray) if adapter is not None]
 
     @contextlib.contextmanager
     def used(self, adapter: LoadedAdapter) -> Generator[None]:
-        """While a request is computed with it."""
+        """Counts a request that is computed with `adapter`, for as long as the block runs."""
         self._users[adapter.id] += 1
         try:
             yield
@@ -42,13 +43,13 @@ class Adapters:
             self._ended.set()
 
     async def until_room(self) -> None:
-        """Wait for the last request of the old one: it has its deadline, and what waits here ends with its client."""
+        """Wait for the last request of the old adapter; bounded by the requests' deadlines."""
         while self._old is not None and self._users[self._old.id]:
             self._ended.clear()
             await self._ended.wait()
 
     async def load(self, ticket: Ticket) -> None:
-        """Put the ticket's adapter in the place of the old one, by vLLM's own loader; new requests have it."""
+        """Replace the old adapter with the ticket's, by vLLM's own loader, and make it the current one."""
         self._num_loaded += 1
         name = f"{ticket.version.name}-{ticket.version.digest}-{self._num_loaded}"
         loaded = LoadedAdapter(name, self._num_loaded, ticket.location)
@@ -56,8 +57,8 @@ class Adapters:
             del self._users[self._old.id]
             self._stray.append(self._old)
             self._old = None
-        leaving, self._stray = self._stray, [*self._stray, loaded]  # all of them, should anything fail from here on
-        # At once: each by itself would wait for the end of a step.
+        leaving, self._stray = self._stray, [*self._stray, loaded]  # all, until everything below has succeeded
+        # Concurrently: one after another, each call would wait for the end of a step.
         *removed, is_loaded = await asyncio.gather(
             *(self._host.remove_adapter(adapter) for adapter in leaving),
             self._host.load_adapter(loaded),

@@ -1,8 +1,7 @@
-"""The weight receiver: methods that vLLM mixes into its worker (`worker_extension_cls`).
+"""`WorkerExtension`: the methods for weight updates that vLLM mixes into its worker (`worker_extension_cls`).
 
-They run in the engine's own loop, between two steps. Arguments and results are JSON text, because they cross
-vLLM's process boundary and nothing there may be unpickled. Whether an update left the engine whole is for the
-server to judge from what these methods report.
+They run in the engine core's loop, between two steps. Arguments and results are JSON text, as they cross vLLM's process
+boundary and nothing there may be unpickled. `EngineServer` judges from their results whether an update succeeded.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ class WorkerExtension:
         return self._slipstream_map
 
     def _slipstream_adapters(self) -> Any:
-        """vLLM's owner of the LoRA buffers; None in an engine without LoRA."""
+        """vLLM's `LoRAModelManager`, which owns the LoRA buffers; None in an engine without LoRA."""
         manager = getattr(self.model_runner, "lora_manager", None)
         return manager._adapter_manager if manager is not None else None
 
     def slipstream_describe(self) -> str:
-        """JSON: patches in force and why others are not, the device, the types in which the model computes its logits,
-        and files to remove."""
+        """JSON: patches in force and reasons for those left out, device, dtypes of the logits, and files to remove when
+        the engine ends."""
         patch_table.apply_to(self.model_runner)
         model = self._slipstream_model()
         device, heads = str(next(model.parameters()).device), _head_dtypes(model)
@@ -74,13 +73,12 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_load(self, ticket_json: str, first_rank: str = "1") -> str:
-        """Load a version, or what is new in it, into the live weights, from files or from the group, in which this
+        """Load a version, or its delta, into the live weights, from files or from the process group, in which this
         engine's workers have the ranks from `first_rank` on. JSON: seconds and bytes."""
         ticket = msgspec.json.decode(ticket_json, type=Ticket)
         started = time.perf_counter()
         model, num_bytes = self._slipstream_model(), 0
         cpu.check_live(model)
-        # Recorded before the first load: afterwards a layer's parameters are the same objects, but cheaper to know now.
         located, first = self._slipstream_locate(ticket.parameters), int(first_rank)
 
         def counted(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -110,8 +108,8 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_share(self, parameters_json: str) -> str:
-        """JSON: how another process opens the live weights, or this worker's part of each, by Hugging Face name. On a
-        CPU they move for it."""
+        """JSON: handles by which another process opens this worker's part of the live weights, by Hugging Face name. On
+        a CPU the weights are moved into shared memory for it."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         model = self._slipstream_model()
         cpu.check_live(model)
@@ -134,13 +132,13 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_written(self) -> str:
-        """Have the kernels compute with the weights that were written in place. JSON: nothing."""
-        if not torch.cuda.is_available():  # only CPUs have packed copies, and generation waits for the look
+        """Repack weights that were written in place, on a CPU. JSON: null."""
+        if not torch.cuda.is_available():  # only CPU kernels read packed copies
             cpu.repack(self._slipstream_model())
         return "null"
 
     def slipstream_settle(self) -> str:
-        """Returns when nothing computes with the weights any more; called while no step is made. JSON: nothing."""
+        """Wait for all GPU work of earlier steps; called while steps are paused. JSON: null."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return "null"
@@ -162,7 +160,8 @@ class WorkerExtension:
     def _slipstream_receive(
         self, ticket: Ticket, first_rank: int, located: tensor_map.TensorMap
     ) -> list[tuple[str, Tensor]]:
-        """Whole parameters from the group, to where the map says; those that it cannot place, in the ticket's order."""
+        """Receive whole parameters from the group into the engine's memory; returns those that the map cannot place, in
+        the ticket's order."""
         group = self._slipstream_join(ticket, first_rank)
         is_here = next(self._slipstream_model().parameters()).device == group.device
         left: dict[str, Tensor] = {}
@@ -172,7 +171,7 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_fingerprint(self, parameters_json: str) -> str:
-        """JSON: for each parameter name this worker's share of its fingerprint, and layers with stale packed copies."""
+        """JSON: this worker's share of each parameter's fingerprint, and layers with stale packed copies."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         located = self._slipstream_locate(parameters)
         shares = _shares(located, parameters)
@@ -181,8 +180,8 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_fingerprint_adapter(self, parameters_json: str, ids_json: str) -> str:
-        """The same for a LoRA adapter, in the buffers that vLLM's kernels read; `ids_json` are the numbers of all that
-        it should hold, this one's first. `stale` are layers that hold something beside it."""
+        """The same for a LoRA adapter, in the buffers that vLLM's kernels read. `ids_json`: ids of all adapters that
+        vLLM should hold, this one's first. `stale`: layers whose buffers hold anything beside the adapter."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         manager = self._slipstream_adapters()
         slot = adapter_map.slot_of(manager, msgspec.json.decode(ids_json, type=list[int]))
@@ -197,13 +196,13 @@ class WorkerExtension:
 
 
 def _left_behind() -> list[str]:
-    """What vLLM's workers on a CPU have between them, some megabytes, and leave there when they are killed."""
+    """Shared-memory files of vLLM's CPU workers, some megabytes, which stay when these are killed."""
     name = os.environ.get("VLLM_DIST_IDENT")
     return [str(path) for path in Path("/dev/shm").glob(f"{name}-*")] if name else []
 
 
 def _head_dtypes(model: torch.nn.Module) -> list[str]:
-    """Of every part that makes logits out of a head's products; `?` for one that this vLLM gives no type of its own."""
+    """The dtype of each `LogitsProcessor`; `?` where this vLLM has no such attribute."""
     makers = [module for module in model.modules() if type(module).__name__ == "LogitsProcessor"]
     return sorted({str(getattr(module, "head_dtype", "?")).removeprefix("torch.") for module in makers})
 
@@ -216,5 +215,5 @@ def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]
 
 
 def _memory_bytes() -> int:
-    """What torch has allocated on this worker's GPU."""
+    """Bytes that torch has allocated on this worker's GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

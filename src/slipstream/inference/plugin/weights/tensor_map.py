@@ -1,10 +1,9 @@
-"""Where each Hugging Face parameter lies inside the engine's fused and sharded tensors.
+"""Maps each Hugging Face parameter to its place in the engine's fused and sharded tensors.
 
-vLLM's own loader knows, so we watch it: `record` hands it empty tensors of the right shapes while a dispatch
-mode notes every copy into a parameter of the engine *instead of* making it. The result holds for any model
-that vLLM can load, needs no table of names, costs no memory traffic and leaves the weights alone.
-A loader that computes before it copies (a cast, a transposition made whole) leaves a gap: the parameter is
-then listed as unverified, never passed as right.
+vLLM's own loader knows it, so `record` hands the loader empty tensors of the right shapes, while a dispatch mode notes
+every copy into an engine parameter *instead of* making it. The result holds for any model that vLLM can load, needs no
+table of names, costs no memory traffic and leaves the weights alone. A loader that computes before it copies (a cast, a
+materialized transposition) leaves a gap: such a parameter is listed as unverified, never as verified.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.records import ParameterSpec
 from slipstream.weights.bridges.broadcast import copy_all, flat_bytes
-from slipstream.weights.fingerprint import Slice, as_hex, fingerprints
+from slipstream.weights.fingerprint import as_hex, fingerprints
+from slipstream.weights.fingerprint_torch import Slice
 
 _WRITES = {"copy_", "fill_", "zero_", "index_copy_", "index_put_", "masked_fill_", "scatter_", "set_"}
 _IN_LOADERS_ORDER = {"TRITON", "BATCHED_TRITON", "CPU"}
-"""vLLM's kernels for experts that read the weights as its loader places them; on a CPU thanks to our patch."""
+"""MoE backends that read the weights as vLLM's loader places them (CPU: by the patch `live_cpu_experts`)."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,11 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements in the slice."""
+        """Number of elements."""
         return self.target.numel()
 
     def write(self, places: Tensor, values: Tensor, *, is_whole: bool) -> None:
-        """Write those of `values` whose `places` in the flattened parameter are in this slice; all are when it
-        `is_whole`."""
+        """Write those of `values` whose `places` in the flattened parameter lie in this slice; `is_whole`: all do."""
         inside = None if is_whole else places >= self.offset
         rest = places - self.offset
         lies = torch.zeros_like(rest)
@@ -62,8 +61,8 @@ class Piece:
         flat[lies] = values.to(flat.dtype)
 
     def _dimensions(self) -> list[tuple[int, int, int]]:
-        """(step in the flattened parameter, size, stride in memory), the longest steps first; those that go on into
-        one another are one."""
+        """(stride in the flattened parameter, size, stride in memory) by falling stride; contiguous dimensions are
+        merged."""
         found: list[tuple[int, int, int]] = []
         for step, size, stride in sorted(
             zip(self.strides, self.sizes, self.target.stride(), strict=True), reverse=True
@@ -78,7 +77,7 @@ class Piece:
 
 @dataclass
 class TensorMap:
-    """For each Hugging Face name, its pieces in this worker."""
+    """The pieces of each Hugging Face parameter in this worker."""
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
@@ -96,14 +95,15 @@ class TensorMap:
         return [(total & ((1 << 64) - 1), count) for total, count in zip(totals, counts, strict=True)]
 
     def place(self, name: str) -> str:
-        """A digest of which elements of `name` this worker holds; asked for once all pieces are known."""
+        """A digest of which elements of `name` this worker holds; call it after recording."""
         if name not in self._places:
             held = sorted((piece.offset, piece.sizes, piece.strides) for piece in self.pieces.get(name, []))
             self._places[name] = hashlib.sha256(repr(held).encode()).hexdigest()[:16]
         return self._places[name]
 
     def write(self, spec: ParameterSpec, places: Tensor, values: Tensor) -> None:
-        """Write `values` at `places` of the flattened parameter, where this worker keeps them."""
+        """Write `values` at `places` of the flattened parameter, as far as this worker holds them. Raises ValueError
+        for a parameter that the loader transforms."""
         if spec.name in self.opaque:
             raise ValueError(
                 f"vLLM's loader transforms {spec.name}, so a part of it cannot be written: publish it whole"
@@ -116,7 +116,8 @@ class TensorMap:
             piece.write(places, values, is_whole=piece.numel == math.prod(spec.shape))
 
     def memory(self, spec: ParameterSpec) -> Tensor | None:
-        """The engine's bytes of `spec`, where all of it lies in one piece, bit for bit, and nowhere else."""
+        """The engine's memory of `spec` as bytes, where it holds all of it in one contiguous piece of the same dtype;
+        else None."""
         pieces = self.pieces.get(spec.name, [])
         if spec.name in self.opaque or len(pieces) != 1:
             return None
@@ -125,8 +126,8 @@ class TensorMap:
         return flat_bytes(target) if is_same and target.numel() == math.prod(spec.shape) else None
 
     def load(self, arrived: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Copy whole parameters to where this worker keeps them; those that only vLLM's loader can place are returned,
-        as copies that stay."""
+        """Copy whole parameters into this worker's memory; returns copies of those that only vLLM's loader can
+        place."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         left: list[tuple[str, Tensor]] = []
@@ -142,8 +143,8 @@ class TensorMap:
         return left
 
     def part(self, spec: ParameterSpec) -> Part:
-        """This worker's memory of `spec` as one tensor, all of it or some rows or columns (one dimension alone is cut);
-        raises ValueError, with the reason, when it is not one."""
+        """This worker's memory of `spec` as one strided tensor: all of it, or a range of one dimension. Raises
+        ValueError with the reason when it is not one."""
         pieces = sorted(self.pieces.get(spec.name, []), key=lambda piece: piece.offset)
         if spec.name in self.opaque:
             raise ValueError("vLLM's loader transforms it")
@@ -181,17 +182,17 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Part:
-    """A worker's rows or columns of a parameter, or all of it."""
+    """A worker's range of one dimension of a parameter, or all of it."""
 
     tensor: Tensor
     dim: int = 0
-    """Along which it is cut."""
+    """The sharded dimension."""
     start: int = 0
-    """Its first row or column in the whole."""
+    """Its first index in the whole parameter."""
 
 
 def _index(place: int, strides: Sequence[int]) -> tuple[int, ...]:
-    """Which element of a contiguous tensor lies at `place`."""
+    """The multi-dimensional index of the element at flat index `place` of a contiguous tensor."""
     found: list[int] = []
     for stride in strides:
         found.append(place // stride)
@@ -200,7 +201,7 @@ def _index(place: int, strides: Sequence[int]) -> tuple[int, ...]:
 
 
 class Recorder(TorchDispatchMode):
-    """While active, writes into `tensors` are noted in `map` instead of made."""
+    """While active, notes writes into `tensors` in `map` instead of making them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class Recorder(TorchDispatchMode):
         self.current = ""
 
     def feed(self, parameters: tuple[ParameterSpec, ...]) -> Iterator[tuple[str, Tensor]]:
-        """Empty tensors to load in the place of real ones."""
+        """Empty tensors for vLLM's loader in place of real ones."""
         for spec in parameters:
             source = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
             if source.numel():
@@ -221,7 +222,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
         if func.overloadpacket.__name__ == "_pin_memory":
-            return target  # a copy in pinned memory would hide where it came from
+            return target  # a copy in pinned memory would hide its source
         if (
             not isinstance(target, Tensor)
             or func.overloadpacket.__name__ not in _WRITES
@@ -238,7 +239,7 @@ class Recorder(TorchDispatchMode):
         if source.dtype != whole.dtype or source.shape != target.shape:
             self.map.opaque.add(name)
             return target
-        # The view is made outside the mode's reach by detach: it keeps the engine's storage.
+        # `detach` keeps the engine's storage.
         piece = Piece(source.storage_offset(), tuple(source.shape), tuple(source.stride()), target.detach())
         self.map.pieces.setdefault(name, []).append(piece)
         return target
@@ -248,7 +249,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
-    """Watch `model.load_weights` place `parameters` (shapes and dtypes; values are not read)."""
+    """Record where `model.load_weights` places `parameters` (shapes and dtypes; values are not read)."""
     recorder = Recorder([*model.parameters(), *model.buffers()])
     with torch.no_grad(), recorder:
         model.load_weights(recorder.feed(parameters))
@@ -260,8 +261,8 @@ def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
 
 
 def _rearranged(model: Any) -> set[int]:
-    """Storages of experts' weights that vLLM puts into a kernel's own order after its loader: what the loader writes
-    there later would be read in the wrong order."""
+    """Storages of MoE weights that vLLM permutes for a kernel after loading: a later load would write them
+    unpermuted."""
     found: set[int] = set()
     for module in model.modules():
         backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
@@ -272,19 +273,18 @@ def _rearranged(model: Any) -> set[int]:
 
 @dataclass(frozen=True)
 class Share:
-    """One worker's part in the fingerprint of one parameter."""
+    """One worker's share of the fingerprint of one parameter."""
 
     fingerprint: int
     count: int
     place: str = ""
-    """Which elements of the parameter these are; workers that hold the same say the same."""
+    """Digest of which elements these are (`TensorMap.place`): equal for workers that hold the same."""
 
 
 def compare(spec: ParameterSpec, shares: list[Share]) -> str:
     """`match`, `differs` or `unverified` for one parameter, from the shares of all workers.
 
-    Shards add up to the whole; what several workers hold (all of it, or heads that are fewer than they) must be the
-    same in each.
+    The shares of shards add up; replicated parts (all of it, or KV heads fewer than workers) must be equal.
     """
     by_place = {share.place: share for share in shares}
     if sum(share.count for share in by_place.values()) != math.prod(spec.shape):
@@ -297,8 +297,8 @@ def compare(spec: ParameterSpec, shares: list[Share]) -> str:
 def judge(
     parameters: Sequence[ParameterSpec], answers: Sequence[Mapping[str, tuple[str, int, str]]]
 ) -> tuple[list[str], list[str]]:
-    """The names that differ, and those that cannot be verified, by what each worker says of its shares: fingerprint in
-    hexadecimal digits, elements, place."""
+    """Names of parameters that differ, and of those that cannot be verified. `answers`: for each worker, its share of
+    each parameter (fingerprint in hexadecimal digits, number of elements, place)."""
     found: dict[str, list[str]] = {"match": [], "differs": [], "unverified": []}
     for spec in parameters:
         parts = [answer[spec.name] for answer in answers]

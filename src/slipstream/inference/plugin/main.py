@@ -1,0 +1,73 @@
+"""Entry point of an engine's process: vLLM behind an HTTP server on a private Unix socket.
+
+Bodies are MessagePack records of `slipstream.records`; `/health` is JSON, for people and probes. The process dies with
+its supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+
+import msgspec
+
+from slipstream.inference.child_process import leave
+from slipstream.inference.plugin import ENGINE_VARIABLE, lifeline, start_marks
+from slipstream.inference.plugin.arguments import engine_arguments
+from slipstream.inference.plugin.hosts import create_host
+from slipstream.inference.plugin.patches import patch_table
+from slipstream.inference.plugin.preimport import settings_later
+from slipstream.inference.plugin.routes import listen
+from slipstream.inference.plugin.server import HUNG_S, EngineServer
+from slipstream.inference.settings import EngineSettings
+
+
+async def serve(settings: EngineSettings) -> bool:
+    """Serve on the socket until SIGTERM, or until vLLM dies or hangs; returns False when it died."""
+    server = EngineServer(settings, create_host(engine_arguments(settings), own_process=settings.own_process))
+    start_marks.mark("verify")
+    await server.start()
+    gc.collect()
+    gc.freeze()  # what is imported stays: a full collection takes longer than an update may
+    gc.enable()
+    runner = await listen(server, settings.socket)
+    start_marks.mark(start_marks.READY)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    while not (stop.is_set() or server.host.is_dead or server.is_hung()):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 0.2)
+    if server.is_hung():
+        print(f"vLLM has made no token for {HUNG_S:.0f} s while it computes requests: it hangs", file=sys.stderr)
+        lifeline.remove_files()
+        os._exit(1)  # what hangs would not let itself be shut down
+    died = server.host.is_dead
+    await runner.cleanup()
+    server.host.shutdown()
+    lifeline.remove_files()
+    return not died
+
+
+def main() -> None:
+    """Run an engine; its settings are a JSON file, named on the command line or in one line of standard input."""
+    gc.disable()  # until `serve` has loaded all: collections take a fifth of the start and free nothing
+    os.environ[ENGINE_VARIABLE] = "1"
+    order = lifeline.follow_stdin()
+    with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:
+        settings = msgspec.json.decode(file.read(), type=EngineSettings)
+    os.environ[patch_table.VARIABLE] = settings.patches
+    import uvloop
+
+    if uvloop.run(serve(settings)):
+        leave(0)
+    print("the engine core died", file=sys.stderr)
+    leave(1)
+
+
+if __name__ == "__main__":
+    main()

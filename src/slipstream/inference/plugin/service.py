@@ -1,0 +1,227 @@
+"""Whether the engine may answer requests, and whether vLLM makes steps: the two state machines of `EngineServer`.
+
+Nothing here knows vLLM. An illegal transition raises `IllegalTransition`, and the state stays what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from enum import Enum
+from typing import Literal, Protocol
+
+
+class OutOfService(Exception):
+    """The engine may not answer now; the text says why."""
+
+
+class IllegalTransition(OutOfService):
+    """A call that the engine's state does not allow, such as an update during another one."""
+
+
+class State(Enum):
+    """Service state of the engine. Requests are answered in SERVING alone; during an update they wait."""
+
+    STARTING = "starting"
+    """The loaded weights are not verified yet."""
+    SERVING = "serving"
+    FENCED = "fenced"
+    """The trainer writes the live weights in place: vLLM makes no step."""
+    PROVING = "proving"
+    """vLLM computes with weights that were written in place and are not verified yet; answers are held back."""
+    APPLYING = "applying"
+    """A version is being loaded or verified."""
+    FAILED = "failed"
+    """An update failed, or an answer contradicted itself. An update that succeeds leads back to SERVING."""
+    ASLEEP = "asleep"
+    """The GPU's memory is free; the weights wait in the CPU's memory."""
+
+
+_UPDATING = frozenset({State.FENCED, State.PROVING, State.APPLYING})
+_UPDATABLE = frozenset({State.SERVING, State.FENCED, State.PROVING, State.FAILED})
+_LEGAL_FROM: Mapping[State, frozenset[State]] = {
+    State.SERVING: frozenset({State.STARTING, State.APPLYING, State.ASLEEP}),
+    State.FENCED: _UPDATABLE,
+    State.PROVING: _UPDATABLE,
+    State.APPLYING: _UPDATABLE,
+    State.FAILED: _UPDATABLE | {State.APPLYING},
+    State.ASLEEP: frozenset({State.SERVING}),
+}
+"""For each state those that may come before it."""
+
+
+class Service:
+    """The engine's service state, the sentence that explains it, and the version that still lacks its proof."""
+
+    def __init__(self) -> None:
+        self.state = State.STARTING
+        self.reason = "starting"
+        """Why requests are not answered; empty in SERVING."""
+        self.unproved = ""
+        """Name of the version that vLLM computes with before it is verified."""
+        self.num_discarded = 0
+        """Versions that vLLM computed with and that were never verified; answers made with them are withheld."""
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are answered."""
+        return self.state is State.SERVING
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update is under way, at whose end waiting requests go on or are refused."""
+        return self.state in _UPDATING
+
+    @property
+    def status(self) -> Literal["starting", "ready", "out_of_service"]:
+        """The state as `/health` tells it."""
+        if self.is_serving:
+            return "ready"
+        return "starting" if self.state is State.STARTING else "out_of_service"
+
+    def started(self) -> None:
+        """The loaded weights are verified."""
+        self._require(State.STARTING, State.SERVING)
+        self._change(State.SERVING)
+
+    def fence(self) -> None:
+        """The trainer is about to write the live weights. A version without proof stays so until the next update."""
+        self._change(State.FENCED, "the trainer is writing the weights")
+
+    def begin_proof(self, version: str) -> None:
+        """The trainer has written `version` in place; `compute_unproved` follows once vLLM may compute with it."""
+        self._change(State.PROVING, f"proving version {version}")
+        self._discard()
+
+    def compute_unproved(self, version: str) -> None:
+        """Tokens come from `version` from here on: answers are held back until it is verified."""
+        self._require(State.PROVING, State.PROVING)
+        self.unproved = version
+
+    def begin_apply(self, version: str, *, proves_running: bool = False) -> None:
+        """An update to `version` begins. `proves_running`: it only verifies `unproved`; otherwise that is discarded."""
+        self._change(State.APPLYING, f"applying version {version}")
+        if not proves_running:
+            self._discard()
+
+    def proved(self) -> None:
+        """The update has succeeded, and its version is verified: answers that were held back are given."""
+        self._require(State.APPLYING, State.SERVING)
+        self.unproved = ""
+        self._change(State.SERVING)
+
+    def fail(self, reason: str) -> None:
+        """The update has failed: waiting requests are refused, answers that were held back are withheld."""
+        self._change(State.FAILED, reason)
+        self._discard()
+
+    def contradict(self, reason: str) -> None:
+        """An answer contradicted itself. An update that is under way goes on, and its outcome decides."""
+        if self.is_updating:
+            self.reason = reason
+        else:
+            self._change(State.FAILED, reason)
+
+    def sleep(self) -> None:
+        """The engine's memory is about to be freed."""
+        self._change(State.ASLEEP, "asleep")
+
+    def wake(self) -> None:
+        """The memory is taken back."""
+        self._require(State.ASLEEP, State.SERVING)
+        self._change(State.SERVING)
+
+    async def until_serving(self) -> None:
+        """Wait for the end of an update, which has its own deadline; raises `OutOfService` unless requests are
+        answered then."""
+        while self.is_updating:  # the next update may begin before those who waited for the last one run again
+            await self._settled.wait()
+        if not self.is_serving:
+            raise OutOfService(self.reason)
+
+    async def until_proved(self, num_discarded: int) -> None:
+        """Hold an answer back while a version lacks its proof. Raises `OutOfService` when one was discarded since the
+        request began, at `num_discarded`."""
+        while self.unproved:
+            await self._settled.wait()
+        if self.num_discarded != num_discarded:
+            raise OutOfService(f"it ran with a version that had no proof ({self.reason or 'another is in service'})")
+
+    def _discard(self) -> None:
+        self.num_discarded += self.unproved != ""
+        self.unproved = ""
+
+    def _change(self, state: State, reason: str = "") -> None:
+        if self.state not in _LEGAL_FROM[state]:
+            raise self._illegal(state)
+        self.state, self.reason = state, reason
+        if self.is_updating:
+            self._settled.clear()
+        else:
+            self._settled.set()
+
+    def _require(self, state: State, to: State) -> None:
+        if self.state is not state:
+            raise self._illegal(to)
+
+    def _illegal(self, to: State) -> IllegalTransition:
+        return IllegalTransition(
+            f"the engine cannot go from {self.state.value} to {to.value} ({self.reason or 'it serves requests'}): "
+            "wait for the call before to end"
+        )
+
+
+class StepState(Enum):
+    """Whether vLLM makes steps."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    UNKNOWN = "unknown"
+    """A pause or a resume is under way, or was cut short."""
+
+
+class Pausable(Protocol):
+    """What makes steps; `Host` is."""
+
+    async def pause(self) -> None:
+        """Make no step from now on."""
+        ...
+
+    async def resume(self) -> None:
+        """Make steps again."""
+        ...
+
+
+class Steps:
+    """Pauses and resumes vLLM, once each. After a call that was cut short the state is unknown, so the next one is made
+    in any case."""
+
+    def __init__(self, host: Pausable) -> None:
+        self.state = StepState.RUNNING
+        self._host = host
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps are made for certain."""
+        return self.state is StepState.RUNNING
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is made for certain."""
+        return self.state is StepState.PAUSED
+
+    async def pause(self) -> None:
+        """Make no step from now on."""
+        if not self.is_paused:
+            self.state = StepState.UNKNOWN
+            await self._host.pause()
+            self.state = StepState.PAUSED
+
+    async def resume(self) -> None:
+        """Make steps again."""
+        if not self.is_running:
+            self.state = StepState.UNKNOWN
+            await self._host.resume()
+            self.state = StepState.RUNNING
