@@ -14,7 +14,7 @@ from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights.bridges.single_copy import Exporter
 from slipstream.weights.fingerprint import describe
 
-from ..trainer.test_towers import save_with_tower
+from ..trainer.test_vision_towers import save_with_tower
 from .test_ranks import BATCHES, SAMPLING, make_config, one_step
 
 pytestmark = pytest.mark.skipif(

@@ -24,7 +24,7 @@ from slipstream.trainer.batching import StepBatch, ValueTargets
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights.fingerprint import describe
-from tests.trainer.test_towers import save_with_tower
+from tests.trainer.test_vision_towers import save_with_tower
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=0.9)
 RATE = 1e-3

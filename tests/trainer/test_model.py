@@ -9,7 +9,8 @@ from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model.policy import PolicyModel, SharedTensors, check_isolation
+from slipstream.trainer.model.packing_check import check_isolation
+from slipstream.trainer.model.policy import PolicyModel, SharedTensors
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
 

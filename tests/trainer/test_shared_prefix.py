@@ -12,7 +12,8 @@ from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
 from slipstream.trainer.attention.row_layout import segment_layout, take
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.model.policy import PolicyModel, check_isolation
+from slipstream.trainer.model.packing_check import check_isolation
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
 MODELS = {

@@ -277,11 +277,11 @@ def build_optimizer(config: RunConfig, network: nn.Module, rank: int = 0) -> Opt
     if training.optimizer == "adamw_bf16":
         return RoundedAdamW(named, seed=config.run.seed + (rank << 32), **options)
     if training.optimizer == "adamw_8bit":
-        from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
+        from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit
 
         return MasterAdamW8bit(named, **options)
     if training.optimizer == "adamw_paged":
-        from slipstream.trainer.optim.paged import MasterPagedAdamW
+        from slipstream.trainer.optim.bitsandbytes import MasterPagedAdamW
 
         return MasterPagedAdamW(named, **options)
     if training.optimizer == "muon":

@@ -29,9 +29,9 @@ from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.checkpoints.writer import CheckpointWriter, Schedule
 from slipstream.trainer.credit_assignment import Credit
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.differences import differences_of, worst_mean
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, Scorer
+from slipstream.trainer.metrics import logprob_differences, worst_engine_mean
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.signal_watch import SignalWatch
 
@@ -340,8 +340,8 @@ class TrainingLoop:
         # An engine that shares the card by turns has it now: what is left may hold one sequence, not a full row.
         row = max(map(len, sequences)) if self.config.inference.sleep is True else None
         ours = self.learner.forward(sequences, self.sampling, micro_batch_tokens=row).logprobs
-        differences = [differences_of(s, logprobs) for s, logprobs in zip(sequences, ours, strict=True)]
-        mean = worst_mean(differences, num_replicas(self.config))
+        differences = [logprob_differences(s, logprobs) for s, logprobs in zip(sequences, ours, strict=True)]
+        mean = worst_engine_mean(differences, num_replicas(self.config))
         limits = self.config.weights
         if not mean <= limits.probe_stop:
             raise MismatchError(

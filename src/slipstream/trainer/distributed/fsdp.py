@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.model.layers import decoder_layers
-from slipstream.trainer.model.policy import PolicyModel, check_isolation
+from slipstream.trainer.model.packing_check import check_isolation
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import add_gradient_, local_part
 from slipstream.weights.bridges.broadcast import environment
 from slipstream.weights.shards import Shard, part_of

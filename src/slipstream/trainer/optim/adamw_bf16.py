@@ -28,7 +28,7 @@ def round_to_bfloat16_(values: Tensor, generator: torch.Generator) -> None:
 
 
 def _has_kernel(live: Tensor) -> bool:
-    """Whether one kernel makes the update (`adamw_bf16_triton.py`)."""
+    """Whether one kernel makes the update (`triton_kernels.py`)."""
     return live.is_cuda and live.dtype == torch.bfloat16 and live.is_contiguous()
 
 
@@ -101,11 +101,11 @@ class RoundedAdamW(Optimizer):
 
     def _update_at_once(self, name: str, live: Tensor, gradient: Tensor, learning_rate: float) -> Tensor:
         """All of it in one kernel; the new weights."""
-        from slipstream.trainer.optim import adamw_bf16_triton
+        from slipstream.trainer.optim import triton_kernels
 
         memory = self._memory[name]
         memory["step"] += 1
-        return adamw_bf16_triton.update(
+        return triton_kernels.adamw_bf16_update(
             live,
             gradient.contiguous(),
             memory["exp_avg"],

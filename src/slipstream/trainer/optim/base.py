@@ -1,5 +1,5 @@
 """The optimizer in two halves: the maths, then the write to the live weights. The standard one is AdamW on fp32
-masters; others: `muon.py`, `adamw_bf16.py`, `eight_bit.py` and `paged.py` (the last two by `library_adamw.py`).
+masters; others: `muon.py`, `adamw_bf16.py` and `bitsandbytes.py`.
 
 Guarantees: gradients of any dtype are added up in fp32 after each micro-batch; updates far below the live
 dtype's resolution are not lost; a gradient that is zero or not finite raises instead of being applied;
@@ -376,9 +376,9 @@ def _move_gradient(holder: Tensor, live: Tensor) -> None:
 def add_gradient_(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient to what is accumulated in fp32; on a GPU a large one in bfloat16 by a kernel of ours."""
     if gradient.is_cuda and gradient.dtype == torch.bfloat16 and gradient.is_contiguous() and total.is_contiguous():
-        from slipstream.trainer.optim import accumulate_triton
+        from slipstream.trainer.optim import triton_kernels
 
-        if gradient.numel() >= accumulate_triton.SMALLEST:
-            accumulate_triton.add_(total, gradient)
+        if gradient.numel() >= triton_kernels.MIN_ACCUMULATED:
+            triton_kernels.accumulate_(total, gradient)
             return
     total.add_(gradient)

@@ -29,9 +29,8 @@ from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
 from slipstream.trainer.optim.base import MasterAdamW
-from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
+from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit, MasterPagedAdamW
 from slipstream.trainer.optim.muon import MasterMuon
-from slipstream.trainer.optim.paged import MasterPagedAdamW
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
