@@ -129,8 +129,8 @@ def test_a_tower_that_is_not_trained_is_not_copied(tmp_path):
         parts = build_sharded(config, SAMPLING, crew, 0)
         part = parts.learner._part
         assert {name for name in stored if "visual" in name} <= part.memory._live.keys() - part.memory.dims.keys()
-        assert {name.split(".")[-2] for name in part.memory.apart} >= {"embed_tokens", "norm", "k_proj"}
-        assert not [name for name in part.memory.apart if "visual" in name]
+        assert {name.split(".")[-2] for name in part.memory.copied} >= {"embed_tokens", "norm", "k_proj"}
+        assert not [name for name in part.memory.copied if "visual" in name]
         one_step(parts, config, BATCHES[0])
         weights = {name: weight.clone() for name, weight in parts.learner.named_weights()}
     finally:

@@ -23,7 +23,7 @@ from slipstream.weights.base import NamedWeights
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 if TYPE_CHECKING:
-    from slipstream.trainer.distributed.learner import SpreadModel
+    from slipstream.trainer.distributed.learner import ShardedModel
     from slipstream.trainer.model.policy import PolicyModel
 
 
@@ -104,8 +104,8 @@ class _Alone(SyncTrainer):
 class _Ranks(SyncTrainer):
     """Several processes, each with a share."""
 
-    def __init__(self, spread: SpreadModel, crew: RankCrew) -> None:
-        super().__init__(spread.part.model)
+    def __init__(self, spread: ShardedModel, crew: RankCrew) -> None:
+        super().__init__(spread.local.model)
         self._spread, self._crew = spread, crew
 
     @property
@@ -139,7 +139,7 @@ def sync_trainer(
             model.add_adapter(adapter_config(config))
         yield _Alone(model)
         return
-    from slipstream.trainer.distributed.learner import SpreadModel
+    from slipstream.trainer.distributed.learner import ShardedModel
 
     sampling = SamplingParams(max_tokens=1)
     crew = RankCrew(config, sampling, logs, tuple(workers), trains=False)
@@ -154,6 +154,6 @@ def sync_trainer(
         group = crew.join()
         with crew.loading():
             part = build_parts(config, sampling, group, crew.shared, trains=False)[POLICY]
-        yield _Ranks(SpreadModel(POLICY, part, crew), crew)
+        yield _Ranks(ShardedModel(POLICY, part, crew), crew)
     finally:
         crew.close()

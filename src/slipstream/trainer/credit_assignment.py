@@ -84,7 +84,7 @@ def assign_credit(
     rewards_S, metrics = _shaped(rollouts, group_ids_S, config, max_tokens)
     metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
     if critic is not None:
-        best_S = _best(rewards_S, group_ids_S, config)
+        best_S = _carries_loss(rewards_S, group_ids_S, config)
         rewards = dict(zip(usable, rewards_S.tolist(), strict=True))
         chosen = {i for i, is_best in zip(usable, best_S.tolist(), strict=True) if is_best}
         return _by_critic(batch, config, critic, rewards, kl_penalties, chosen, metrics)
@@ -97,7 +97,7 @@ def assign_credit(
         rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
         advantages_S = group_advantages(rewards_S, group_ids_S, scale, baseline)
     _check_finite(advantages_S, batch, config)
-    best_S = _best(rewards_S, group_ids_S, config)
+    best_S = _carries_loss(rewards_S, group_ids_S, config)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
@@ -105,7 +105,7 @@ def assign_credit(
     return Credit(advantages, carries_loss, metrics, has_signal=taught or (has_signal and any(advantages)))
 
 
-def _best(rewards_S: Tensor, group_ids_S: Tensor, config: RLConfig) -> Tensor:
+def _carries_loss(rewards_S: Tensor, group_ids_S: Tensor, config: RLConfig) -> Tensor:
     if config.best_of is None:
         return torch.ones(len(rewards_S), dtype=torch.bool)
     return best_of_group(rewards_S, group_ids_S, config.best_of)

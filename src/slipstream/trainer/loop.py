@@ -37,63 +37,63 @@ from slipstream.trainer.signal_watch import SignalWatch
 
 
 class Reader(Protocol):
-    """Where batches come from."""
+    """The source of batches."""
 
     def take(self, step: int) -> records.Batch:
-        """The batch for the update `step -> step + 1`; waits for it, with a deadline."""
+        """Wait for the batch of the update `step -> step + 1`, with a deadline."""
         ...
 
 
 class Engine(Protocol):
-    """The generating side, as far as the loop sees it."""
+    """The inference engine and its weight sync, as the loop uses them."""
 
     def update(self, step: int) -> list[records.Sequence]:
-        """Have the live weights published as version `step`, applied and verified; returns the engine's
-        probe."""
+        """Publish the live weights as version `step`, wait until they are applied and verified, and return sequences
+        sampled with them (the probe)."""
         ...
 
     def fence(self) -> None:
-        """Called before live weights are written: nobody computes with them from here to the next `update`, where
-        they are the engine's too."""
+        """Called before live weights are written: an engine that shares them must not compute until the next
+        `update`."""
         ...
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out metrics of the version that was applied last."""
+        """Evaluate the version applied last on held-out tasks; returns metrics."""
         ...
 
     def release(self, step: int) -> None:
-        """Let rollouts be made with version `step`."""
+        """Allow rollouts by version `step`."""
         ...
 
 
 class Log(Protocol):
-    """The run folder."""
+    """The run's log."""
 
     folder: Path
     lineage: int
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One event."""
+        """Log an event."""
         ...
 
     def warning(self, message: str, **fields: Any) -> None:
-        """One warning."""
+        """Log a warning."""
         ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """The row of a step."""
+        """Write the row of a step; returns it with the notes added."""
         ...
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Numbers for the next row."""
+        """Add metrics to the next row."""
         ...
 
     def sample(self, record: Mapping[str, Any]) -> None:
-        """A rollout for people to read."""
+        """Save a rollout for people to read."""
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times a part of a step."""
+        """Measure the duration of a phase of a step."""
         ...
 
 
@@ -115,7 +115,7 @@ class Progress(Protocol):
 
 @dataclass
 class TrainingLoop:
-    """See the module. `engine` is None when nobody generates (SFT without evaluation)."""
+    """See the module. `engine`: None for SFT without evaluation."""
 
     config: RunConfig
     learner: Learner
@@ -130,19 +130,19 @@ class TrainingLoop:
     critic: Critic | None = None
     should_stop: Callable[[], bool] = lambda: False
     num_items: int = 0
-    """Size of the training set, which a resumed run must not have changed: the order of the data follows from it."""
+    """Size of the training set. A resumed run must have the same: it determines the order of the data."""
     identity: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Digests of what else it must not have changed, by what they are of."""
+    """Digests of what else a resumed run must not change, by name."""
     step: int = 0
-    """Batches trained on so far; set by `resume`."""
+    """Number of batches trained on; set by `resume`."""
     trained_before_s: float = 0.0
-    """What earlier attempts of the same command took of `training.max_seconds`."""
+    """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
     early_stop: EarlyStop = field(init=False)
-    """Whether the evaluations say that the run is done."""
+    """Decides after each evaluation whether the run is done."""
 
     _started: float | None = None
-    _quiet_steps: int = 0
+    _steps_without_signal: int = 0
     _no_signal: NoSignal = NoSignal.NO_VARIANCE
     _trained_steps: int = 0
     _saved_step: int = -1
@@ -150,7 +150,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self.early_stop = EarlyStop(self.config.evaluation)
-        self._watch = SignalWatch(self.config)
+        self._signal_watch = SignalWatch(self.config)
         self._trainer = BatchTrainer(
             self.config,
             self.learner,
@@ -183,7 +183,7 @@ class TrainingLoop:
                 )
         self.step = self._saved_step = int(extra["step"])
         self._trained_steps = int(extra["trained_steps"])
-        self._quiet_steps = int(extra["quiet_steps"])
+        self._steps_without_signal = int(extra["quiet_steps"])
         self._evaluated_step = int(extra["evaluated_step"])
         self.early_stop.load(extra.get("early_stop", {}))
         if self.early_stop.keeps_best:
@@ -191,20 +191,20 @@ class TrainingLoop:
 
     @property
     def trained_s(self) -> float:
-        """Seconds of training so far, with those of earlier attempts."""
+        """Seconds of training so far, including earlier attempts."""
         return self.trained_before_s + (time.monotonic() - self._started if self._started is not None else 0.0)
 
     def run(self) -> None:
-        """Train to the end; see the module for what ends it."""
+        """Train until the run ends; see the module."""
         try:
             self._run()
         except Interrupted:
-            # Every wait that a stop request ends lies between two updates.
+            # A stop request interrupts waits between two updates only: the weights are consistent.
             self._save(last=True)
             raise
         finally:
             self._writer.close()
-            garbage_collection.take_in()
+            garbage_collection.unfreeze()
 
     def _run(self) -> None:
         training = self.config.training
@@ -225,14 +225,14 @@ class TrainingLoop:
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
             is_last = self._one_step()
             if not is_warm and self.learner.step > updates:
-                garbage_collection.leave_out()
+                garbage_collection.freeze()
                 is_warm = True
         if self.step or not self.early_stop.reason:
             self._check_learned()
         self._save(last=True)
 
     def _one_step(self) -> bool:
-        """One batch; whether it was the last, by number or by time."""
+        """Train on one batch, and synchronise the engine; returns whether it was the last, by number or by time."""
         with self.log.phase("batch"):
             batch = self.reader.take(self.step)
         begun = time.monotonic()
@@ -251,7 +251,7 @@ class TrainingLoop:
                 metrics |= self._synchronise(evaluate)
                 self.engine.release(self.step)
         except Interrupted:
-            # The step was made and will be in the checkpoint: so are its numbers.
+            # The step was made and will be in the checkpoint: write its metrics too.
             self._report(metrics)
             raise
         metrics["time/after_batch_s"] = time.monotonic() - begun
@@ -262,7 +262,7 @@ class TrainingLoop:
         return is_last
 
     def _evaluates_at_start(self) -> bool:
-        """Of the model as it comes; of a resumed run's, if it was stopped before an evaluation that was due."""
+        """Whether to evaluate the start model, or on resume, the evaluation that an interruption left out."""
         evaluation = self.config.evaluation
         if self.step > 0:
             is_last = self.step >= self.config.training.steps
@@ -281,7 +281,7 @@ class TrainingLoop:
             return result.metrics | self._skip(batch.step, result.no_signal)
         self._trained_steps += 1
         if not result.is_critic_only:
-            self._quiet_steps = 0
+            self._steps_without_signal = 0
         if result.credit is not None:
             self._keep_samples(batch, result.credit)
         return result.metrics
@@ -301,13 +301,13 @@ class TrainingLoop:
 
     def _skip(self, step: int, no_signal: NoSignal) -> dict[str, float]:
         """Count and log a batch without signal; raises TrainingError after `run.max_steps_without_signal` in a row."""
-        self._quiet_steps += 1
+        self._steps_without_signal += 1
         self._no_signal = no_signal
         limit = self.config.run.max_steps_without_signal
         self.log.warning(f"step {step} teaches nothing: {no_signal.reason}", step=step)
-        if self._quiet_steps >= limit:
+        if self._steps_without_signal >= limit:
             raise TrainingError(
-                f"{no_signal.reason} in {self._quiet_steps} consecutive steps (run.max_steps_without_signal = "
+                f"{no_signal.reason} in {self._steps_without_signal} consecutive steps (run.max_steps_without_signal = "
                 f"{limit}): {no_signal.advice}"
             )
         return {"train/skipped": 1.0}
@@ -321,7 +321,7 @@ class TrainingLoop:
             )
 
     def _synchronise(self, evaluate: bool) -> dict[str, float]:
-        """Bring the live weights to the engine, compare both sides' log-probabilities, evaluate if asked."""
+        """Update the engine's weights, probe it, and evaluate if asked; returns metrics."""
         assert self.engine is not None
         self.progress.phase(update_phase(self.config))
         with self.log.phase("update"):
@@ -335,9 +335,9 @@ class TrainingLoop:
         return metrics
 
     def _probe(self, sequences: list[records.Sequence]) -> dict[str, float]:
-        """Score what the engine just sampled with the same weights: the difference is numerics, or a
-        wrong engine."""
-        # An engine that shares the card by turns has it now: what is left may hold one sequence, not a full row.
+        """Compare the engine's log-probabilities of the sequences that it just sampled with the trainer's, by the same
+        weights: small differences are numerics. Raises MismatchError above `weights.probe_stop`."""
+        # Under sleep mode the engine holds the GPU: what memory is left may fit one sequence only, not a full row.
         row = max(map(len, sequences)) if self.config.inference.sleep is True else None
         ours = self.learner.forward(sequences, self.sampling, micro_batch_tokens=row).logprobs
         differences = [logprob_differences(s, logprobs) for s, logprobs in zip(sequences, ours, strict=True)]
@@ -360,27 +360,27 @@ class TrainingLoop:
 
     def _report(self, metrics: dict[str, float]) -> None:
         row = self.log.metrics(self.step, metrics)
-        told = {name: value for name, value in row.items() if value is not None}
-        self.progress.step(self.step, told)
-        for text in self._watch.observe(told):
+        present = {name: value for name, value in row.items() if value is not None}
+        self.progress.step(self.step, present)
+        for text in self._signal_watch.observe(present):
             self.log.warning(text, step=self.step)
             self.progress.message(text, "warning")
 
     def _observe(self, metrics: Mapping[str, float]) -> None:
-        """Let an evaluation have its say; the best one's checkpoint is kept where `patience` asks for it."""
+        """Pass an evaluation to early stopping; save the best version's checkpoint where `patience` asks for it."""
         if self.early_stop.observe(self.step, metrics) and self.early_stop.keeps_best:
             self._save(best=self.early_stop.best)
 
     def _save(self, *, best: float | None = None, last: bool = False) -> None:
-        """Have a checkpoint written: deployable weights and everything needed to continue. `best`: its accuracy, where
-        it is the best one. After the `last` it is there."""
+        """Start writing a checkpoint: deployable weights and the resume state. `best`: its accuracy, if it is the best
+        so far. With `last`, wait until it is written."""
         with self.log.phase("checkpoint"):
             if self._saved_step != self.step:
                 extra = {
                     "step": self.step,
                     "lineage": self.log.lineage,
                     "trained_steps": self._trained_steps,
-                    "quiet_steps": self._quiet_steps,
+                    "quiet_steps": self._steps_without_signal,
                     "evaluated_step": self._evaluated_step,
                     "num_items": self.num_items,
                     "identity": dict(self.identity),

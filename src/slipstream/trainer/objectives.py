@@ -162,7 +162,7 @@ class PolicyObjective:
         return LossInputs(
             logprobs_N,
             old_N,
-            self._taught(micro, micro.advantages_N, old_N),
+            self._with_teacher(micro, micro.advantages_N, old_N),
             micro.sequence_index_N,
             micro.num_sequences,
             clip_low=float(config.clip_low),
@@ -171,7 +171,7 @@ class PolicyObjective:
             behaviour_logprobs_N=micro.behaviour_logprobs_N,
         )
 
-    def _taught(self, micro: MicroBatch, advantages_N: Tensor, old_N: Tensor) -> Tensor:
+    def _with_teacher(self, micro: MicroBatch, advantages_N: Tensor, old_N: Tensor) -> Tensor:
         """Advantages with the teacher's part."""
         if self._teacher_coef is None:
             return advantages_N

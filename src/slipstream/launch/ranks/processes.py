@@ -143,7 +143,7 @@ class RankCrew:
             yield
         self._answers("load the model")
 
-    def together(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
+    def run_on_all(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
         """Have every rank carry out its command, this one with `do`; their answers in order."""
         doing = commands[0].doing
         with self._blaming(doing):
@@ -157,7 +157,7 @@ class RankCrew:
         return [own, *self._answers(doing)]
 
     @contextlib.contextmanager
-    def meanwhile(self, command: AnyCommand) -> Generator[None]:
+    def run_on_others(self, command: AnyCommand) -> Generator[None]:
         """The other ranks carry out `command` while this one does its part inside."""
         doing = command.doing
         with self._blaming(doing):

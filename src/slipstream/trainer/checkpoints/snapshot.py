@@ -63,27 +63,27 @@ class Snapshots:
     def __init__(self, learner: Learner, *, deployed: bool = True) -> None:
         self._learner = learner
         self._deployed = deployed
-        self._room = _Room(learner.model.device)
+        self._buffer = _HostBuffer(learner.model.device)
 
     def preparation(self) -> Callable[[], None]:
         """What takes the memory, for any thread to call before the next `take`, which then need not. Of use once an
         update was made: optimizers remember nothing before the first."""
         live = [tensor for _, tensor in (*self._weights(), *self._learner.state().items())]
         sizes = [tensor.nbytes for tensor in live]
-        return lambda: self._room.make(sizes)
+        return lambda: self._buffer.allocate(sizes)
 
     def take(self) -> Snapshot:
         """The learner as it is now."""
         weights, state, adapter = self._weights(), self._learner.state(), self._learner.model.adapter
         parameters = describe(weights)  # before the copies, as it waits for the device
-        copies = self._room.copies([*(tensor for _, tensor in weights), *state.values()])
+        copies = self._buffer.copies([*(tensor for _, tensor in weights), *state.values()])
         return Snapshot(
             [(name, next(copies)) for name, _ in weights],
             parameters,
             adapter.config if adapter is not None else None,
             {name: next(copies) for name in state},
             self._learner.step,
-            self._room.when_there(),
+            self._buffer.wait_for_copies(),
         )
 
     def _weights(self) -> list[tuple[str, Tensor]]:
@@ -91,10 +91,10 @@ class Snapshots:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._room.close()
+        self._buffer.close()
 
 
-class _Room:
+class _HostBuffer:
     """Memory of the CPU for copies of tensors from `device`: of the same sizes each time, or it is taken anew."""
 
     def __init__(self, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class _Room:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._locked: list[int] = []
 
-    def make(self, sizes: Sequence[int]) -> None:
+    def allocate(self, sizes: Sequence[int]) -> None:
         """Take what tensors of so many bytes need. Each begins a page, and so does each piece that is locked."""
         if sizes == self._sizes:
             return
@@ -113,9 +113,9 @@ class _Room:
         if self._device.type == "cuda":
             self._bytes.zero_()  # the pages come here, which takes longer than locking them
             for start, end in _pieces([_whole_pages(size) for size in sizes]):
-                self._lock(self._bytes[start:end])
+                self._page_lock(self._bytes[start:end])
 
-    def _lock(self, piece: Tensor) -> None:
+    def _page_lock(self, piece: Tensor) -> None:
         cudart: Any = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             error = int(cudart.cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # for every context of the process
@@ -129,7 +129,7 @@ class _Room:
     @torch.no_grad()
     def copies(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Copies of these; from a GPU they are only queued."""
-        self.make([tensor.nbytes for tensor in tensors])
+        self.allocate([tensor.nbytes for tensor in tensors])
         made: list[Tensor] = []
         starts = itertools.accumulate((_whole_pages(size) for size in self._sizes), initial=0)
         for tensor, start in zip(tensors, starts, strict=False):
@@ -137,7 +137,7 @@ class _Room:
             made.append(copy.copy_(tensor, non_blocking=True))
         return iter(made)
 
-    def when_there(self) -> Callable[[], None]:
+    def wait_for_copies(self) -> Callable[[], None]:
         """What waits for all copies that were queued so far."""
         if self._device.type != "cuda":
             return lambda: None

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.trainer.optim.base import local_part
+from slipstream.trainer.optim.base import local_tensor
 from slipstream.weights.model_files import stream_tensors
 
 STATE_PREFIX = "optimizer."
@@ -75,7 +75,7 @@ def read_state(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
     loader: Any = dcp.load
     with _by_itself():
         loader(shares, storage_reader=reader, no_dist=True)
-    return whole | {name: local_part(share) for name, share in shares.items()}
+    return whole | {name: local_tensor(share) for name, share in shares.items()}
 
 
 @contextlib.contextmanager

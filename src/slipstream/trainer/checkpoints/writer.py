@@ -157,7 +157,7 @@ class CheckpointWriter:
                 seconds=round(time.monotonic() - began, 3),
                 beside=beside,
             )
-            self._tell_best(step, best)
+            self._log_best(step, best)
 
         self._writes = self._store.folder / f"step-{step:06d}"
         if beside:
@@ -173,9 +173,9 @@ class CheckpointWriter:
         """The checkpoint of `step`, which is there, is the best one."""
         self.wait()
         self._store.link_best(step)
-        self._tell_best(step, accuracy)
+        self._log_best(step, accuracy)
 
-    def _tell_best(self, step: int, accuracy: float | None) -> None:
+    def _log_best(self, step: int, accuracy: float | None) -> None:
         if accuracy is not None:
             self._log.event("best", step=step, accuracy=accuracy)
 

@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream import records
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
-from slipstream.trainer.learner import one_order_of_sums
+from slipstream.trainer.learner import deterministic_on_cpu
 from slipstream.trainer.model import fused_weight_gradients
-from slipstream.trainer.model.layers import decoder_layers, dress_layers
+from slipstream.trainer.model.layers import configure_layers, decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.vision_towers import text_config
 
-_LENGTHS = ((40, 24), (24, 16))
+_TRIAL_LENGTHS = ((40, 24), (24, 16))
 """Prompt and completion of the sequences of two rows: a length that differs shows whether any length will do."""
-_MOST_KINDS = 32
+_RECOMPILE_LIMIT = 32
 """For so many kinds of calls a layer may be compiled: with gradients and without, a row of one token, an adapter that
 is off, each for policy and critic. Beyond its own limit of 8 torch would compute layers as they come, without a word,
 and that needs more memory than was planned."""
@@ -58,10 +58,10 @@ def compile_layers(
     """
     network, count = model.network, 0
     if in_products or (in_products is None and agree is None):
-        count = fused_weight_gradients.accumulate_in_products(network, anywhere=in_products is True)
+        count = fused_weight_gradients.fuse_accumulation(network, anywhere=in_products is True)
     problem = _compile(model, agree, row_tokens)
     if problem and count:
-        fused_weight_gradients.accumulate_apart(network)
+        fused_weight_gradients.unfuse_accumulation(network)
         reason, problem = problem, _compile(model, agree, row_tokens)
         if not problem:
             _log.warning("gradients are added up apart from the products that make them (%s)", reason)
@@ -76,33 +76,33 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens:
     # So is torch's usual setting; what makes them last is where they lie (`launch.caches`).
     torch._inductor.config.fx_graph_cache = True
     torch._functorch.config.enable_autograd_cache = True
-    compiler.recompile_limit = max(compiler.recompile_limit, _MOST_KINDS)
+    compiler.recompile_limit = max(compiler.recompile_limit, _RECOMPILE_LIMIT)
     problems: list[str] = []
     try:
         model.layers = replace(before, compiled=True)
         layers = decoder_layers(model.network)
         plain = [layer.forward for layer in layers]
-        dress_layers(model.network, model.layers)
+        configure_layers(model.network, model.layers)
         compiled = [layer.forward for layer in layers]
     except Exception as error:  # noqa: BLE001 - whatever a compiler may raise
         problems.append(_told(error))
         layers, plain, compiled = [], [], []
-        dress_layers(model.network, before)
+        configure_layers(model.network, before)
     for layer, own, tried in zip(layers, plain, compiled, strict=True):
-        layer.forward = _beside(layer, own, tried, problems)
+        layer.forward = _with_trial(layer, own, tried, problems)
     try:
-        for prompt, completion in _LENGTHS:
+        for prompt, completion in _TRIAL_LENGTHS:
             for row in _rows(model, prompt, completion):
                 with torch.no_grad():
                     model.logits(row)
-                with one_order_of_sums(model.device):
+                with deterministic_on_cpu(model.device):
                     model.logits(row)
         length = min(row_tokens, model.max_model_len or row_tokens)
         if length > 1:
             for row in _rows(model, length - 1, 1, row_tokens // length):
-                with one_order_of_sums(model.device):
+                with deterministic_on_cpu(model.device):
                     model.logits(row)
-        summing = [each for layer in layers for each in fused_weight_gradients.accumulating_layers(layer)]
+        summing = [each for layer in layers for each in fused_weight_gradients.fused_layers(layer)]
         if missed := sum(layer.weight.grad is None for layer in summing):
             problems.append(f"the products of {missed} of {len(summing)} linear layers gave their weights no gradient")
     finally:
@@ -115,7 +115,7 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens:
         problem = agree(problem)
     if problem:
         model.layers = before
-        dress_layers(model.network, before)
+        configure_layers(model.network, before)
     return problem
 
 
@@ -124,7 +124,7 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def _beside(
+def _with_trial(
     layer: nn.Module, own: Callable[..., Any], tried: Callable[..., Any], problems: list[str]
 ) -> Callable[..., Any]:
     """The layer's `own` forward, beside which `tried` computes the same, and its backward pass where there is to be
@@ -133,8 +133,8 @@ def _beside(
     def call(*args: Any, **kwargs: Any) -> Any:
         if not problems:
             try:
-                outputs = _with_gradient(tried(*args, **kwargs))
-                inputs = _with_gradient([args, kwargs, list(layer.parameters())])
+                outputs = _requiring_grad(tried(*args, **kwargs))
+                inputs = _requiring_grad([args, kwargs, list(layer.parameters())])
                 if torch.is_grad_enabled() and inputs:  # below the first adapter nothing wants a gradient
                     # Up to the layer's inputs, where ranks would begin to add up what they have.
                     torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
@@ -145,7 +145,7 @@ def _beside(
     return call
 
 
-def _with_gradient(values: Any) -> list[Tensor]:
+def _requiring_grad(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 

@@ -78,19 +78,19 @@ class DoraLinear(LoraLinear):
 
     def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
         super().__init__(base_layer, rank, scaling)
-        self.lora_magnitude = nn.Parameter(self._lengths())
+        self.lora_magnitude = nn.Parameter(self._row_norms())
 
     def _direction(self) -> Tensor:
         """V, in float32."""
         return self.weight.float() + self.scaling * (self.lora_B.float() @ self.lora_A.float())
 
     @torch.no_grad()
-    def _lengths(self) -> Tensor:
+    def _row_norms(self) -> Tensor:
         """|V|, rounded as `m` is: while nothing has been learnt their quotient is exactly 1."""
         return torch.linalg.vector_norm(self._direction(), dim=1).to(self.weight.dtype)
 
     def _factor(self) -> Tensor:
-        return self.lora_magnitude.float() / self._lengths().float()
+        return self.lora_magnitude.float() / self._row_norms().float()
 
     def merged_weight(self) -> Tensor:
         """See `LoraLinear`."""

@@ -24,7 +24,7 @@ from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError
 from slipstream.trainer.attention import packed
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
-from slipstream.trainer.model.layers import Checkpointing, LayerOptions, dress_layers
+from slipstream.trainer.model.layers import Checkpointing, LayerOptions, configure_layers
 from slipstream.trainer.model.lora import Adapter
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.rotary_frequencies import fix_rotary
@@ -95,7 +95,7 @@ class PolicyModel:
         fix_rotary(network, text_config(cast("Any", network).config), max_model_len)
         model = cls(network.to(device), folder, packing=packing)
         model.layers, model.max_model_len = LayerOptions(checkpointing, offload), max_model_len
-        dress_layers(network, model.layers)
+        configure_layers(network, model.layers)
         if packing and checked:
             check_isolation(model)
         if fp32_head:
@@ -154,7 +154,7 @@ class PolicyModel:
         )
         with torch.no_grad():
             # Whatever scales or caps logits would change such a number.
-            head.forward = _marked
+            head.forward = _mark_logits
             marked = self.logits(row)
         if not isinstance(marked, Tensor) or not bool((marked == _MARK).all()):
             del head.forward
@@ -162,7 +162,7 @@ class PolicyModel:
                 f"{name} changes its logits after the output head, which model.fp32_head = true computes itself: set "
                 "it to false"
             )
-        head.forward = _unchanged
+        head.forward = _identity
         self._fp32_head = head
 
     def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
@@ -227,7 +227,7 @@ class PolicyModel:
         yield from stored
 
 
-def is_same(stored: Tensor, own: Tensor) -> bool:
+def shares_memory(stored: Tensor, own: Tensor) -> bool:
     """Whether what is stored has the shape and the memory of what the network has."""
     return stored.shape == own.shape and _memory(stored) == _memory(own)
 
@@ -239,11 +239,11 @@ def _memory(tensor: Tensor) -> int:
 _MARK = 64.0
 
 
-def _marked(input: Tensor) -> Tensor:
+def _mark_logits(input: Tensor) -> Tensor:
     return torch.full_like(input, _MARK)
 
 
-def _unchanged(input: Tensor) -> Tensor:
+def _identity(input: Tensor) -> Tensor:
     return input
 
 
@@ -332,7 +332,7 @@ def _place(
         name = names.get(parameter.untyped_storage().data_ptr())
         tensor = shared.tensors.get(name) if name else _fused(network, own_name, parameter.shape, shared)
         if tensor is None or tensor.shape != parameter.shape:
-            changed = "transformers changes it, and the engine has it otherwise"
+            changed = "transformers converts it, and the engine stores it differently"
             reason = changed if name is None else shared.refused.get(name, "the engine has another")
             raise CannotShare(f"trainer and engine cannot have one copy of {name or own_name} ({reason})")
         parameter.data = tensor

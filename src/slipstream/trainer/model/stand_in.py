@@ -13,7 +13,7 @@ from slipstream.trainer.model.layers import decoder_layers
 from slipstream.trainer.model.policy import DTYPES, hide_progress_bars
 from slipstream.trainer.model.vision_towers import auto_class, reads_images, text_config
 
-_WORDS = 512
+_VOCABULARY_SIZE = 512
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -40,7 +40,7 @@ def save_stand_in(folder: Path, target: Path, dtype: str, *, trust_remote_code: 
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == len(kinds):
             setattr(text, name, value[:num_layers])
-    text.num_hidden_layers, text.vocab_size = num_layers, min(_WORDS, text.vocab_size)
+    text.num_hidden_layers, text.vocab_size = num_layers, min(_VOCABULARY_SIZE, text.vocab_size)
     for name in _TOKENS:
         setattr(text, name, None)
     network = auto_class(settings).from_config(settings, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
