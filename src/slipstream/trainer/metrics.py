@@ -13,13 +13,13 @@ from slipstream.errors import TrainingError
 
 
 def any_cut(metrics: Mapping[str, float]) -> bool:
-    """Whether importance sampling or clipping took any token's gradient; a weight can also be too small for float32."""
+    """Whether importance sampling or clipping zeroed any token's gradient; weights can also underflow in float32."""
     shares = (value for name, value in metrics.items() if name.startswith(("clip_fraction", "importance_capped")))
     return any(share > 0.0 for share in shares) or metrics.get("importance_weight") == 0.0
 
 
 def rollout_metrics(batch: records.Batch) -> dict[str, float]:
-    """What the batch looks like before training: rewards, lengths, outcomes."""
+    """Metrics of a batch before training: rewards, lengths in tokens, outcomes."""
     rollouts = [rollout for rollout in batch.rollouts if rollout.outcome in records.TRAINABLE_OUTCOMES]
     metrics = {f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()}
     if not rollouts:

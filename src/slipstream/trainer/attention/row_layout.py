@@ -283,10 +283,10 @@ def gather_slots(row: Tensor, gather: Gather | None) -> Tensor:
 
 
 def sum_slots(slots: Tensor, gather: Gather | None) -> Tensor:
-    """What `gathered` makes of the gradients of its slots: the row's.
+    """The backward of `gather_slots`: gradients of the slots to gradients of the row `[T, ...]`.
 
-    Padding gets no gradient, under a causal mask as under a continuation's; so most gradients are plain copies and only
-    a shared prefix's is a sum. index_select's own would add atomically, slower and in any order.
+    Padding has gradient zero under every mask used here, so that most gradients are copies and only those of shared
+    prefixes are sums. index_select's own backward uses atomic additions, which are slower and unordered.
     """
     if gather is None:
         return slots

@@ -140,12 +140,11 @@ class _OffloadedTensor:
 
 
 class Offloader:
-    """Moves what autograd keeps to pinned memory of the CPU and back, beside the computation: on a stream of its own,
-    where each tensor is brought back while the layer after it is in its backward pass.
+    """Moves autograd's saved tensors to pinned host memory and back on a CUDA stream of its own, overlapped with
+    compute: each tensor is prefetched during the backward pass of the following layer.
 
-    Backward must ask in the opposite order of forward, as layers do; another order costs time only. `moves` says what
-    is worth offloading; as it comes, large tensors on a GPU.
-    """
+    The backward pass should need the tensors in reverse order, as layers do; another order costs time only. `moves`
+    selects the tensors; by default large ones on a GPU."""
 
     def __init__(self, moves: Callable[[Tensor], bool] | None = None) -> None:
         self._moves = moves or (lambda tensor: tensor.is_cuda and tensor.nbytes >= _MIN_OFFLOAD_BYTES)

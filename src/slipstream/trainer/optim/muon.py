@@ -1,8 +1,8 @@
-"""Muon for the matrices, AdamW for the others, on fp32 masters.
+"""Muon for matrices and AdamW for all other parameters, on fp32 master weights.
 
-A matrix moves by its momentum made orthogonal, by five steps of a Newton-Schulz iteration in bfloat16 (Jordan 2024),
-times 0.2 sqrt(max(rows, columns)), so that AdamW's learning rates carry over (Liu et al. 2025, arXiv 2502.16982).
-Embeddings, the output head, vectors, and whatever has not two dimensions of at least 2 are AdamW's.
+A matrix's update is its momentum, orthogonalized by five Newton-Schulz iterations in bfloat16 (Jordan 2024), times
+0.2 sqrt(max(rows, columns)), so that AdamW's learning rates carry over (Liu et al. 2025, arXiv 2502.16982). AdamW
+updates embeddings, the LM head, vectors, and whatever does not have exactly two dimensions of at least 2.
 """
 
 from __future__ import annotations
