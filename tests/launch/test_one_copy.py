@@ -71,7 +71,7 @@ def run(config, folder, workers=()):
     crew = RankCrew(config, SAMPLING, folder / "logs", tuple(worker.shared for worker in workers))
     try:
         parts = build_sharded(config, SAMPLING, crew, 0)
-        memory = parts.learner._part.memory
+        memory = parts.learner._local.memory
         assert (memory is not None) == bool(workers)
         rows = [one_step(parts, config, batch) for batch in BATCHES[:2]]
         parts.learner.save(folder)
@@ -127,7 +127,7 @@ def test_a_tower_that_is_not_trained_is_not_copied(tmp_path):
     crew = RankCrew(config, SAMPLING, tmp_path, tuple(worker.shared for worker in workers))
     try:
         parts = build_sharded(config, SAMPLING, crew, 0)
-        part = parts.learner._part
+        part = parts.learner._local
         assert {name for name in stored if "visual" in name} <= part.memory._live.keys() - part.memory.dims.keys()
         assert {name.split(".")[-2] for name in part.memory.copied} >= {"embed_tokens", "norm", "k_proj"}
         assert not [name for name in part.memory.copied if "visual" in name]
