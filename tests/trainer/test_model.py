@@ -227,7 +227,9 @@ def test_variable_length_kernel_equals_the_padded_route(model_folder):
 def test_experts_that_are_kept_apart_cannot_be_shared(save_model, tmp_path):
     kind, changes = MODELS["qwen3-moe"]
     weights = load_file(save_model(tmp_path, kind, **changes) / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"one copy of .*experts.* \(transformers converts it, and the engine stores it"):
+    with pytest.raises(
+        ConfigError, match=r"one copy of .*experts.* \(transformers converts it, and the engine stores it"
+    ):
         PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
 
 
