@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slipstream.trainer.attention import flash4
 from slipstream.trainer.attention.row_layout import Ragged
-from slipstream.trainer.optim import accumulate_triton
+from slipstream.trainer.optim import triton_kernels
 
 SHAPES = {"1.5b": (8192, 12, 2, 128, 1536, 8960), "7b": (6144, 28, 4, 128, 3584, 18944)}
 """Tokens of a row, heads, heads of keys, their size, hidden size, intermediate size."""
@@ -144,7 +144,7 @@ def weight_gradient(shape: str, outputs: int, inputs: int, repeats: int) -> dict
         aten.addmm.dtype_out(into, grad.t(), states, torch.float32, out=into)
 
     twice, once = total.clone(), total.clone()
-    accumulate_triton.add_(twice, grad.t() @ states)
+    triton_kernels.accumulate_(twice, grad.t() @ states)
     in_one(once)
     wanted = total + grad.t().float() @ states.float()
     off = [float((each - wanted).norm() / wanted.norm()) for each in (twice, once)]
@@ -152,7 +152,7 @@ def weight_gradient(shape: str, outputs: int, inputs: int, repeats: int) -> dict
         "shape": shape,
         "weight": f"{outputs} x {inputs}",
         "product_ms": milliseconds(lambda: grad.t() @ states, repeats),
-        "product_and_sum_ms": milliseconds(lambda: accumulate_triton.add_(twice, grad.t() @ states), repeats),
+        "product_and_sum_ms": milliseconds(lambda: triton_kernels.accumulate_(twice, grad.t() @ states), repeats),
         "in_one_ms": milliseconds(lambda: in_one(once), repeats),
         "off": off,
     }

@@ -101,7 +101,7 @@ def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float
     from slipstream.trainer.learner import Learner
     from slipstream.trainer.model import fused_weight_gradients
     from slipstream.trainer.model.compilation import compile_layers
-    from slipstream.trainer.model.layers import LayerOptions, dress_layers
+    from slipstream.trainer.model.layers import LayerOptions, configure_layers
     from slipstream.trainer.model.policy import PolicyModel, check_isolation
     from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
     from slipstream.trainer.optim.base import MasterAdamW
@@ -112,7 +112,7 @@ def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float
     how = dict(OURS[options.child])
     compiled = how.pop("compiled", False)
     model.layers = LayerOptions(**how)
-    dress_layers(network, model.layers)
+    configure_layers(network, model.layers)
     check_isolation(model)
     begun = time.monotonic()
     in_products = {"any": None, "in-place": True, "apart": False}[options.weight_gradients]
@@ -120,7 +120,7 @@ def our_steps(options: argparse.Namespace) -> tuple[Callable[[], dict[str, float
     facts: dict[str, Any] = {
         "compile_s": time.monotonic() - begun if compiled else 0.0,
         "problem": problem,
-        "weight_gradients_in_place": len(fused_weight_gradients.accumulating_layers(network)),
+        "weight_gradients_in_place": len(fused_weight_gradients.fused_layers(network)),
     }
     optimizer = (
         RoundedAdamW(network.named_parameters(), seed=0)

@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
         seconds: list[float] = []
         for number in range(WARM_UP + options.steps):
             if number == 1:
-                garbage_collection.leave_out()  # as a run does after its first step
+                garbage_collection.freeze()  # as a run does after its first step
             begun = time.monotonic()
             step()
             if on_gpu:

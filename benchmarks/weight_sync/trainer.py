@@ -26,7 +26,7 @@ from slipstream.weights.bridges.single_copy import SharedWeights
 from .process_memory import session_of
 
 if TYPE_CHECKING:
-    from slipstream.trainer.distributed.learner import SpreadModel
+    from slipstream.trainer.distributed.learner import ShardedModel
     from slipstream.trainer.model.policy import PolicyModel
 
 
@@ -109,8 +109,8 @@ class _SingleProcess(SyncTrainer):
 class _ShardedTrainer(SyncTrainer):
     """A trainer of several ranks, each with a shard of the weights."""
 
-    def __init__(self, spread: SpreadModel, crew: RankProcesses) -> None:
-        super().__init__(spread.part.model)
+    def __init__(self, spread: ShardedModel, crew: RankProcesses) -> None:
+        super().__init__(spread.local.model)
         self._spread, self._crew = spread, crew
 
     @property
@@ -146,7 +146,7 @@ def sync_trainer(
             model.add_adapter(adapter_config(config))
         yield _SingleProcess(model)
         return
-    from slipstream.trainer.distributed.learner import SpreadModel
+    from slipstream.trainer.distributed.learner import ShardedModel
 
     sampling = SamplingParams(max_tokens=1)
     crew = RankProcesses(config, sampling, logs, tuple(workers), trains=False)
@@ -161,6 +161,6 @@ def sync_trainer(
         group = crew.join()
         with crew.loading():
             part = build_parts(config, sampling, group, crew.shared, trains=False)[POLICY]
-        yield _ShardedTrainer(SpreadModel(POLICY, part, crew), crew)
+        yield _ShardedTrainer(ShardedModel(POLICY, part, crew), crew)
     finally:
         crew.close()

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem
-from tests.trainer.test_credit import batch_of
+from tests.trainer.test_credit_assignment import batch_of
 
 from slipstream.algo.advantages import group_advantages, leave_one_out, overlong_punishment
 from slipstream.algo.importance_sampling import importance_weights

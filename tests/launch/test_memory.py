@@ -14,7 +14,7 @@ from slipstream.launch.plan.memory.sizes import (
     training_state_bytes,
     weights_bytes,
 )
-from slipstream.trainer.model.layers import LayerOptions, dress_layers
+from slipstream.trainer.model.layers import LayerOptions, configure_layers
 
 CONFIG = RunConfig(
     model=ModelConfig(path="org/name"),
@@ -117,7 +117,7 @@ def test_attention_without_a_kernel_takes_what_is_counted(scores, dtype, checkpo
         "head_dim": 8,
     }
     made = network._from_config(config(**shape), dtype=getattr(torch, dtype), attn_implementation="eager").eval()
-    dress_layers(made, LayerOptions(checkpointing))
+    configure_layers(made, LayerOptions(checkpointing))
 
     def work():
         made(input_ids=torch.arange(tokens)[None] % 32, use_cache=False).logits.float().sum().backward()

@@ -14,7 +14,7 @@ from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights.bridges.single_copy import Exporter
 from slipstream.weights.fingerprint import describe
 
-from ..trainer.test_towers import save_with_tower
+from ..trainer.test_vision_towers import save_with_tower
 from .test_ranks import BATCHES, SAMPLING, make_config, one_step
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +71,7 @@ def run(config, folder, workers=()):
     crew = RankProcesses(config, SAMPLING, folder / "logs", tuple(worker.shared for worker in workers))
     try:
         parts = build_sharded(config, SAMPLING, crew, 0)
-        memory = parts.learner._part.memory
+        memory = parts.learner._local.memory
         assert (memory is not None) == bool(workers)
         rows = [one_step(parts, config, batch) for batch in BATCHES[:2]]
         parts.learner.save(folder)
@@ -127,10 +127,10 @@ def test_a_tower_that_is_not_trained_is_not_copied(tmp_path):
     crew = RankProcesses(config, SAMPLING, tmp_path, tuple(worker.shared for worker in workers))
     try:
         parts = build_sharded(config, SAMPLING, crew, 0)
-        part = parts.learner._part
+        part = parts.learner._local
         assert {name for name in stored if "visual" in name} <= part.memory._live.keys() - part.memory.dims.keys()
-        assert {name.split(".")[-2] for name in part.memory.apart} >= {"embed_tokens", "norm", "k_proj"}
-        assert not [name for name in part.memory.apart if "visual" in name]
+        assert {name.split(".")[-2] for name in part.memory.copied} >= {"embed_tokens", "norm", "k_proj"}
+        assert not [name for name in part.memory.copied if "visual" in name]
         one_step(parts, config, BATCHES[0])
         weights = {name: weight.clone() for name, weight in parts.learner.named_weights()}
     finally:

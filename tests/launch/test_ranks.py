@@ -25,7 +25,7 @@ from slipstream.trainer.batching import StepBatch, ValueTargets
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.weights.fingerprint import describe
-from tests.trainer.test_towers import save_with_tower
+from tests.trainer.test_vision_towers import save_with_tower
 
 SAMPLING = SamplingParams(max_tokens=32, temperature=0.9)
 RATE = 1e-3
@@ -242,7 +242,7 @@ def test_bfloat16_without_masters(model, tmp_path):
         with trained(config, tmp_path) as (parts, _):
             losses.append([one_step(parts, config, batch)["loss"] for batch in BATCHES])
             assert {tensor.dtype for _, tensor in parts.learner.named_weights()} == {torch.bfloat16}
-    # Packed otherwise, bfloat16 rounds otherwise; weights are rounded by chance, and otherwise for each rank.
+    # PackedTensor otherwise, bfloat16 rounds otherwise; weights are rounded by chance, and otherwise for each rank.
     for several in losses[1:]:
         assert several == pytest.approx(losses[0], abs=0.03)
 

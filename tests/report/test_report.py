@@ -175,7 +175,7 @@ def test_a_folder_without_a_run(tmp_path):
 
 def test_the_interval_of_a_difference_is_newcombes():
     """The first example of Table II in Newcombe 1998: 56/70 against 48/80, method 10 gives 0.0524 to 0.3339."""
-    from slipstream.algo.statistics import wilson_interval
+    from slipstream.orchestrator.evaluate import wilson_interval
 
     before, after = (Accuracy(0, n / m, *wilson_interval(n, m), m) for n, m in ((48, 80), (56, 70)))
     assert difference_interval(before, after) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)

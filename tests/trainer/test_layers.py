@@ -11,7 +11,7 @@ from slipstream.trainer.batching import micro_batches
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers
-from slipstream.trainer.model.layers import LayerOptions, Offloader, dress_layers
+from slipstream.trainer.model.layers import LayerOptions, Offloader, configure_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
@@ -185,7 +185,7 @@ def test_dressing_again_replaces_what_was_there(model_folder):
     model = PolicyModel.load(model_folder, checkpointing=True)
     layer = layers.decoder_layers(model.network)[0]
     first = layer.forward
-    dress_layers(model.network, LayerOptions(checkpointing="selective"))
+    configure_layers(model.network, LayerOptions(checkpointing="selective"))
     assert layer.forward is not first
-    dress_layers(model.network, LayerOptions())
+    configure_layers(model.network, LayerOptions())
     assert layer.forward == type(layer).forward.__get__(layer)

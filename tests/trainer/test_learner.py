@@ -8,7 +8,7 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.batching import StepBatch, make_step_batches
-from slipstream.trainer.learner import one_order_of_sums
+from slipstream.trainer.learner import deterministic_on_cpu
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
 SAMPLING = records.SamplingParams(max_tokens=64)
@@ -62,7 +62,7 @@ def test_gradients_of_shared_positions_are_summed_in_one_order():
     seen = set()
     for _ in range(200):
         hidden.grad = None
-        with one_order_of_sums(torch.device("cpu")):
+        with deterministic_on_cpu(torch.device("cpu")):
             hidden[:, places].backward(gradient)
         assert hidden.grad is not None
         seen.add(hidden.grad.numpy().tobytes())

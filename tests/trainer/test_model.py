@@ -9,7 +9,8 @@ from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.learner import Learner
-from slipstream.trainer.model.policy import PolicyModel, SharedTensors, check_isolation
+from slipstream.trainer.model.packing_check import check_isolation
+from slipstream.trainer.model.policy import PolicyModel, SharedTensors
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
 
@@ -226,7 +227,9 @@ def test_variable_length_kernel_equals_the_padded_route(model_folder):
 def test_experts_that_are_kept_apart_cannot_be_shared(save_model, tmp_path):
     kind, changes = MODELS["qwen3-moe"]
     weights = load_file(save_model(tmp_path, kind, **changes) / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"one copy of .*experts.* \(transformers changes it, and the engine has it"):
+    with pytest.raises(
+        ConfigError, match=r"one copy of .*experts.* \(transformers converts it, and the engine stores it"
+    ):
         PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
 
 
@@ -247,7 +250,7 @@ def test_experts_are_shared_where_they_lie_in_transformers_own_order(save_model,
     for name, whole in fused.items():
         weights |= {name.replace(".experts.0.", f".experts.{e}."): part for e, part in enumerate(whole)}
     if order == "up, gate":
-        with pytest.raises(ConfigError, match="the engine has it otherwise"):
+        with pytest.raises(ConfigError, match="the engine stores it differently"):
             PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))
         return
     model = PolicyModel.load(tmp_path, shared=SharedTensors(weights, {}))

@@ -1,4 +1,4 @@
-"""Packed rows against the plain model, one sequence at a time; and cuts of a step against each other."""
+"""PackedTensor rows against the plain model, one sequence at a time; and cuts of a step against each other."""
 
 import copy
 

@@ -13,7 +13,7 @@ from slipstream.errors import TrainingError
 from slipstream.trainer.attention import packed
 from slipstream.trainer.attention.row_layout import segment_layout
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.learner import add_gradients, one_order_of_sums
+from slipstream.trainer.learner import add_gradients, deterministic_on_cpu
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.policy import PolicyModel
@@ -99,7 +99,7 @@ def results(model, batch, most=10_000):
     model.network.zero_grad()
     logits = []
     for row in micro_batches(batch, most):
-        with one_order_of_sums(model.device):
+        with deterministic_on_cpu(model.device):
             logits.append(model.logits(row))
             logits[-1].square().mean().backward()
     return torch.cat(logits), {name: p.grad.clone() for name, p in model.network.named_parameters()}
@@ -145,16 +145,16 @@ def test_a_layer_is_one_graph_for_rows_of_any_layout(checkpointing, kernels, mon
 def test_a_rank_without_a_row_makes_its_backward_pass(checkpointing, kernels, model_folder):
     model = PolicyModel.load(model_folder)
     model.layers = layers.LayerOptions(checkpointing)
-    layers.dress_layers(model.network, model.layers)
+    layers.configure_layers(model.network, model.layers)
     add_gradients(model, [None], SFTObjective(), {})
     assert all(p.grad is not None and not p.grad.any() for p in model.network.parameters())
 
 
 def test_a_layout_that_is_gone_is_said():
     layout = segment_layout([3, 4])
-    ticket = layout.ticket
-    assert packed.layout_of(ticket) is layout
+    layout_id = layout.layout_id
+    assert packed.layout_of(layout_id) is layout
     del layout
     gc.collect()
     with pytest.raises(TrainingError, match="keep the micro-batch"):
-        packed.layout_of(ticket)
+        packed.layout_of(layout_id)

@@ -11,9 +11,10 @@ from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
-from slipstream.trainer.attention.row_layout import segment_layout, take
+from slipstream.trainer.attention.row_layout import segment_layout, take_slots
 from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.model.policy import PolicyModel, check_isolation
+from slipstream.trainer.model.packing_check import check_isolation
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 
 MODELS = {
@@ -187,11 +188,11 @@ def test_the_gradient_of_a_shared_token_is_the_sum_over_its_slots():
     layout = segment_layout([70, 3, 60, 2, 4, 5], prefixes=[None, 0, 0, None, 3, 3])
     for gather in (layout.padded.queries, layout.padded.keys, layout.ragged.keys):
         row = torch.randn(144, 3, dtype=torch.float64, requires_grad=True)
-        taken = take(row, gather)
+        taken = take_slots(row, gather)
         assert torch.equal(taken, row[gather.index])
     keys = layout.ragged.keys
     weights = torch.randn(len(keys.index), 3, dtype=torch.float64)
-    (ours,) = torch.autograd.grad((take(row, keys) * weights).sum(), row)
+    (ours,) = torch.autograd.grad((take_slots(row, keys) * weights).sum(), row)
     (expected,) = torch.autograd.grad((row[keys.index] * weights).sum(), row)
     torch.testing.assert_close(ours, expected)
 

@@ -12,7 +12,7 @@ from slipstream.algo.losses import LOSSES
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.batching import StepBatch, ValueTargets, even_rows, micro_batches_of
-from slipstream.trainer.distributed.worker import Packed, share_of
+from slipstream.trainer.distributed.worker import PackedTensor, rank_batch_of
 from slipstream.trainer.learner import add_gradients, predictions
 from slipstream.trainer.objectives import PolicyObjective
 
@@ -69,7 +69,7 @@ def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, obj
     divisors = objective.counts(batch)
     seen = []
     for rank in range(ranks):
-        share, chosen = share_of(batch, [row[rank] for row in passes])
+        share, chosen = rank_batch_of(batch, [row[rank] for row in passes])
         assert len(share.rows) == len(passes)
         seen += chosen
         own = share.batch()
@@ -102,6 +102,6 @@ def session_learner(model_folder):
 
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor(2.5), torch.arange(6).reshape(2, 3), torch.rand(3, 1)])
 def test_a_packed_tensor_comes_out_as_it_was(tensor):
-    again = Packed.of(tensor).tensor()
+    again = PackedTensor.of(tensor).tensor()
     assert again.dtype == tensor.dtype
     assert torch.equal(again, tensor)

@@ -1,7 +1,7 @@
 """From rewards to advantages: baselines, scales, and the shaping and choosing of rewards within groups.
 
-Pure: which rollouts form a group and which of them carry loss is the caller's business. Computed in float64. Groups
-are integers, equal within a group, in any order.
+Pure. The caller decides which rollouts form a group and which contribute to the loss. Computed in float64. `[S]`: one
+element per rollout; group ids are integers, equal within a group, in any order.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def batch_mean(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
 
 
 def no_advantage(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
-    """Exactly 0 for each: rewards are measured and teach nothing."""
+    """Exactly 0 for each: rewards are only measured."""
     return torch.zeros_like(rewards_S)
 
 
@@ -81,7 +81,7 @@ def group_advantages(
     scale: Literal["std", "batch", "whiten", "none"],
     baseline: Baseline = group_mean,
 ) -> Tensor:
-    """Advantages by `baseline`, divided by a spread: an unbiased standard deviation plus 1e-4 (TRL's convention).
+    """Advantages by `baseline`, divided by an unbiased standard deviation plus 1e-4 (TRL's convention).
 
     `"std"`: of the rewards of each group (GRPO). `"batch"`: of all rewards (arXiv 2508.08221). `"whiten"`: of the
     advantages themselves, whose mean is taken off too (REINFORCE++, arXiv 2501.03262). `"none"`: not divided (Dr. GRPO,
@@ -108,7 +108,7 @@ def _std(centred_S: Tensor) -> Tensor:
 
 
 def signal_fraction(rewards_S: Tensor, group_ids_S: Tensor) -> float:
-    """Part of the groups in which rewards differ: the others teach nothing. 0.0 when there are no groups."""
+    """Fraction of the groups with any reward variance; the others have advantage 0. 0.0 without groups."""
     if rewards_S.numel() == 0:
         return 0.0
     centred_S, groups_S, sizes_G = _centred(rewards_S, group_ids_S)

@@ -1,7 +1,7 @@
-"""A user's own loss or advantage: `path/to/file.py:function`, or an entry point of another package.
+"""User-defined losses and advantages: `path/to/file.py:function`, or an entry point of another package.
 
-Guarantees: whatever is wrong with it is a ConfigError that names the setting; `check_user_function` finds it before any
-process is started, by calling the function on made-up numbers. Loading a file runs its code.
+Guarantees: every error in it is a ConfigError that names the setting; `check_user_function` finds it before any process
+is started, by calling the function on made-up inputs. Loading a file runs its code.
 """
 
 from __future__ import annotations

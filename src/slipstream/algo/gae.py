@@ -1,7 +1,7 @@
-"""What a critic is for: advantages of single tokens from its predictions, and the loss of these predictions.
+"""Generalized advantage estimation from a critic's values, and the value loss.
 
-Pure. A trajectory is the sampled tokens of one rollout, in order; a token's value is what was predicted before it was
-drawn. After the last token nothing is to come, whether the completion ended by itself or was cut.
+Pure. A trajectory is the T sampled tokens of one rollout, in order; a token's value is predicted before it is sampled.
+The value after the last token is 0, whether the completion ended or was truncated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def generalized_advantages(rewards_T: Tensor, values_T: Tensor, gamma: float, ga
 
 
 def whitened(values_N: Tensor) -> Tensor:
-    """Brought to mean 0 and (unbiased) variance 1; float64. Values that are all equal give exactly 0."""
+    """Normalize to mean 0 and (unbiased) variance 1; float64 `[N]`. Equal values give exactly 0."""
     if values_N.numel() < 2:
         return torch.zeros_like(values_N, dtype=torch.float64)
     # Without the shift equal values would not give exactly 0: 0.1 summed n times is not n * 0.1.
@@ -37,7 +37,7 @@ def whitened(values_N: Tensor) -> Tensor:
 
 
 def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Half the squared error of each token, and where the clip took its gradient away.
+    """Half the squared error of each token, `[N]`, and where clipping zeroed its gradient, bool `[N]`.
 
     The larger of the errors of `V` and of `V` brought within `clip` of the old one (PPO2, in OpenAI's Baselines;
     arXiv 2005.12729, section 3), so that a prediction gains nothing by going further; a `clip` of 0 leaves it alone.

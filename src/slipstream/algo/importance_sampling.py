@@ -1,7 +1,7 @@
-"""Off-policy corrections and what tells how far off-policy a batch is.
+"""Importance sampling: off-policy corrections, and metrics of how far off-policy a batch is.
 
-Pure. Importance weights compare the policy that the update starts from with the one that sampled; they carry no
-gradient. Sums that make metrics add up over micro-batches.
+Pure. Importance weights are ratios of the policy that the update starts from to the behaviour policy, which sampled;
+they have no gradient. Sums for metrics add up over micro-batches.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 _NEAREST, _FARTHEST = 1e-4, 20.0
 _BOUNDS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
-"""Of the parts that `ratio_shares` tells of; as many below 1 as above it."""
+"""Boundaries of the ranges of `ratio_shares`; as many below 1 as above."""
 Weighting = Literal["truncated", "sequence_truncated", "masked", "sequence_masked"]
 _EDGES = 60 + len(_BOUNDS) // 2
-"""On either side of a ratio of 1."""
+"""Number of bin edges on either side of a ratio of 1."""
 
 
 def truncated_importance_weights(old_logprobs_N: Tensor, behaviour_logprobs_N: Tensor, cap: float) -> Tensor:
@@ -39,11 +39,11 @@ def importance_weights(
     floor: float,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights `[N]`, detached, and where they were bounded.
+    """Weights `[N]`, detached, and where they were truncated or masked, bool `[N]`.
 
-    `"truncated"`: `pi_old / pi_behaviour` of each token, brought into `[floor, cap]`. `"masked"`: the same, 0 outside
+    `"truncated"`: `pi_old / pi_behaviour` of each token, clamped to `[floor, cap]`. `"masked"`: the same, 0 outside
     (IcePop, Ling team, 2025; MIS). `"sequence_..."`: the product of a sequence's ratios, for each of its tokens. A
-    sequence must not be spread over micro-batches.
+    sequence must not be split over micro-batches.
     """
     if kind == "truncated" and floor == 0.0:
         weights_N = truncated_importance_weights(old_logprobs_N, behaviour_logprobs_N, cap)
@@ -80,7 +80,7 @@ def effective_sample_size(log_ratio_N: Tensor) -> float:
 
 @cache
 def _edges(device: torch.device | str = "cpu") -> Tensor:
-    """Of the histogram's bins: fine around 0, where ratios are, out to where a ratio says nothing but "broken"."""
+    """Edges of the histogram's bins of log-ratios: fine around 0, and out to +-20."""
     count = _EDGES - len(_BOUNDS) // 2
     upward = torch.logspace(math.log10(_NEAREST), math.log10(_FARTHEST), count, dtype=torch.float64)
     bounds = torch.tensor(_BOUNDS, dtype=torch.float64).log()
@@ -91,7 +91,7 @@ def log_ratio_histogram(log_ratio_N: Tensor) -> Tensor:
     """Number of tokens in each bin, float64: histograms of micro-batches add up to that of the step."""
     edges = _edges(log_ratio_N.device)
     bins_N = torch.bucketize(log_ratio_N.detach().double(), edges)
-    # Not bincount, for which a GPU's host waits to learn the largest bin; whole numbers add up exactly in any order.
+    # Not bincount, which synchronizes a GPU to find the largest bin; integers in float64 add exactly in any order.
     counts = torch.zeros(len(edges) + 1, dtype=torch.float64, device=edges.device)
     return counts.index_add_(0, bins_N, torch.ones_like(log_ratio_N, dtype=torch.float64))
 
@@ -112,7 +112,7 @@ def ratio_quantiles(histogram: Tensor, quantiles: Sequence[float]) -> list[float
 
 
 def ratio_shares(histogram: Tensor) -> dict[str, float]:
-    """Part of the tokens whose ratio is in each of seven ranges, upper bounds included, by the range's name."""
+    """Fraction of tokens with a ratio in each of seven ranges, upper bounds included, by the range's name."""
     cumulated = histogram.cpu().cumsum(0)
     counts = cumulated[torch.searchsorted(_edges(), torch.tensor(_BOUNDS, dtype=torch.float64).log())]
     counts = torch.cat([counts.new_zeros(1), counts, cumulated[-1:]]).diff()

@@ -1,10 +1,10 @@
-"""Log-probabilities of tokens under the distribution that the engine really sampled from.
+"""Log-probabilities of tokens under the distribution that the engine sampled from.
 
 Guarantees: the same rules in the same order as vLLM's sampler (temperature; min-p; then top-k and top-p over
-logits sorted in ascending order), computed in float32 at least, differentiable, entropy included. Beside the logits
-as they come and their gradient nothing of size `[N, V]` exists: float32 only in chunks of rows, and on a GPU, where
-every token can be sampled, only in registers. Stateful processors
-(penalties, grammars) are left to the engine's refusal: nothing here can repeat them.
+logits sorted in ascending order), computed in float32 at least, differentiable, entropy included. Besides the
+logits and their gradient nothing of size `[N, V]` is allocated: float32 copies exist in chunks of rows only, or without
+filtering on a GPU, in registers only. Stateful logits processors (penalties, grammars) are not supported; the engine
+refuses them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """At least float32; float64 stays (the tests' references)."""
+    """As float32; float64 stays (the tests' references)."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -68,7 +68,7 @@ def token_logprobs(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple
 
 
 def token_statistics(logits_NV: Tensor | HeadLogits, token_ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and the likeliest tokens: on a GPU from one look at the logits."""
+    """`token_logprobs`, and the most likely tokens `[N]`; on a GPU in one pass over the logits."""
     rules = (1.0, 0, 1.0, 0.0)
     if isinstance(logits_NV, HeadLogits) or not _has_kernel(logits_NV, rules):
         return *token_logprobs(logits_NV, token_ids_N), greedy_tokens(logits_NV)
@@ -119,14 +119,14 @@ _Rules = tuple[float, int, float, float]
 
 
 def _has_kernel(logits_NV: Tensor, rules: _Rules) -> bool:
-    """Whether one kernel does it: on a GPU, where every token can be sampled."""
+    """Whether the Triton kernel applies: on a GPU, without top-k, top-p and min-p."""
     _, top_k, top_p, min_p = rules
     everything = top_k <= 0 and top_p >= 1.0 and min_p <= 0.0
     return logits_NV.is_cuda and everything and logits_NV.dtype != torch.float64 and logits_NV.numel() > 0
 
 
 def _chunks(num_rows: int, num_tokens: int) -> Iterator[slice]:
-    """Rows that are computed together."""
+    """Slices of rows that are computed together."""
     size = max(1, _CHUNK_ELEMENTS // max(1, num_tokens))
     for start in range(0, num_rows, size):
         yield slice(start, start + size)
@@ -134,8 +134,8 @@ def _chunks(num_rows: int, num_tokens: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class HeadLogits:
-    """Logits that are not computed yet: the output head's inputs and weight. They come in chunks of rows, in float32 at
-    least, whatever the type of the two: products of bfloat16 numbers are exact there."""
+    """Lazy logits: the LM head's inputs `[N, D]` and weight `[V, D]`. They are computed in chunks of rows, in float32
+    at least, where products of bfloat16 numbers are exact."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -151,25 +151,25 @@ class HeadLogits:
         return len(self.weight_VD)
 
     def rows(self, rows: slice, wide_weight_VD: Tensor) -> Tensor:
-        """Logits of some rows; `wide_weight_VD` is `wide_weight()`."""
+        """Compute the logits of `rows`; `wide_weight_VD` is `wide_weight()`."""
         hidden_ND = self.hidden_ND[rows]
         if wide_weight_VD.dtype == hidden_ND.dtype == torch.bfloat16:
             return torch.mm(hidden_ND, wide_weight_VD.t(), out_dtype=torch.float32)
         return _wide(hidden_ND) @ wide_weight_VD.t()
 
     def chunks(self) -> Iterator[slice]:
-        """Rows that are computed together: more on a GPU, where each chunk also reads and writes the weight's
-        gradient."""
+        """Slices of rows that are computed together; larger on a GPU, where each chunk also reads and writes the
+        weight's gradient."""
         return _chunks(self.num_rows, self.num_tokens // 8 if self.weight_VD.is_cuda else self.num_tokens)
 
     def wide_weight(self) -> Tensor:
-        """What rows are multiplied with: on a GPU the weight as it is, as products of bfloat16 matrices can come out in
-        float32 there, as in vLLM."""
+        """The weight for `rows`: on a GPU as it is, because bfloat16 GEMMs can have float32 outputs there, as in
+        vLLM; else in float32."""
         return self.weight_VD if self.weight_VD.is_cuda else _wide(self.weight_VD)
 
 
 def greedy_tokens(logits_NV: Tensor | HeadLogits) -> Tensor:
-    """The likeliest token of each row."""
+    """The most likely token of each row."""
     if not isinstance(logits_NV, HeadLogits):
         return logits_NV.argmax(-1)
     with torch.no_grad():
@@ -199,7 +199,7 @@ def _gradient(
     grads: tuple[Tensor | None, Tensor | None],
     rules: _Rules,
 ) -> Tensor:
-    """Of these rows' logits, from those of the log-probabilities and of the entropies."""
+    """The gradient of these rows' logits, from the gradients of log-probabilities and entropies."""
     grad_logprobs_N, grad_entropy_N = grads
     probs_NV = (_wide(_restrict(logits_NV, ids_N, *rules)) - lse_N[:, None]).exp_()
     grad_NV: Tensor | None = None
@@ -218,10 +218,10 @@ def _gradient(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps only the logits and two vectors for the backward pass, where plain autograd would keep the
-    log-softmax, the softmax and their product, each `[N, V]` in float32; what can be sampled is found again.
+    """Saves only the logits and two vectors for the backward pass, where plain autograd would save the log-softmax, the
+    softmax and their product, each `[N, V]` in float32; the kept set is recomputed.
 
-    The third result: what the kernel for GPUs says is likeliest; without it nothing."""
+    The third result: the most likely tokens from the GPU kernel; empty without it."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -264,7 +264,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The same of logits that never exist whole, neither forward nor backward: each chunk is computed in both."""
+    """The same for lazy logits, which never exist in full: each chunk is computed in the forward and backward
+    passes."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,8 +1,8 @@
-"""Log-probabilities, entropies and likeliest tokens on a GPU: logits are read once, and once more for their gradient,
-which is written once; float32 exists in registers only.
+"""Triton kernels of log-probabilities, entropies and most likely tokens: the forward pass reads the logits once, the
+backward pass reads them once and writes the gradient once; float32 values exist in registers only.
 
-Imported only where there is a CUDA device; Triton comes with torch there. The same maths as `algo/logprobs.py` where
-every token can be sampled.
+The same formulas as `logprobs.py` without top-k, top-p and min-p. Imported only where there is a CUDA device; Triton
+comes with torch there.
 """
 
 from importlib import import_module
@@ -34,7 +34,7 @@ def _forward_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * jump
-    # Of each lane: the largest logit so far, where it came first, and relative to it the sums of exp(x) and x exp(x).
+    # Per lane: the largest logit so far, its first index, and relative to it the sums of exp(x) and x exp(x).
     largest = tl.full((block,), -1e30, dtype=tl.float32)
     where = tl.zeros((block,), dtype=tl.int32)
     total = tl.zeros((block,), dtype=tl.float32)
@@ -95,8 +95,8 @@ def _backward_kernel(
 
 
 def forward(logits_NV: Tensor, token_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(logprobs_N, entropy_N, lse_N)` of `softmax(logits / temperature)`, float32, and the likeliest tokens: of equal
-    ones the first."""
+    """`(logprobs_N, entropy_N, lse_N)` of `softmax(logits / temperature)`, float32, and the most likely tokens `[N]`,
+    on ties the first."""
     logits_NV = _in_lines(logits_NV)
     logprobs_N, entropy_N, lse_N = torch.empty((3, len(logits_NV)), dtype=torch.float32, device=logits_NV.device)
     greedy_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)

@@ -1,8 +1,8 @@
 """Per-token terms of the policy-gradient losses, and the weights that make token terms a mean.
 
-Pure and differentiable in `logprobs_N` only; whatever is divided by the size of the optimizer step is the
-objective's business, so that no function here depends on how a step is cut into micro-batches. A loss is a function
-of `LossInputs`; `LOSSES` names those that a run file can.
+Pure, and differentiable in `logprobs_N` only. The objective divides by the size of the optimizer step, so that no
+function here depends on the split into micro-batches. A loss is a function of `LossInputs`; `LOSSES` maps the names of
+a run file to losses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.algo.importance_sampling import sequence_lengths, sequence_sums
 
 
 class ClippedLoss(NamedTuple):
-    """The clipped surrogate, to be minimised, and where the clip took the gradient away."""
+    """The clipped surrogate, to be minimized, and where clipping zeroed the gradient."""
 
     loss_N: Tensor
     clipped_low_N: Tensor
@@ -29,12 +29,12 @@ class ClippedLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may read of a micro-batch: N trained tokens of S whole sequences."""
+    """The inputs of a loss: N trainable tokens of S whole sequences of a micro-batch."""
 
     logprobs_N: Tensor
-    """By the weights that are trained: the only one with a gradient."""
+    """By the current weights; the only input with a gradient."""
     old_logprobs_N: Tensor
-    """The ratio's denominator."""
+    """The denominator of the importance ratio."""
     advantages_N: Tensor
     sequence_index_N: Tensor
     """Sequence of each token, 0 to S - 1."""
@@ -43,7 +43,7 @@ class LossInputs:
     clip_high: float
     clip_dual: float | None = None
     behaviour_logprobs_N: Tensor | None = None
-    """What the tokens were sampled with, when the engine said it."""
+    """By the behaviour policy, if the engine returned them."""
 
     def sequence_means(self, values_N: Tensor) -> Tensor:
         """The mean over a token's own sequence, `[N]`; differentiable."""
@@ -53,11 +53,11 @@ class LossInputs:
 
 
 class PolicyLoss(NamedTuple):
-    """A loss and what there is to say of its clip; the objective averages all of it over tokens."""
+    """A loss and its clip metrics; the objective averages them over tokens."""
 
     loss_N: Tensor
     log_ratio_N: Tensor
-    """Detached: of what the clip acts on."""
+    """Detached log of the ratio that is clipped."""
     counts: Mapping[str, Tensor] = {}
     """Masks `[N]` by metric: `clip_fraction_low`, ..."""
 
@@ -157,10 +157,10 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, kind: Literal[
 def token_weights(
     sequence_index_N: Tensor, num_sequences: int, normalize: Literal["token", "sequence", "constant"]
 ) -> Tensor:
-    """What each token counts, float32; the divisor is the optimizer step's.
+    """The weight of each token, float32 `[N]`; the divisor is that of the optimizer step.
 
     `"token"`: 1, and the divisor is the number of tokens. `"sequence"`: 1 / (tokens of the token's own sequence), and
-    the divisor is the number of sequences. A sequence must not be spread over micro-batches. `"constant"`: 1, and the
+    the divisor is the number of sequences. A sequence must not be split over micro-batches. `"constant"`: 1, and the
     divisor is the number of sequences times a length that is the same for all. `sequence_index_N` counts from 0 to
     `num_sequences - 1`.
     """

@@ -1,4 +1,4 @@
-"""How sequences are dealt to micro-batches and to optimizer steps: pure and deterministic."""
+"""Bin packing of sequences into micro-batches, and splitting of batches: pure and deterministic."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def split(num_items: int, parts: int) -> list[range]:
 
 
 def pack_evenly(lengths: Sequence[int], max_tokens: int, parts: int) -> list[list[list[int]]]:
-    """Micro-batches for `parts` processes that work in step: a list of passes, each with one micro-batch of at most
-    `max_tokens` tokens for every process, as even as can be; some may be empty.
+    """Micro-batches for `parts` ranks: a list of passes, each with one micro-batch of at most `max_tokens` tokens for
+    every rank, balanced in tokens; some may be empty.
 
     Holds indices into `lengths`, each exactly once. A sequence longer than `max_tokens` is alone in its own. The
     longest goes first, always to the emptiest micro-batch, and micro-batches of like size are one pass.
@@ -60,12 +60,12 @@ def pack_evenly(lengths: Sequence[int], max_tokens: int, parts: int) -> list[lis
         passes += 1
     bins.sort(key=lambda held: -sum(lengths[index] for index in held))
     rows = [bins[first : first + parts] for first in range(0, len(bins), parts)]
-    # Whoever has the most in one pass has the least in the next.
+    # Alternating order: the rank with the most tokens in one pass has the least in the next.
     return [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
 
 
 def _evenly(lengths: Sequence[int], order: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
-    """`order` in so many micro-batches, or None when they are too few."""
+    """Distribute `order` over `num_bins` micro-batches; None if they are too few."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     emptiest = [(0, place) for place in range(num_bins)]
     for index in order:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.launch.ranks.processes import RankProcesses
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.distributed.fsdp import RankGroup
-    from slipstream.trainer.distributed.worker import Part
+    from slipstream.trainer.distributed.worker import RankModel
     from slipstream.trainer.learner import Learner, Scorer
     from slipstream.trainer.model.policy import PolicyModel, SharedTensors
     from slipstream.trainer.objectives import Objective
@@ -217,35 +217,35 @@ def build_parts(
     shared: Sequence[SharedWeights] = (),
     *,
     trains: bool = True,
-) -> dict[str, Part]:
+) -> dict[str, RankModel]:
     """Build one rank's shard of every model of the run, a collective of all ranks. The policy's shard lies in the
     `shared` memory of the engine's workers, if given. Unless it `trains`, there is only the policy."""
     from slipstream.trainer.critic import ValueModel, ValueObjective
     from slipstream.trainer.distributed.engine_memory import WorkerMemory
-    from slipstream.trainer.distributed.worker import Part
+    from slipstream.trainer.distributed.worker import RankModel
 
-    def spread(model: PolicyModel, *, checked: bool = True) -> PolicyModel:
-        group.spread(model, checked=checked)
+    def shard(model: PolicyModel, *, checked: bool = True) -> PolicyModel:
+        group.shard(model, checked=checked)
         return model
 
     policy = with_adapter(config, load_model(config, group=group))
     policy.check_parts()
     memory = WorkerMemory(policy, shared, group.rank) if shared else None
-    group.spread(policy, memory=memory)
+    group.shard(policy, memory=memory)
     if not trains:
-        return {POLICY: Part(group, policy, memory=memory)}
+        return {POLICY: RankModel(group, policy, memory=memory)}
     compile_if_asked(config, policy, group)
     optimizer, keeps_whole = build_optimizer(config, policy.network, rank=group.rank), config.training.reshard == "step"
-    parts = {POLICY: Part(group, policy, optimizer, build_objective(config, sampling), memory, keeps_whole)}
+    parts = {POLICY: RankModel(group, policy, optimizer, build_objective(config, sampling), memory, keeps_whole)}
     if needs_reference(config):
-        frozen = spread(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
-        parts[REFERENCE] = Part(group, frozen)
+        frozen = shard(load_model(config, group=group)) if policy.adapter is None else policy.without_adapter()
+        parts[REFERENCE] = RankModel(group, frozen)
     if uses_critic(config):
-        model = spread(ValueModel(with_adapter(config, load_model(config, group=group))), checked=False)
+        model = shard(ValueModel(with_adapter(config, load_model(config, group=group))), checked=False)
         compile_if_asked(config, model, group)
         optimizer = build_optimizer(config, model.network, rank=group.rank)
         objective = ValueObjective(config.critic.value_clip)
-        parts[CRITIC] = Part(group, model, optimizer, objective, keeps_whole=keeps_whole)
+        parts[CRITIC] = RankModel(group, model, optimizer, objective, keeps_whole=keeps_whole)
     return parts
 
 
@@ -282,11 +282,11 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
     if training.optimizer == "adamw_bf16":
         return RoundedAdamW(named, seed=config.run.seed + (rank << 32), **options)
     if training.optimizer == "adamw_8bit":
-        from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
+        from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit
 
         return MasterAdamW8bit(named, **options)
     if training.optimizer == "adamw_paged":
-        from slipstream.trainer.optim.paged import MasterPagedAdamW
+        from slipstream.trainer.optim.bitsandbytes import MasterPagedAdamW
 
         return MasterPagedAdamW(named, **options)
     if training.optimizer == "muon":

@@ -16,12 +16,12 @@ from slipstream.report.sections import (
     comparison,
     ending,
     settings,
+    startup,
     state,
     tiles,
     versions,
 )
 from slipstream.report.series import Panel, Series, panels_of, series_of
-from slipstream.report.startup import startup
 from slipstream.report.timeline import timeline
 from slipstream.runlog import RunRecord
 

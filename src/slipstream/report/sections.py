@@ -1,4 +1,4 @@
-"""Text and table sections of a report: settings, versions, warnings, the end of the run, and comparisons of several
+"""Text and table sections of a report: settings, start-up stages, versions, warnings, the end of the run, and comparisons of several
 runs."""
 
 from __future__ import annotations
@@ -288,3 +288,32 @@ def _float(value: object) -> float | None:
 
 def _listed(value: object) -> list[object]:
     return list(value) if isinstance(value, list) else []
+
+
+def startup(record: RunRecord) -> Html | None:
+    """The start-up stages of the last process that recorded any, in order of their start; None if none did."""
+    stages = [event for event in record.events if event["kind"] in ("stage", "startup")]
+    if not stages:
+        return None
+    last = [event for event in stages if event["lineage"] == stages[-1]["lineage"]]
+    stages = sorted(
+        (event for event in last if event["kind"] == "stage"), key=lambda event: _event_seconds(event, "began_s")
+    )
+    total = next((_event_seconds(event, "seconds") for event in last if event["kind"] == "startup"), None)
+    words = "The run did not come to the end of its first step."
+    if total is not None:
+        words = f"The first step ended {total:.1f} s after the command began; stages overlap."
+    rows: list[list[Child]] = [
+        [
+            str(event.get("name", "")),
+            number(_event_seconds(event, "began_s"), "s"),
+            number(_event_seconds(event, "seconds"), "s"),
+        ]
+        for event in stages
+    ]
+    return join(h("p", words), table(["stage", "began after", "took"], rows, caption="Stages of the start"))
+
+
+def _event_seconds(event: dict[str, Any], name: str) -> float:
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,9 +1,9 @@
 """From sequences to micro-batches of tensors.
 
-Guarantees: every trainable token of every sequence appears exactly once; a sequence is never cut; tokens
-after the last trainable one, which influence no loss, cost nothing; a prompt that several sequences of a
-micro-batch share is in it once, wherever that makes it faster. How many micro-batches there are changes
-nothing but rounding: the divisors belong to the objective.
+Guarantees: every trainable token of every sequence appears exactly once; a sequence is never split; tokens after the
+last trainable one, which influence no loss, are left out; a prompt that several sequences of a micro-batch share is
+computed once, where that is faster. The number of micro-batches changes rounding only: the divisors are those of the
+step.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from slipstream.errors import TrainingError
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
 
 _LONGEST_SHARING = 256
-"""The CPU's causal kernel skips what it masks, the masked one does not: measured on a model of 0.8 million
-parameters, a long continuation's attention then costs more than its share of the prompt saves."""
+"""Tokens of a continuation beyond which sharing a prompt is slower on a CPU: its causal attention kernel skips masked
+positions, the kernel with an explicit mask does not (measured with a model of 0.8 million parameters)."""
 _SILENT_SAMPLE = 8
-"""Of so many rollouts that teach nothing one is computed all the same, for the metrics."""
+"""One in this many rollouts of advantage 0 is computed all the same, for the metrics."""
 
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What a critic learns from a sequence: for each trainable token its prediction before the batch's first update,
-    and what it should have predicted. Float32."""
+    """A critic's targets for a sequence of N trainable tokens: its values `[N]` before the batch's first update, and
+    the returns `[N]`. Float32."""
 
     old_values: Tensor
     returns: Tensor
@@ -46,14 +46,14 @@ class StepBatch:
     advantages: list[float] | None = None
     """One for each sequence; a sequence that carries its own per-token advantages uses those."""
     old_logprobs: list[Tensor] | None = None
-    """Of each sequence's trainable tokens, by the weights that the first update started from. None: those
-    weights are the current ones, and the ratio is 1 by construction."""
+    """Per sequence, `[N]`, by the weights before the batch's first update. None: those are the current weights, and the
+    importance ratio is 1 by construction."""
     reference_logprobs: list[Tensor] | None = None
-    """Of each sequence's trainable tokens, by the frozen reference model."""
+    """Per sequence, `[N]`, by the frozen reference model."""
     value_targets: list[ValueTargets] | None = None
-    """Of each sequence, where there is a critic."""
+    """Per sequence, for a critic."""
     silent: list[records.Sequence] = field(default_factory=list[records.Sequence])
-    """What the loss is divided by as well, and not computed, as its gradient is exactly 0."""
+    """Sequences that count in the loss's divisor but are not computed, because their gradient is exactly 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,13 +62,13 @@ class StepBatch:
 
     @property
     def num_computed(self) -> int:
-        """Those that are computed."""
+        """Trainable tokens of the sequences that are computed."""
         return sum(sequence.num_trainable for sequence in self.sequences)
 
     @property
     def has_signal(self) -> bool:
-        """Whether any sequence has an advantage other than 0, or a teacher's opinion; if none has, a policy gradient is
-        exactly 0."""
+        """Whether any sequence has a nonzero advantage or a teacher's log-probabilities; without, the policy gradient
+        is exactly 0."""
         own = any(any(sequence.advantages or ()) for sequence in self.sequences)
         return own or any(self.advantages or ()) or any(s.teacher_logprobs is not None for s in self.sequences)
 
@@ -80,19 +80,19 @@ class StepBatch:
 
 @dataclass
 class MicroBatch:
-    """One row `[1, T]` of segments: whole sequences, and prefixes with their continuations. N counts trainable
+    """One packed row `[1, T]` of segments: whole sequences, and shared prefixes with their continuations. N trainable
     tokens, S sequences."""
 
     token_ids_T: Tensor
     position_ids_T: Tensor
     layout: SegmentLayout
     predict_index_N: Tensor
-    """Position in the row whose logits predict the target; the end of a shared prefix is there repeatedly."""
+    """Row position whose logits predict the target; the last token of a shared prefix occurs repeatedly."""
     target_ids_N: Tensor
     sequence_index_N: Tensor
     """Sequence of each target, 0 to S - 1."""
     sequences: list[int]
-    """Where each sequence came from: its index in the step batch."""
+    """Each sequence's index in the step batch."""
     counts: list[int]
     """Trainable tokens of each sequence."""
     behaviour_logprobs_N: Tensor | None = None
@@ -111,17 +111,17 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Targets:
-    """A sequence's trainable tokens; its row holds only what comes before the last of them."""
+    """A sequence's trainable tokens; a row holds the tokens before the last of them."""
 
     mask: list[bool]
     prompt: int
-    """Tokens before the first trainable one: what sequences can share."""
+    """Number of tokens before the first trainable one, which sequences can share."""
     length: int
-    """0 for a sequence without trainable tokens."""
+    """Number of tokens before the last trainable one; 0 without trainable tokens."""
 
     @cached_property
     def positions(self) -> list[int]:
-        """Not asked for until a row is made: whoever deals rows to ranks would keep all of them waiting."""
+        """Indices of the trainable tokens. Computed lazily: while rank 0 splits rows, the other ranks wait."""
         return list(compress(range(len(self.mask)), self.mask))
 
 
@@ -135,59 +135,58 @@ def _targets(sequence: records.Sequence) -> _Targets:
 
 
 Row = list[list[int]]
-"""A micro-batch before it is made: families of sequences, by their indices in the step batch."""
+"""A micro-batch as prompt groups: lists of indices into the step batch, of sequences that share their prompt."""
 
 
 def micro_batches(
     batch: StepBatch, max_tokens: int, *, packing: bool = True, device: torch.device | str = "cpu"
 ) -> Iterable[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens and as many predictions each; without `packing`, one
-    sequence each.
+    """Yield micro-batches of at most `max_tokens` tokens and as many predictions; without `packing`, one sequence each.
 
-    Made one at a time. Sequences without a trainable token are left out. A sequence too long is alone.
+    They are built lazily. Sequences without a trainable token are left out; a longer sequence is a micro-batch alone.
     """
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
     if packing:
-        families = _families(batch, targets, used, max_tokens, _longest_sharing(device))
-        rows = pack([_cost([targets[index] for index in family]) for family in families], max_tokens)
+        groups = _prompt_groups(batch, targets, used, max_tokens, _longest_sharing(device))
+        rows = pack([_cost([targets[index] for index in group]) for group in groups], max_tokens)
     else:
-        families = [[index] for index in used]
-        rows = [[place] for place in range(len(families))]
+        groups = [[index] for index in used]
+        rows = [[place] for place in range(len(groups))]
     for row in rows:
-        yield _micro_batch(batch, [families[place] for place in row], targets, device)
+        yield _micro_batch(batch, [groups[place] for place in row], targets, device)
 
 
 def even_rows(
     batch: StepBatch, max_tokens: int, parts: int, *, packing: bool = True, device: torch.device | str = "cpu"
 ) -> list[list[Row]]:
-    """The same for `parts` processes that work in step: a list of passes, in each a row for every process, of about as
-    many tokens as the others'; one without families has nothing in it."""
+    """The rows of `micro_batches` for `parts` ranks: a list of passes, each with one row for every rank, balanced in
+    tokens; a row may be empty."""
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
     if not packing:
         lengths = [targets[index].length for index in used]
         passes = pack_evenly(lengths, 1, parts)
         return [[[[used[place]] for place in row] for row in step] for step in passes]
-    # A family that is more than a process's part would leave the others without work.
+    # A prompt group larger than a rank's part would leave other ranks idle.
     total, longest = sum(targets[index].length for index in used), max((targets[i].length for i in used), default=1)
     most = min(max_tokens, max(longest, -(-total // parts)))
-    families = _families(batch, targets, used, most, _longest_sharing(device))
-    passes = pack_evenly([_cost([targets[index] for index in family]) for family in families], max_tokens, parts)
-    return [[[families[place] for place in row] for row in step] for step in passes]
+    groups = _prompt_groups(batch, targets, used, most, _longest_sharing(device))
+    passes = pack_evenly([_cost([targets[index] for index in group]) for group in groups], max_tokens, parts)
+    return [[[groups[place] for place in row] for row in step] for step in passes]
 
 
 def micro_batches_of(
     batch: StepBatch, rows: Iterable[Row], device: torch.device | str = "cpu"
 ) -> Iterable[MicroBatch | None]:
-    """The micro-batches of `rows`, one at a time; None for a row without anything in it."""
+    """Yield the micro-batches of `rows`, built lazily; None for an empty row."""
     targets = [_targets(sequence) for sequence in batch.sequences]
     for row in rows:
         yield _micro_batch(batch, row, targets, device) if row else None
 
 
-def blank_row(device: torch.device | str) -> MicroBatch:
-    """Two tokens that nothing is learned from: what a process computes that has no row while others have."""
+def dummy_micro_batch(device: torch.device | str) -> MicroBatch:
+    """A micro-batch of two tokens, which a rank without a row computes so that its collectives match the others'."""
     sequence = records.Sequence([0, 0], [False, True])
     return _micro_batch(StepBatch([sequence]), [[0]], [_targets(sequence)], device)
 
@@ -196,35 +195,35 @@ def _longest_sharing(device: torch.device | str) -> int | None:
     return _LONGEST_SHARING if torch.device(device).type == "cpu" else None
 
 
-def _families(
+def _prompt_groups(
     batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, longest: int | None
 ) -> list[list[int]]:
-    """Sequences that share a micro-batch and their prompt there; one that shares nothing is by itself, and so is
-    one that goes on for more than `longest` tokens and twice its prompt."""
+    """Group sequences of equal prompts, each group at most `max_tokens` tokens. A sequence with another prompt is a
+    group alone, and so is one whose continuation exceeds `longest` tokens plus twice its prompt."""
     alike: dict[tuple[int, ...], list[int]] = {}
-    families: list[list[int]] = []
+    groups: list[list[int]] = []
     for index in used:
         prompt = targets[index].prompt
         if longest is not None and targets[index].length - prompt > longest + 2 * prompt:
-            families.append([index])
+            groups.append([index])
         else:
             alike.setdefault(tuple(batch.sequences[index].token_ids[:prompt]), []).append(index)
     for prompt, members in alike.items():
         room = max_tokens - len(prompt) + 1
         parts = pack([targets[index].length - len(prompt) + 1 for index in members], max(1, room))
-        families += [[members[place] for place in part] for part in parts]
-    return families
+        groups += [[members[place] for place in part] for part in parts]
+    return groups
 
 
-def _cost(family: list[_Targets]) -> int:
-    """Tokens of a family. The prompt's last token counts for each member, because it predicts for each: so a
-    row has no more predictions than its cost."""
-    prompt = family[0].prompt
-    return prompt - 1 + sum(target.length - prompt + 1 for target in family)
+def _cost(group: list[_Targets]) -> int:
+    """Tokens of a prompt group. The prompt's last token counts for each member, because it predicts each one's first
+    token: so a row has no more predictions than its cost."""
+    prompt = group[0].prompt
+    return prompt - 1 + sum(target.length - prompt + 1 for target in group)
 
 
 def _micro_batch(
-    batch: StepBatch, families: list[list[int]], all_targets: list[_Targets], device: torch.device | str
+    batch: StepBatch, groups: list[list[int]], all_targets: list[_Targets], device: torch.device | str
 ) -> MicroBatch:
     token_ids: list[int] = []
     position_ids: list[int] = []
@@ -241,18 +240,18 @@ def _micro_batch(
             lengths.append(end - start)
             prefixes.append(prefix)
 
-    for family in families:
+    for group in groups:
         origin, segment = len(token_ids), len(lengths)
-        shared = all_targets[family[0]].prompt if len(family) > 1 else 0
-        add(batch.sequences[family[0]].token_ids, 0, shared, None)
-        for index in family:
+        shared = all_targets[group[0]].prompt if len(group) > 1 else 0
+        add(batch.sequences[group[0]].token_ids, 0, shared, None)
+        for index in group:
             target, ids = all_targets[index], batch.sequences[index].token_ids
-            # Where the sequence would begin, had it not left its prefix behind.
+            # Row position at which the sequence would begin if it included its prefix.
             start = len(token_ids) - shared
             add(ids, shared, target.length, segment if shared else None)
             predict_index += [(start if place > shared else origin) + place - 1 for place in target.positions]
             target_ids += [ids[place] for place in target.positions]
-    indices = [index for family in families for index in family]
+    indices = [index for group in groups for index in group]
     targets = [all_targets[index] for index in indices]
     counts = [len(target.positions) for target in targets]
     learned = batch.value_targets
@@ -278,7 +277,7 @@ def _micro_batch(
 
 
 def _integers(values: list[int]) -> Tensor:
-    """Seven times as fast as torch.tensor, which asks each for its type: a GPU waits for a step's first row."""
+    """An int64 tensor, seven times as fast as torch.tensor: the GPU is idle until a step's first row is built."""
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
@@ -289,7 +288,7 @@ def _joined(values: list[Tensor] | None, indices: list[int], device: torch.devic
 def _of_targets(
     all_logprobs: list[list[float] | None], indices: list[int], targets: list[_Targets], device: torch.device | str
 ) -> Tensor | None:
-    """An engine's log-probabilities, given for all tokens of each sequence; None as soon as one sequence has none."""
+    """Log-probabilities of the targets `[N]`, from those of all tokens; None if any sequence has none."""
     values: list[float] = []
     for index, target in zip(indices, targets, strict=True):
         logprobs = all_logprobs[index]
@@ -325,14 +324,13 @@ def make_step_batches(
     value_targets: Sequence[list[ValueTargets]] | None = None,
     ignores_silent: bool = False,
 ) -> list[StepBatch]:
-    """The optimizer steps that one batch makes: whole groups are dealt to `updates_per_batch` steps, `epochs`
-    times.
+    """Split a batch into the step batches of its optimizer steps: whole groups over `updates_per_batch` steps, repeated
+    `epochs` times.
 
-    `advantages`: one for each rollout of the batch. Rollouts with an outcome that is never trained on are left out,
-    with `train_on_truncated=False` truncated ones too, and those whose `carries_loss` is false. `value_targets`: of
-    each rollout's sequences. With `ignores_silent` most rollouts of advantage 0 are counted only (`StepBatch.silent`).
-    A repeated epoch repeats the same objects, so that old log-probabilities filled in once hold for all. Fewer groups
-    than updates make fewer steps, and none makes none.
+    `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, truncated ones with
+    `train_on_truncated=False`, and those with `carries_loss` false. `value_targets`: per rollout, one per sequence.
+    With `ignores_silent` most rollouts of advantage 0 only count in the divisors (`StepBatch.silent`). Epochs repeat
+    the same objects, so that log-probabilities filled in once serve all. Fewer groups than updates give fewer steps.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
@@ -348,7 +346,12 @@ def make_step_batches(
         num_silent = 0
         for index in (index for group in part for index in members[group]):
             sequences = batch.rollouts[index].sequences
-            if ignores_silent and advantages is not None and advantages[index] == 0.0 and not _is_taught(sequences):
+            if (
+                ignores_silent
+                and advantages is not None
+                and advantages[index] == 0.0
+                and not _has_own_signal(sequences)
+            ):
                 num_silent += 1
                 if num_silent % _SILENT_SAMPLE != 1:
                     step.silent += sequences
@@ -362,6 +365,6 @@ def make_step_batches(
     return steps * epochs
 
 
-def _is_taught(sequences: Iterable[records.Sequence]) -> bool:
-    """Whether anything but the rollout's advantage teaches its tokens."""
+def _has_own_signal(sequences: Iterable[records.Sequence]) -> bool:
+    """Whether tokens have their own advantages or a teacher's log-probabilities, besides the rollout's advantage."""
     return any(each.advantages is not None or each.teacher_logprobs is not None for each in sequences)

@@ -1,9 +1,8 @@
-"""Who gets credit: from a batch's rewards to one advantage for each rollout, or with a critic for each token, and which
-rollouts carry loss.
+"""Credit assignment: from a batch's rewards to one advantage per rollout, or with a critic per token, and which
+rollouts contribute to the loss.
 
-Guarantees: the rollouts' own rewards are not changed; rollouts that may not be trained on have no part in any baseline.
-A critic's advantages go into `records.Sequence.advantages`, which the loss prefers.
-"""
+Guarantees: rollouts' rewards are not modified; rollouts that may not be trained on enter no baseline. A critic's
+advantages are written to `records.Sequence.advantages`, which take precedence over the rollout's."""
 
 from __future__ import annotations
 
@@ -36,19 +35,19 @@ from slipstream.trainer.critic import Critic
 
 @dataclass(frozen=True)
 class Credit:
-    """For each rollout of the batch, in its order."""
+    """The result, for each rollout of the batch in order."""
 
     advantages: list[float]
-    """0 for rollouts that cannot be trained on, and where each token has its own."""
+    """0 for rollouts that cannot be trained on, and for those whose tokens have advantages of their own."""
     carries_loss: list[bool]
     metrics: dict[str, float]
     has_signal: bool
-    """Whether the policy has anything to learn from the rewards; a KL term alone is nothing."""
+    """Whether any advantage is nonzero because of the rewards; a KL term alone does not count."""
     value_targets: list[list[ValueTargets]] | None = None
-    """Of each rollout's sequences, for the critic."""
+    """The critic's targets, per rollout and sequence; None without a critic."""
 
     def of(self, place: int) -> dict[str, Any]:
-        """What the rollout at `place` is trained with; without its advantage where each token has its own."""
+        """What samples record of rollout number `place`; without an advantage if its tokens have their own."""
         whole = {"advantage": self.advantages[place]} if self.value_targets is None else {}
         return {**whole, "carries_loss": self.carries_loss[place]}
 
@@ -56,9 +55,8 @@ class Credit:
 def kl_penalties_of(
     batch: records.Batch, ours: Sequence[Tensor], theirs: Sequence[Tensor], kind: KLEstimator, coef: float
 ) -> tuple[list[list[Tensor]], float]:
-    """What the divergence from the reference takes from the reward at each trainable token: of each rollout, its
-    sequences'; and the mean divergence of a token. `ours` and `theirs`: log-probabilities of the trainable tokens of
-    each sequence of the batch, by the policy and by the reference."""
+    """KL penalties `coef * KL` of each trainable token, by rollout and sequence, float64 `[N]`; and the mean KL per
+    token, in nats. `ours` and `theirs`: each sequence's log-probabilities `[N]` by the policy and by the reference."""
     divergences = [kl_estimate(a, b, kind).double() for a, b in zip(ours, theirs, strict=True)]
     mean = sum(each.sum().item() for each in divergences) / max(1, sum(map(len, divergences)))
     each = (coef * divergence for divergence in divergences)
@@ -72,8 +70,9 @@ def assign_credit(
     kl_penalties: list[list[Tensor]] | None = None,
     critic: Critic | None = None,
 ) -> Credit:
-    """Shape the rewards as `config` says and turn them into advantages. `kl_penalties`: of each trainable token of each
-    rollout's sequences, to be taken from the rewards. `critic`: whose predictions are the baseline of `gae`."""
+    """Shape the rewards according to `config` and compute advantages. `kl_penalties`: per rollout and sequence, `[N]`,
+    subtracted from the rewards. `critic`: its values are the baseline of `gae`. Raises TrainingError if no rollout can
+    be trained on, or if advantages are not finite."""
     usable = [i for i, rollout in enumerate(batch.rollouts) if rollout.outcome in records.TRAINABLE_OUTCOMES]
     if not usable:
         raise TrainingError(f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on")
@@ -83,7 +82,7 @@ def assign_credit(
     rewards_S, metrics = _shaped(rollouts, group_ids_S, config, max_tokens)
     metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
     if critic is not None:
-        best_S = _best(rewards_S, group_ids_S, config)
+        best_S = _carries_loss(rewards_S, group_ids_S, config)
         rewards = dict(zip(usable, rewards_S.tolist(), strict=True))
         chosen = {i for i, is_best in zip(usable, best_S.tolist(), strict=True) if is_best}
         return _by_critic(batch, config, critic, rewards, kl_penalties, chosen, metrics)
@@ -95,7 +94,7 @@ def assign_credit(
         rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
         advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     _check_finite(advantages_S, batch, config)
-    best_S = _best(rewards_S, group_ids_S, config)
+    best_S = _carries_loss(rewards_S, group_ids_S, config)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
@@ -103,7 +102,7 @@ def assign_credit(
     return Credit(advantages, carries_loss, metrics, has_signal=taught or (has_signal and any(advantages)))
 
 
-def _best(rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
+def _carries_loss(rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
     if config.best_of is None:
         return torch.ones(len(rewards_S), dtype=torch.bool)
     return best_of_group(rewards_S, group_ids_S, config.best_of)
@@ -126,8 +125,8 @@ def _by_critic(
     chosen: set[int],
     metrics: dict[str, float],
 ) -> Credit:
-    """Write an advantage for each trainable token into the batch. A rollout's sampled tokens are one trajectory, over
-    all its sequences; its reward is at the last of them. `rewards` and `chosen`: by index into the batch."""
+    """Compute GAE and write an advantage for each trainable token into the batch. A rollout's sampled tokens, over all
+    its sequences, are one trajectory with the reward at the last token. `rewards`, `chosen`: by index in the batch."""
     all_values, gae = critic.values(batch), critic.config
     values_of: dict[int, Tensor] = {}
     advantages_of: dict[int, Tensor] = {}
@@ -164,7 +163,7 @@ def _by_critic(
 
 
 def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
-    """What the critic said and should have said, before it is trained on this batch."""
+    """Means of values and returns, and explained variance, before the critic is trained on this batch."""
     if not len(values_N):
         return {}
     metrics = {"value/mean": values_N.mean().item(), "value/return": returns_N.mean().item()}
@@ -175,7 +174,7 @@ def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
 def _shaped(
     rollouts: list[records.Rollout], group_ids_S: Tensor, config: PlannedRL, max_tokens: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """Rewards as they are trained on, and what their shaping took or gave on average."""
+    """Shaped rewards `[S]`, float64, and the mean contribution of each shaping term."""
     rewards_S = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     metrics: dict[str, float] = {}
     right_S = None
@@ -201,5 +200,5 @@ def _shaped(
 
 
 def _longest_turn(sequence: records.Sequence) -> int:
-    """Tokens of the longest completion in it: what `sampling.max_tokens` bounds."""
+    """Tokens of the longest completion in the sequence, which `sampling.max_tokens` bounds."""
     return max((sum(1 for _ in run) for trained, run in groupby(sequence.mask) if trained), default=0)

@@ -1,9 +1,8 @@
-"""The critic: the start model with a head for one number, which predicts before each token the reward to come.
+"""The critic of PPO: the start model with a value head, which predicts the return before each token.
 
-Guarantees: it computes on the very micro-batches of the policy, packed rows and shared prompts included, so that how a
-step is cut changes nothing but rounding; the policy's weights, shared with an engine or not, are never its own;
-training continues bit for bit after `save` and `load`. `trainer/credit_assignment.py` turns the
-predictions into advantages.
+Guarantees: it uses the same micro-batches as the policy, with packed rows and shared prompts, so that the split of a
+step changes rounding only; it never shares weights with the policy; training continues bit for bit after `save` and
+`load`. `credit_assignment.py` turns its values into advantages.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from slipstream.trainer.model.policy import PolicyModel
 
 
 class ValueModel(PolicyModel):
-    """A policy's trunk, its adapter included, below a linear head of one output: `logits` has that one column.
+    """A policy's trunk, with its adapter, and a linear head with one output: `logits` gives `[N, 1]`.
 
-    The head is in float32 and starts at zero, so that before its first update every value is 0 and advantages are
-    the discounted rewards themselves.
+    The head is in float32 and starts at zero, so that before the first update all values are 0 and advantages are the
+    discounted rewards.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
-        """`policy` is used up: its network loses its own head."""
+        """Takes over `policy`: its network loses its LM head."""
         network: Any = policy.network
         super().__init__(network, policy.folder, packing=policy.packing)
         self.adapter, self.layers = policy.adapter, policy.layers
@@ -70,7 +69,7 @@ def _values(model: PolicyModel, micro: MicroBatch) -> Tensor:
 
 
 class ValueObjective:
-    """The mean of `algo.values.value_loss` over all trainable tokens of the step."""
+    """The mean of `algo.gae.value_loss` over all trainable tokens of the step."""
 
     ignores_silent = False
 
@@ -98,7 +97,7 @@ class ValueObjective:
 
 
 class Critic:
-    """Predicts, and is trained on what came; `learner` trains a `ValueModel`."""
+    """Computes values, and trains them towards the returns; `learner` trains a `ValueModel`."""
 
     def __init__(self, learner: Learner, config: PlannedCritic) -> None:
         self.learner = learner
@@ -106,13 +105,14 @@ class Critic:
         self._objective = ValueObjective(config.value_clip)
 
     def values(self, batch: records.Batch) -> list[list[Tensor]]:
-        """Of each rollout and each of its sequences, the value before each trainable token; float32 on the CPU."""
+        """Per rollout and sequence, the values before each trainable token, `[N]`; float32 on the CPU."""
         found = self.learner.values([sequence for rollout in batch.rollouts for sequence in rollout.sequences])
         values_of = iter(found)
         return [[next(values_of) for _ in rollout.sequences] for rollout in batch.rollouts]
 
     def train(self, steps: Sequence[StepBatch]) -> dict[str, float]:
-        """The batch's optimizer steps; their mean metrics. One without a gradient is left out and counted."""
+        """Make the batch's optimizer steps; returns their mean metrics. Steps with a zero gradient are skipped and
+        counted."""
         rows: list[dict[str, float]] = []
         for step in steps:
             metrics = self.learner.forward_backward(step, self._objective)
@@ -132,7 +132,7 @@ class Critic:
         self.learner.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Take over what `save` wrote. Raises TrainingError when nothing is there."""
+        """Load what `save` wrote. Raises TrainingError if the folder does not exist."""
         if not folder.is_dir():
             raise TrainingError(
                 f"checkpoint {folder.parent.parent} has no critic, and this run's advantages need one: resume with the "

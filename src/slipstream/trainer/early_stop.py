@@ -1,8 +1,7 @@
-"""When a run has got what it was made for: `evaluation.stop_at` reached, or `evaluation.patience` used up.
+"""Early stopping: `evaluation.stop_at` reached, or `evaluation.patience` used up.
 
-Guarantees: pure book-keeping over evaluations in the order of their steps; its state is a few numbers that go into
-every checkpoint, so a resumed run stops where an uninterrupted one would. Ending the run and keeping the best
-checkpoint are the loop's.
+Guarantees: its state depends on the evaluations alone and is saved in every checkpoint, so that a resumed run stops
+where an uninterrupted one would. The loop ends the run and keeps the best checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ ACCURACY = "eval/accuracy"
 
 
 class EarlyStop:
-    """Watches a run's evaluations; without `stop_at` and `patience` it never stops one."""
+    """Follows a run's evaluations; without `stop_at` and `patience` it never stops the run."""
 
     def __init__(self, config: EvaluationConfig | None) -> None:
         self._stop_at = config.stop_at if config else None
@@ -34,7 +33,7 @@ class EarlyStop:
         return self._patience is not None
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take in what an evaluation after `step` gave, if there was one; true when it is the best so far."""
+        """Record the evaluation after `step`, if `metrics` have one; returns whether it is the best so far."""
         accuracy = metrics.get(ACCURACY)
         if accuracy is None:
             return False
@@ -47,7 +46,7 @@ class EarlyStop:
 
     @property
     def reason(self) -> str:
-        """Why the run is to end; empty while it is to go on."""
+        """Why the run should end; empty while it should continue."""
         if self._stop_at is not None and self._last is not None and self._last >= self._stop_at:
             return f"accuracy {self._last:.4g} reached evaluation.stop_at = {self._stop_at:g}"
         if self._patience is not None and self._num_worse >= self._patience:
@@ -58,7 +57,7 @@ class EarlyStop:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """What `load` needs, as JSON."""
+        """The state for `load`, JSON-serializable."""
         return {"last": self._last, "best": self.best, "best_step": self.best_step, "num_worse": self._num_worse}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """Python's garbage collector in a process that trains.
 
-When the first step is done there are more than half a million objects that stay: what was imported, modules, graphs of
-the compiler. To look through them takes 0.4 s, which the collector does whenever a quarter as many have come since;
-over ranks all wait for the one that does.
+After the first step more than half a million objects live until the end: imported modules, layers, compiled graphs. A
+full collection traverses them in 0.4 s, again and again, and all ranks wait for the one that collects.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import gc
 
 
-def leave_out() -> None:
-    """From now on the collector looks at new objects only, until `take_in`; what nobody needs now is freed first."""
+def freeze() -> None:
+    """Collect garbage, then exclude all existing objects from later collections (`gc.freeze`)."""
     gc.collect()
     gc.freeze()
 
 
-def take_in() -> None:
-    """The collector looks at all objects again."""
+def unfreeze() -> None:
+    """Undo `freeze`."""
     gc.unfreeze()

@@ -1,10 +1,8 @@
-"""The learner: a model, its optimizer, and the primitives that any training loop is made of.
+"""The learner: a model, its optimizer, and the primitives of a training loop.
 
-`forward`, `forward_backward`, `optim_prepare`, `optim_commit`, `named_weights`, `save`, `load`. Guarantees:
-live weights change only in `optim_commit` (and `load`); a batch without a trainable token is refused;
-training continues bit for bit after `save` and `load`. Who calls, when, and with what rate is left to the
-loop.
-"""
+`forward`, `forward_backward`, `optim_prepare`, `optim_commit`, `named_weights`, `save`, `load`. Guarantees: live
+weights change only in `optim_commit` (and `load`); a batch without a trainable token is refused; training continues bit
+for bit after `save` and `load`. The loop decides when to call them, and with which learning rate."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from slipstream import records
 from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import MicroBatch, StepBatch, blank_row, micro_batches
+from slipstream.trainer.batching import MicroBatch, StepBatch, dummy_micro_batch, micro_batches
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import Objective, sampled_logprobs
@@ -38,16 +36,17 @@ UNPROCESSED = records.SamplingParams(max_tokens=1)
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model says of each sequence's trainable tokens, float32 on the CPU, one tensor a sequence."""
+    """Per sequence, float32 on the CPU, `[N]`: of its N trainable tokens the log-probabilities and entropies, in
+    nats."""
 
     logprobs: list[Tensor]
     entropies: list[Tensor]
 
 
 @contextmanager
-def one_order_of_sums(device: torch.device) -> Generator[None]:
-    """On a CPU, the same bits every time: where completions share the end of a prompt, its gradient is a sum over them,
-    which torch's threads otherwise add up in whatever order they come."""
+def deterministic_on_cpu(device: torch.device) -> Generator[None]:
+    """Make the sums of a backward pass on a CPU deterministic. Completions that share a prompt contribute to the
+    gradient of its last token, and torch's threads otherwise add these up in any order. No effect on other devices."""
     if device.type != "cpu":
         yield
         return
@@ -71,8 +70,7 @@ def score(
     *,
     micro_batch_tokens: int,
 ) -> Scores:
-    """Log-probabilities and entropies under `sampling`, without gradients; for any model, a frozen one
-    too."""
+    """Compute log-probabilities and entropies under `sampling`, without gradients, by any model."""
     rows = micro_batches(StepBatch(list(sequences)), micro_batch_tokens, packing=model.packing, device=model.device)
     found = predictions(model, rows, sampling)
     return Scores(*([found[index][part] for index in range(len(sequences))] for part in (0, 1)))
@@ -82,14 +80,14 @@ def score(
 def predictions(
     model: PolicyModel, rows: Iterable[MicroBatch | None], sampling: records.SamplingParams | None
 ) -> dict[int, tuple[Tensor, ...]]:
-    """What a model says of each trainable token, by sequence of the step batch; float32 on the CPU. Under `sampling`
-    log-probability and entropy; without it what a critic says, its value. For a row that is None, nothing, but the
-    model computes."""
+    """Per sequence index of the step batch, float32 on the CPU, `[N]` each: with `sampling` log-probabilities and
+    entropies of the trainable tokens, without it a critic's values. For a row that is None the model computes a dummy
+    micro-batch."""
     found: dict[int, tuple[Tensor, ...]] = defaultdict(lambda: (torch.zeros(0),) * (1 if sampling is None else 2))
     computed: list[tuple[MicroBatch, tuple[Tensor, ...]]] = []
     for micro in rows:
         if micro is None:
-            model.logits(blank_row(model.device))
+            model.logits(dummy_micro_batch(model.device))
             continue
         logits = model.logits(micro)
         if sampling is None:
@@ -98,7 +96,7 @@ def predictions(
         else:
             values = sampled_logprobs(logits, micro.target_ids_N, sampling)
         computed.append((micro, values))
-    # Read when all is under way: a GPU would wait otherwise, row by row.
+    # Copied after all rows are launched: reading results row by row would stall the GPU.
     for micro, values in computed:
         split = zip(*(each_N.cpu().split(micro.counts) for each_N in values), strict=True)
         for index, parts in zip(micro.sequences, split, strict=True):
@@ -108,7 +106,7 @@ def predictions(
 
 @dataclass
 class Sums:
-    """What a step's micro-batches add up to; `values` on the device, float64."""
+    """Sums over the micro-batches of a step; `values` on the device, float64."""
 
     values: dict[str, Tensor]
     num_micro_batches: int = 0
@@ -119,14 +117,14 @@ class Sums:
 def add_gradients(
     model: PolicyModel, rows: Iterable[MicroBatch | None], objective: Objective, divisors: dict[str, float]
 ) -> Sums:
-    """Add the gradient of each row's share of the loss to what is accumulated; for a row that is None zeros, so that a
-    process without work does what the others do."""
+    """Run forward and backward on each row and accumulate the gradients; returns the sums of the objective's terms. For
+    a row that is None the rank computes a dummy micro-batch with gradient zero, so that its collectives match."""
     totals = Sums({})
     for micro in rows:
-        # Both passes: compiled layers want one setting for the two.
-        with one_order_of_sums(model.device):
+        # Around both passes: compiled layers require the same setting in the two.
+        with deterministic_on_cpu(model.device):
             if micro is None:
-                blank = blank_row(model.device)  # kept until its backward pass, which asks for its layout
+                blank = dummy_micro_batch(model.device)  # referenced until its backward pass, which looks up its layout
                 logits = model.logits(blank)
                 assert isinstance(logits, Tensor)
                 (logits.float().sum() * 0.0).backward()
@@ -134,7 +132,7 @@ def add_gradients(
             loss, sums = objective.terms(model, micro, divisors)
             loss.backward()
         for key, value in sums.items():
-            # On the device: reading a number here would make a GPU wait.
+            # Stays on the device: reading a number here would synchronize the GPU.
             totals.values[key] = totals.values[key] + value.double() if key in totals.values else value.double()
         totals.num_micro_batches += 1
         totals.num_row_tokens += len(micro.token_ids_T)
@@ -143,16 +141,16 @@ def add_gradients(
 
 
 class Scorer(Protocol):
-    """Whatever says how likely tokens are: a learner, or a frozen reference."""
+    """A model that computes log-probabilities: a learner, or a frozen reference."""
 
     def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = ...) -> Scores:
-        """Log-probabilities and entropies of trainable tokens."""
+        """Compute log-probabilities and entropies of the trainable tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A model that is not trained."""
+    """A frozen model."""
 
     model: PolicyModel
     micro_batch_tokens: int
@@ -163,20 +161,20 @@ class Reference:
 
 
 def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row: int) -> dict[str, float]:
-    """The most that this process had on its GPU so far, what its allocator held for it, what was planned, and how many
-    tokens its longest row had; nothing on a CPU, where the interpreter and its libraries are most of a process."""
+    """Peak GPU memory of this process in GiB, allocated and reserved, with the planned peak, and the tokens of the
+    longest row. Empty on a CPU, where the interpreter and its libraries take most of a process's memory."""
     if device.type != "cuda":
         return {}
     peaks = {"peak": torch.cuda.max_memory_allocated(device), "held": torch.cuda.max_memory_reserved(device)}
     if planned_bytes is not None:
         peaks["planned"] = planned_bytes
-    told = {f"memory/trainer_{name}_gib": value / GIB for name, value in peaks.items()}
-    return told | {"memory/trainer_row_tokens": float(longest_row)}
+    metrics = {f"memory/trainer_{name}_gib": value / GIB for name, value in peaks.items()}
+    return metrics | {"memory/trainer_row_tokens": float(longest_row)}
 
 
 class Learner:
-    """Trains `model` with `optimizer`; `micro_batch_tokens` bounds memory and changes only rounding. `planned_bytes`:
-    what the plan expects it to take at most, to be told beside what it took."""
+    """Trains `model` with `optimizer`. `micro_batch_tokens` bounds the memory and changes rounding only;
+    `planned_bytes` is the plan's estimate of the peak, reported beside the actual one."""
 
     def __init__(
         self,
@@ -204,11 +202,11 @@ class Learner:
         *,
         micro_batch_tokens: int | None = None,
     ) -> Scores:
-        """Log-probabilities and entropies of trainable tokens by the live weights."""
+        """Compute log-probabilities and entropies of the trainable tokens by the live weights."""
         return score(self.model, sequences, sampling, micro_batch_tokens=micro_batch_tokens or self.micro_batch_tokens)
 
     def values(self, sequences: Sequence[records.Sequence]) -> list[Tensor]:
-        """What a critic says before each trainable token, one tensor a sequence."""
+        """Compute a critic's values before each trainable token, `[N]` per sequence."""
         rows = micro_batches(
             StepBatch(list(sequences)), self.micro_batch_tokens, packing=self.model.packing, device=self.model.device
         )
@@ -216,16 +214,17 @@ class Learner:
         return [found[index][0] for index in range(len(sequences))]
 
     def fill_old_logprobs(self, steps: Sequence[StepBatch], sampling: records.SamplingParams) -> None:
-        """Fix the ratio's denominator of a batch that makes several updates: call before the first of them.
+        """Set `old_logprobs`, the denominator of the importance ratio, before the first of several updates.
 
-        A single update needs none: the ratio is 1 by construction.
+        A single update needs none: its ratio is 1 by construction.
         """
         if len(steps) > 1:
             for step in {id(step): step for step in steps}.values():
                 step.old_logprobs = self.forward(step.sequences, sampling).logprobs
 
     def forward_backward(self, batch: StepBatch, objective: Objective) -> dict[str, float]:
-        """Add the gradient of the step's loss to what is accumulated; returns the objective's metrics."""
+        """Accumulate the gradient of the step's loss; returns the objective's metrics. Raises TrainingError for a batch
+        without a trainable token."""
         if not any(sequence.num_trainable for sequence in batch.sequences):
             raise TrainingError(
                 f"the batch of optimizer step {self.step} has {len(batch.sequences)} sequences and no "
@@ -244,7 +243,7 @@ class Learner:
         return add_gradients(self.model, rows, objective, divisors)
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
-        """Clip the accumulated gradient and make the update; see Optimizer.prepare."""
+        """Clip the accumulated gradient and compute the update; see Optimizer.prepare."""
         return self.optimizer.prepare(learning_rate)
 
     def optim_commit(self) -> None:
@@ -252,7 +251,7 @@ class Learner:
         self.optimizer.commit()
 
     def named_weights(self) -> NamedWeights:
-        """Live tensors of the whole model under their Hugging Face names; an adapter is merged into them."""
+        """Live tensors of the model under their Hugging Face names, with an adapter merged in."""
         return self.model.named_weights()
 
     def base_weights(self) -> NamedWeights:
@@ -265,8 +264,8 @@ class Learner:
         return self.model.adapter.named_weights()
 
     def write_weights(self, folder: Path, source: Path) -> tuple[records.ParameterSpec, ...]:
-        """Make `folder` what can be deployed: a model with the other files of `source`, or the adapter alone. Returns
-        what must be in it, with the fingerprints of the live weights."""
+        """Write a deployable folder: the model with the other files of `source`, or the adapter alone. Returns its
+        tensors' names and shapes with the fingerprints of the live weights."""
         adapter, weights = self.model.adapter, held(self.deployable())
         write_deployable(folder, weights, adapter.config if adapter is not None else None, source)
         return describe(weights)
@@ -276,22 +275,22 @@ class Learner:
         return self.named_weights() if self.model.adapter is None else self.adapter_weights()
 
     def state(self) -> dict[str, Tensor]:
-        """What `save` writes and `load` needs: the optimizer's state and the random generators, by name."""
+        """The resume state by name: the optimizer's, and of the random generators."""
         tensors = {f"{STATE_PREFIX}{name}": tensor for name, tensor in self.optimizer.state().items()}
         return {**tensors, **random_state(self.model.device)}
 
     def save(self, folder: Path) -> None:
-        """Write the resume state into `folder`: the optimizer's, step and random generators; no pickle."""
+        """Write the resume state into `folder`, without pickle."""
         folder.mkdir(parents=True, exist_ok=True)
         write_state(folder, self.state(), self.step)
 
     def load(self, folder: Path) -> None:
-        """Take over what `save` wrote, live weights included."""
-        take_state(self.optimizer, read_state(folder), self.model.device)
+        """Load what `save` wrote, live weights included."""
+        restore_state(self.optimizer, read_state(folder), self.model.device)
 
 
 def write_deployable(folder: Path, weights: NamedWeights, adapter: AdapterConfig | None, source: Path) -> None:
-    """Make `folder` a model of these tensors with the other files of `source` or, of an `adapter`, that."""
+    """Write `weights` as a model, with the other files of `source`, or as an `adapter`."""
     if adapter is None:
         write_model_folder(folder, weights, source, durable=True)
     else:
@@ -299,13 +298,13 @@ def write_deployable(folder: Path, weights: NamedWeights, adapter: AdapterConfig
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The random generators of this process."""
+    """The states of this process's random generators."""
     found = {"rng.cpu": torch.get_rng_state()}
     return found | {"rng.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else found
 
 
-def take_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put what was saved, whole or this rank's share of it, into `optimizer` and the random generators."""
+def restore_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Load saved state, full tensors or this rank's shards, into `optimizer` and the random generators."""
     optimizer.load_state({n.removeprefix(STATE_PREFIX): t for n, t in tensors.items() if n.startswith(STATE_PREFIX)})
     torch.set_rng_state(tensors["rng.cpu"])
     if "rng.cuda" in tensors and device.type == "cuda":

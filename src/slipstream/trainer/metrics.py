@@ -1,4 +1,4 @@
-"""Numbers of a step that are neither the loss's nor the optimizer's. Pure."""
+"""Metrics of a step that neither the loss nor the optimizer computes: of rollouts, and of the probe. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import math
 import statistics
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from slipstream import records
+from slipstream.errors import TrainingError
 
 
 def any_cut(metrics: Mapping[str, float]) -> bool:
-    """Whether importance sampling or clipping took any token's gradient; a weight can also be too small for float32."""
+    """Whether importance sampling or clipping zeroed any token's gradient; weights can also underflow in float32."""
     shares = (value for name, value in metrics.items() if name.startswith(("clip_fraction", "importance_capped")))
     return any(share > 0.0 for share in shares) or metrics.get("importance_weight") == 0.0
 
 
 def rollout_metrics(batch: records.Batch) -> dict[str, float]:
-    """What the batch looks like before training: rewards, lengths, outcomes."""
+    """Metrics of a batch before training: rewards, lengths in tokens, outcomes."""
     rollouts = [rollout for rollout in batch.rollouts if rollout.outcome in records.TRAINABLE_OUTCOMES]
     metrics = {f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()}
     if not rollouts:
@@ -48,3 +51,21 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
     if any(thinking := [rollout.num_thinking for rollout in rollouts]):
         metrics["rollout/thinking_length"] = statistics.fmean(thinking)
     return metrics
+
+
+def logprob_differences(sequence: records.Sequence, logprobs_N: Tensor) -> list[float]:
+    """Absolute differences, in nats, between the engine's log-probabilities of a sequence's N trainable tokens and the
+    trainer's. Raises TrainingError when the engine returned none."""
+    if sequence.logprobs is None:
+        raise TrainingError("the engine's probe came without log-probabilities: it must return those of sampled tokens")
+    theirs = [value for value, trained in zip(sequence.logprobs, sequence.mask, strict=True) if trained]
+    return [abs(a - b) for a, b in zip(theirs, logprobs_N.tolist(), strict=True)]
+
+
+def worst_engine_mean(differences: list[list[float]], num_engines: int) -> float:
+    """The largest mean difference of any engine, or NaN if one's is NaN. `differences`: per sequence; each engine has
+    equally many sequences, one engine after the other."""
+    each = -(-len(differences) // num_engines)
+    parts = [differences[start : start + each] for start in range(0, len(differences), each)]
+    means = [statistics.fmean(value for values in part for value in values) for part in parts]
+    return next((mean for mean in means if math.isnan(mean)), max(means))

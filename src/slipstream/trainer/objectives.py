@@ -1,9 +1,8 @@
-"""What is minimised: supervised cross-entropy and policy gradients, as sums over micro-batches.
+"""The training objectives, supervised cross-entropy and policy gradients, as sums over micro-batches.
 
-An objective says by what a whole optimizer step is divided before any backward pass (`counts`), gives one
-micro-batch's share of the loss and sums of what is worth measuring (`terms`), and turns the step's sums into
-metrics (`summarize`). So a step cut otherwise, or spread over more ranks, changes nothing but rounding.
-"""
+An objective computes the divisors of a whole optimizer step before any backward pass (`counts`), one micro-batch's
+contribution to the loss and sums for metrics (`terms`), and the step's metrics from all sums (`summarize`). So the
+split of a step into micro-batches and ranks changes rounding only."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from slipstream.trainer.model.policy import PolicyModel
 
 
 class Objective(Protocol):
-    """A loss whose terms add up over micro-batches."""
+    """A loss that is a sum over micro-batches."""
 
     @property
     def ignores_silent(self) -> bool:
@@ -39,17 +38,18 @@ class Objective(Protocol):
         ...
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
-        """Divisors over the whole optimizer step."""
+        """Compute the divisors of the whole optimizer step."""
         ...
 
     def terms(
         self, model: PolicyModel, micro: MicroBatch, divisors: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss, a scalar to call backward on, and detached sums of any shape."""
+        """Compute this micro-batch's contribution to the loss, a scalar for `backward`, and detached sums of any
+        shape."""
         ...
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
-        """Metrics of the step from the sums over all its micro-batches, float64 on the CPU."""
+        """Compute the step's metrics from the sums over all micro-batches, float64 on the CPU."""
         ...
 
 
@@ -79,7 +79,7 @@ class SFTObjective:
 
 
 class PolicyObjective:
-    """A policy gradient: any loss of `algo.losses`, importance weights, a KL term and an entropy bonus.
+    """A policy gradient: a loss of `algo.losses` with importance weights, a KL term and an entropy bonus.
 
     Log-probabilities are those of the distribution that was sampled from (`sampling`). Per token:
     `importance weight * loss + kl_coef * kl`, averaged as `config.normalize` says, less `entropy_coef` times the mean
@@ -88,7 +88,7 @@ class PolicyObjective:
     """
 
     def __init__(self, config: PlannedRL, sampling: records.SamplingParams, teacher_coef: float | None = None) -> None:
-        """`teacher_coef`: weight of what a teacher says; None where there is none."""
+        """`teacher_coef`: weight of the teacher's term; None without a teacher."""
         self.config = config
         self._teacher_coef = teacher_coef
         self.sampling = sampling
@@ -97,14 +97,13 @@ class PolicyObjective:
 
     @property
     def ignores_silent(self) -> bool:
-        """See `Objective`: where nothing but advantages makes a gradient. Who wrote the loss knows what a user's does
-        with 0."""
+        """See `Objective`. True if advantages are the only source of gradients; never for a user's own loss, whose
+        gradient at advantage 0 is unknown."""
         has_other_terms = self._has_kl_term or self.config.entropy_coef > 0.0 or self._teacher_coef is not None
         return self.config.loss in LOSSES and not has_other_terms
 
     def counts(self, batch: StepBatch) -> dict[str, float]:
-        """Trainable tokens, those of them that are computed, sequences that have any, and what the loss is divided
-        by."""
+        """Trainable tokens, computed ones, sequences with any, and the loss's divisor."""
         tokens, sequences = float(batch.num_tokens), float(batch.num_sequences)
         loss = {"token": tokens, "sequence": sequences, "constant": sequences * self.sampling.max_tokens}
         return {
@@ -166,7 +165,7 @@ class PolicyObjective:
         return LossInputs(
             logprobs_N,
             old_N,
-            self._taught(micro, micro.advantages_N, old_N),
+            self._with_teacher(micro, micro.advantages_N, old_N),
             micro.sequence_index_N,
             micro.num_sequences,
             clip_low=config.clip_low,
@@ -175,8 +174,8 @@ class PolicyObjective:
             behaviour_logprobs_N=micro.behaviour_logprobs_N,
         )
 
-    def _taught(self, micro: MicroBatch, advantages_N: Tensor, old_N: Tensor) -> Tensor:
-        """Advantages with the teacher's part."""
+    def _with_teacher(self, micro: MicroBatch, advantages_N: Tensor, old_N: Tensor) -> Tensor:
+        """Advantages plus `teacher_coef * (teacher - old)` log-probabilities."""
         if self._teacher_coef is None:
             return advantages_N
         if micro.teacher_logprobs_N is None:
@@ -207,8 +206,7 @@ class PolicyObjective:
         )
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
-        """Means over the tokens that were computed, whatever the loss is normalised by; `loss` itself as it was
-        minimised."""
+        """Means over the computed tokens, whatever the loss is normalized by; `loss` itself as it was minimized."""
         tokens = divisors["computed"]
         vectors = {key: sums[key] for key in ("ratio_histogram", "mismatch_histogram") if key in sums}
         numbers = {key: value.item() for key, value in sums.items() if key not in vectors}
@@ -241,12 +239,12 @@ class PolicyObjective:
 
 
 def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
-    """How far the engine that sampled is from the trainer (old) and from the current weights."""
-    # Beyond e**20 a weight says nothing but "broken", and its square must still be finite.
+    """Sums for metrics of the distance of the engine's policy from the trainer's old and current ones."""
+    # Clamped at e**20, so that squares stay finite; ratios that large only mean "broken".
     ratio_N = (logprobs_N - behaviour_N).double().clamp(-20.0, 20.0).exp()
     return {
         "abs_logprob_diff": (old_N - behaviour_N).abs().sum(),
-        # Of the engine from the trainer, on the engine's own tokens.
+        # KL(engine || trainer), on tokens sampled by the engine.
         "mismatch_kl": kl_estimate(behaviour_N, old_N, "k3").clamp(max=math.exp(20.0)).sum(),
         "mismatch_histogram": log_ratio_histogram(old_N - behaviour_N),
         "off_policy": ratio_N.sum(),
@@ -255,7 +253,7 @@ def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> d
 
 
 def _teacher_sums(teacher_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
-    """How far the policy that a batch is begun with is from its teacher: the reverse KL divergence by k1 and k3."""
+    """Sums for metrics of the distance of the old policy from its teacher: the reverse KL by k1 and k3."""
     return {
         "teacher_kl": kl_estimate(old_N, teacher_N, "k1").sum(),
         "teacher_kl_k3": kl_estimate(old_N, teacher_N, "k3").clamp(max=math.exp(20.0)).sum(),

@@ -78,9 +78,9 @@ def _serve(settings: RankSettings, channel: Channel, commands: queue.SimpleQueue
     while True:
         command: AnyCommand = msgspec.msgpack.decode(commands.get(), type=AnyCommand)
         try:
-            answer(parts[command.part].do(command))
-            if not is_warm and isinstance(command, Commit) and command.part == POLICY:
-                garbage_collection.leave_out()
+            answer(parts[command.model].do(command))
+            if not is_warm and isinstance(command, Commit) and command.model == POLICY:
+                garbage_collection.freeze()
                 is_warm = True
         except ZeroGradientError:
             # The same on all ranks: rank 0 decides what follows.

@@ -142,7 +142,7 @@ class RankProcesses:
             yield
         self._answers("load the model")
 
-    def together(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
+    def run_on_all(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
         """Have every rank execute its command, this one with `do`; returns their answers in order of rank."""
         doing = commands[0].doing
         with self._naming_failed_rank(doing):
@@ -156,7 +156,7 @@ class RankProcesses:
         return [own, *self._answers(doing)]
 
     @contextlib.contextmanager
-    def meanwhile(self, command: AnyCommand) -> Generator[None]:
+    def run_on_others(self, command: AnyCommand) -> Generator[None]:
         """Inside, the other ranks execute `command` while this one executes its part."""
         doing = command.doing
         with self._naming_failed_rank(doing):

@@ -1,9 +1,9 @@
-"""FlashAttention 4 (the package `flash-attn-4`, written in CuTe) in the place of torch's FlashAttention 2, where it is
-installed: its kernels use what GPUs have since Hopper.
+"""FlashAttention 4 (the package `flash-attn-4`, in CuTe DSL) in place of torch's FlashAttention 2, if it is installed:
+its kernels are written for Hopper and later GPUs.
 
-Guarantees: nothing is used before it gave, on this GPU and for these heads, values and gradients that a plain float32
-computation gives; what fails is said once in the log, and torch's kernels go on. Its log-sum-exps are torch's, so that
-either may compute the gradients of what the other computed.
+Guarantees: it is used only after a trial on this GPU and for these heads matched a float32 reference in values and
+gradients; a failure is logged once, and torch's kernels are used. Log-sum-exps have torch's format, so that either may
+compute the backward pass of the other's forward pass.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from slipstream.errors import first_line, one_line
 from slipstream.trainer.attention.row_layout import Ragged
 
 ENABLED = True
-"""Set by benchmarks that compare."""
+"""Benchmarks set this to False to compare."""
 _INTERFACE = "flash_attn.cute.interface"
 _HEAD_DIMS = (64, 128)
 _SMALLEST = 1024
-"""Tokens of a row: below, kernels wait for their launches, and other variants of them would be compiled."""
+"""Tokens of a row; below, launches dominate, and other kernel variants would be compiled."""
 _QUERIES, _KEYS = (200, 1, 127), (200, 70, 300)
-"""Segments of the trial; the last two are continuations."""
+"""Query and key lengths of the trial's segments; the last two are continuations."""
 _TOLERANCE = 0.02
-"""Of the norm of what is compared; rounding to bfloat16 makes less than 0.005."""
+"""Relative error; rounding to bfloat16 gives less than 0.005."""
 _log = logging.getLogger(__name__)
 _found: dict[tuple[Any, ...], Any] = {}
 
 
 def find(query: Tensor, key: Tensor, window: int) -> Any:
-    """The interface to use for a row of queries `[T, H, D]` and keys `[T, K, D]`; None: torch's kernels."""
+    """The FlashAttention 4 module for queries `[T, H, D]` and keys `[T, K, D]`; None: use torch's kernels."""
     if not ENABLED or window or len(query) < _SMALLEST or torch.are_deterministic_algorithms_enabled():
         return None
     kind = (query.device, query.dtype, *query.shape[1:], key.shape[1])
@@ -72,7 +72,7 @@ def backward(
 
 
 def _tried(query: Tensor, key: Tensor) -> Any:
-    """The interface, if it is there, made for this and right."""
+    """The module, if it is installed, supports these shapes and passes the trial."""
     if not _made_for(query) or importlib.util.find_spec(_INTERFACE.partition(".")[0]) is None:
         return None
     interface: Any = None
@@ -100,7 +100,8 @@ def _made_for(query: Tensor) -> bool:
 
 
 def _wrong(interface: Any, query: Tensor, key: Tensor) -> str:
-    """What is wrong in a trial; nothing if nothing is. Everything is laid out as layers do: heads first."""
+    """Run the trial; returns what is wrong, or an empty string. Inputs have the strides of real layers (heads
+    first)."""
     scale = query.shape[2] ** -0.5
     layout = Ragged(None, _ends(_QUERIES, query), _ends(_KEYS, query), max(_QUERIES), max(_KEYS))
     generator = torch.Generator(query.device).manual_seed(0)
@@ -132,8 +133,8 @@ def reference(
     keys: tuple[int, ...],
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of queries, keys and values, as the formulas have them; `queries` and `keys`
-    are the lengths of the segments."""
+    """Reference attention in the inputs' dtype: output, log-sum-exp and gradients of queries, keys and values.
+    `queries` and `keys`: lengths of the segments."""
     group = query.shape[1] // key.shape[1]
     parts: list[tuple[Tensor, ...]] = []
     lengths = list(zip(queries, keys, strict=True))

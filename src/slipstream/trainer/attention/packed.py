@@ -1,16 +1,16 @@
-"""Packed attention: all sequences of a micro-batch lie in one row `[1, T]`, each attends only to itself.
+"""Packed attention: all sequences of a micro-batch are in one row `[1, T]`, and each attends only to itself.
 
 A continuation attends to its whole prefix, which the row holds once for all of them, and causally to itself.
 Guarantees: no `[T, T]` mask, no padding in any linear layer, and on a CPU the same bits for the same input and
-thread count. Padding exists only inside this function (see `layout`), on the right, where a causal kernel
-ignores it without a mask; only continuations, and segments longer than a sliding window, have a mask.
+thread count. Padding exists only inside this function (see `row_layout`), on the right, where a causal kernel
+ignores it without a mask; only continuations, and segments longer than a sliding window, need a mask.
 
 The layout reaches the function as a keyword argument that transformers models pass through to their
 attention interface. A model that loses it on the way, or asks for something this function does not do
 (soft-capping, sinks, biases), gets a ConfigError; nothing is silently left out.
 
-On a GPU, in half precision, it is one operation (`slipstream::ragged_attention`), into which the compiler does not
-look: a compiled layer is one graph then, for rows of any layout.
+On a GPU, in half precision, it is one custom operation (`slipstream::ragged_attention`), opaque to torch.compile, so
+that a compiled layer is one graph for rows of any layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.errors import ConfigError
 from slipstream.trainer.attention import flash4
-from slipstream.trainer.attention.row_layout import SegmentLayout, gathered, layout_of, put_back, scattered, take
+from slipstream.trainer.attention.row_layout import (
+    SegmentLayout,
+    gather_slots,
+    layout_of,
+    scatter_slots,
+    sum_slots,
+    take_slots,
+)
 
 ATTENTION_NAME = "slipstream_packed"
 _operations: Any = torch.ops.slipstream
@@ -59,15 +66,15 @@ def packed_attention(
         output = _padded(query, key, value, segments, scaling, sliding_window)  # pyright: ignore[reportCallIssue]
         return output, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query_THD, key_TKD, value_TKD = (_in_a_row(states) for states in (query, key, value))
+    query_THD, key_TKD, value_TKD = (_as_row(states) for states in (query, key, value))
     output_THD, _ = _operations.ragged_attention(
-        query_THD, key_TKD, value_TKD, segments.ticket, scale, sliding_window or 0
+        query_THD, key_TKD, value_TKD, segments.layout_id, scale, sliding_window or 0
     )
     return output_THD.unsqueeze(0), None
 
 
-def _in_a_row(states: Tensor) -> Tensor:
-    """`[1, H, T, D]` as `[T, H, D]`. Squeezed, not indexed: an index's gradient is zeros and a copy into them."""
+def _as_row(states: Tensor) -> Tensor:
+    """`[1, H, T, D]` as `[T, H, D]`. `squeeze`, because the backward of indexing allocates zeros and copies."""
     return states.squeeze(0).transpose(0, 1)
 
 
@@ -75,7 +82,7 @@ def _has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
-# Not for the compiler: layouts differ from row to row, and the kernels are compiled already.
+# Not compiled: layouts differ from row to row.
 @torch.compiler.disable
 def _padded(
     query: Tensor,
@@ -85,13 +92,13 @@ def _padded(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Buckets of right-padded segments; any device and dtype."""
-    query, key, value = (_in_a_row(states) for states in (query, key, value))
+    """Attention over buckets of right-padded segments, for any device and dtype."""
+    query, key, value = (_as_row(states) for states in (query, key, value))
     layout = segments.padded
     query_sizes = [bucket.queries_BQ.numel() for bucket in layout.buckets]
     key_sizes = [bucket.keys_BJ.numel() for bucket in layout.buckets]
-    queries = take(query, layout.queries).split(query_sizes)
-    keys, values = (take(state, layout.keys).split(key_sizes) for state in (key, value))
+    queries = take_slots(query, layout.queries).split(query_sizes)
+    keys, values = (take_slots(state, layout.keys).split(key_sizes) for state in (key, value))
     masks = segments.masks(window or 0, query.dtype)
     outputs: list[Tensor] = []
     for bucket, mask, *parts in zip(layout.buckets, masks, queries, keys, values, strict=True):
@@ -107,27 +114,26 @@ def _padded(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(output_BHQD.transpose(1, 2).flatten(0, 1))
-    return put_back(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout.queries).unsqueeze(0)
+    return scatter_slots(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout.queries).unsqueeze(0)
 
 
 @torch.library.custom_op(
     "slipstream::ragged_attention",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor ticket, float scale, int window) -> (Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor layout_id, float scale, int window) -> (Tensor, Tensor)",
 )
 def ragged_attention(
-    query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, scale: float, window: int
+    query: Tensor, key: Tensor, value: Tensor, layout_id: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Variable-length FlashAttention, torch's or a newer one (`attention_gpu`): no padding at all; CUDA and half
-    precision only. The output `[T, H, D]` and the log-sum-exp of the scores `[H, T]`. `ticket` names the layout;
-    `window` 0: all.
+    """Variable-length FlashAttention, torch's or a newer one (`flash4`), without padding; CUDA and half precision only.
+    Returns the output `[T, H, D]` and the log-sum-exp of the scores `[H, T]`. `window` 0: all tokens.
 
     Where a segment has more keys than queries, FlashAttention (2.1 and later) aligns the causal mask with the
-    last of both: what a continuation needs. What it takes for keys and values is laid out again for the backward pass,
-    not kept.
+    last of both: what a continuation needs. The gathered keys and values are recomputed in the backward pass,
+    not saved.
     """
-    layout = layout_of(ticket).ragged
-    keys, values = (gathered(each, layout.keys) for each in (key, value))
+    layout = layout_of(layout_id).ragged
+    keys, values = (gather_slots(each, layout.keys) for each in (key, value))
     if newer := flash4.find(query, key, window):
         return flash4.forward(newer, query, keys, values, layout, scale)
     output, lse, *_ = _flash_forward(
@@ -148,7 +154,7 @@ def ragged_attention(
 @torch.library.custom_op(
     "slipstream::ragged_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor ticket, "
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor layout_id, "
     "float scale, int window) -> (Tensor, Tensor, Tensor)",
 )
 def ragged_attention_backward(
@@ -158,13 +164,13 @@ def ragged_attention_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    ticket: Tensor,
+    layout_id: Tensor,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    layout = layout_of(ticket).ragged
-    keys, values = (gathered(each, layout.keys) for each in (key, value))
+    layout = layout_of(layout_id).ragged
+    keys, values = (gather_slots(each, layout.keys) for each in (key, value))
     if newer := flash4.find(query, key, window):
         found = flash4.backward(newer, grad, query, keys, values, output, lse, layout, scale)
         of_query, of_keys, of_values = found
@@ -187,12 +193,12 @@ def ragged_attention_backward(
             window_size_left=window - 1 if window else -1,
             window_size_right=0,
         )
-    of_key, of_value = (scattered(of_slots, layout.keys).contiguous() for of_slots in (of_keys, of_values))
+    of_key, of_value = (sum_slots(of_slots, layout.keys).contiguous() for of_slots in (of_keys, of_values))
     return of_query.contiguous(), of_key, of_value
 
 
 @ragged_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, layout_id: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
@@ -202,8 +208,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, ticket, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(query, key, value, *output, ticket)
+    query, key, value, layout_id, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, *output, layout_id)
     ctx.set_materialize_grads(False)
 
 
@@ -215,7 +221,7 @@ ragged_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 def register() -> str:
-    """Make the function known to transformers and return its name there; harmless when repeated.
+    """Register the function with transformers and return its name there; idempotent.
 
     No mask function is registered with it: transformers then builds no mask at all.
     """

@@ -1,8 +1,8 @@
-"""Where the sequences of a packed row lie, and how attention kernels want them laid out.
+"""The layout of a packed row, and its conversion to the layouts that attention kernels take.
 
-A row holds segments, one after the other: whole sequences, and shared prefixes each followed by its
-continuations. Guarantees: whole segments are padded to a cost of at most 16/9 of sum(length**2), plus what those
-shorter than 64 share; the gradient of a token that is laid out several times is added up in a fixed order.
+A row is a series of segments: whole sequences, and shared prefixes each followed by its continuations. Guarantees: the
+padded attention cost of whole segments is at most 16/9 of sum(length**2), plus that of segments shorter than 64, which
+share a bucket; the gradient of a token that occurs in several slots is summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -25,94 +25,94 @@ _BUCKET_FLOOR = 64
 
 @dataclass(frozen=True)
 class Gather:
-    """Row positions laid out anew, in slots: padding repeats a real token, prefixes are there several times."""
+    """A gather index from row positions to slots. Padding repeats a real token; a prefix has several slots."""
 
     index: Tensor
     """Row position of each slot."""
     slot_T: Tensor
-    """A real slot of each row position."""
+    """The inverse: one real (not padding) slot of each row position."""
     repeated: tuple[tuple[Tensor, Tensor], ...]
-    """Row positions `[n]` that have R > 1 real slots, and those slots `[n, R]`; one entry for each R."""
+    """For each R > 1: the row positions `[n]` with R real slots, and these slots `[n, R]`."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Blocks of similar size laid side by side, right-padded: queries `[B, Q]` onto keys `[B, J]`."""
+    """A batch of B right-padded blocks of similar size: Q queries `[B, Q]` attend to J keys `[B, J]`."""
 
     queries_BQ: Tensor
     """Row position of each query."""
     keys_BJ: Tensor
     real_BQ: Tensor
-    """Which queries are no padding."""
+    """False for padding."""
     real_BJ: Tensor
 
     @property
     def is_whole(self) -> bool:
-        """Each block is one whole segment, so that the causal rule is all it needs."""
+        """Whether each block is one whole segment, so that a causal kernel needs no mask."""
         return self.queries_BQ is self.keys_BJ
 
 
 @dataclass(frozen=True)
 class Padded:
-    """For kernels that take rectangles: the slots of all buckets, one bucket after the other."""
+    """The layout for kernels of fixed-size batches: the slots of all buckets, one bucket after the other."""
 
     buckets: tuple[Bucket, ...]
     queries: Gather | None
-    """None: the row as it is."""
+    """None: identical to the row."""
     keys: Gather | None
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """For variable-length kernels: segment after segment, the keys of a continuation with its prefix's."""
+    """The layout for variable-length kernels: segment after segment; a continuation's keys include its prefix's."""
 
     keys: Gather | None
-    """None: the row as it is."""
+    """None: identical to the row."""
     query_ends: Tensor
-    """Cumulated lengths `[num_segments + 1]`, int32."""
+    """Cumulative lengths `[num_segments + 1]`, int32 (`cu_seqlens`)."""
     key_ends: Tensor
     longest_query: int
     longest_key: int
 
 
 class _Block(NamedTuple):
-    """Tokens that are queries together: continuations of one prefix that lie side by side."""
+    """A range of queries: one segment, or adjacent continuations of one prefix."""
 
     start: int
     length: int
     origin: int
     """Where the prefix starts."""
     shared: int
-    """Its length; 0: none."""
+    """The prefix's length; 0 without one."""
 
 
 _layouts: WeakValueDictionary[int, SegmentLayout] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def _new_ticket() -> Tensor:
+def _new_layout_id() -> Tensor:
     return torch.tensor(next(_numbers))
 
 
-# Not frozen, or the compiler would read every field, and compile for each row anew.
+# Not frozen: torch.compile guards on every field of a frozen dataclass, and would recompile for each row.
 @dataclass(eq=False)
 class SegmentLayout:
-    """Where the segments of a row lie. Made once for each micro-batch; each kernel's layout when first asked for."""
+    """The segments of a row. One per micro-batch; the kernels' layouts are computed on first use."""
 
     lengths: tuple[int, ...]
     prefixes: tuple[int | None, ...]
-    """The segment that each one continues. A prefix continues nothing; its continuations follow it at once."""
+    """Per segment the index of its prefix segment, or None. Continuations follow their prefix immediately."""
     device: torch.device | str = "cpu"
     windows_seen: set[int] = field(default_factory=set[int])
-    """Sliding windows that layers asked for (0: none), so that a caller can see that the layout was used."""
+    """The sliding windows that layers requested (0: none), by which a check sees that the layout was used."""
     _masks: dict[tuple[int, torch.dtype], list[Tensor | None]] = field(
         default_factory=dict[tuple[int, torch.dtype], list[Tensor | None]]
     )
-    ticket: Tensor = field(default_factory=_new_ticket)
-    """Names the layout to operations that take nothing but tensors; on the CPU."""
+    layout_id: Tensor = field(default_factory=_new_layout_id)
+    """An id `[]` on the CPU, by which custom operations, whose arguments are tensors, look the layout up."""
 
     def __post_init__(self) -> None:
-        _layouts.setdefault(int(self.ticket), self)  # a copy of it has the same one
+        _layouts.setdefault(int(self.layout_id), self)  # a copy keeps the id
 
     @cached_property
     def padded(self) -> Padded:
@@ -120,14 +120,14 @@ class SegmentLayout:
         buckets: list[Bucket] = []
         segments = self._segments
         whole = [segments[index] for index, prefix in enumerate(self.prefixes) if prefix is None]
-        for group in _similar(whole, [block.length for block in whole]):
-            index_BL, real_BL = _slots(group)
+        for group in _bucketed(whole, [block.length for block in whole]):
+            index_BL, real_BL = _padded_index(group)
             buckets.append(Bucket(index_BL, index_BL, real_BL, real_BL))
         blocks = self._blocks()
-        for similar in _similar(blocks, [block.length for block in blocks]):
-            for group in _similar(similar, [block.shared + block.length for block in similar]):
-                keys_BJ, real_BJ = _slots(group)
-                queries_BQ, real_BQ = _slots([block._replace(shared=0) for block in group])
+        for similar in _bucketed(blocks, [block.length for block in blocks]):
+            for group in _bucketed(similar, [block.shared + block.length for block in similar]):
+                keys_BJ, real_BJ = _padded_index(group)
+                queries_BQ, real_BQ = _padded_index([block._replace(shared=0) for block in group])
                 buckets.append(Bucket(queries_BQ, keys_BJ, real_BQ, real_BJ))
         queries = [(bucket.queries_BQ, bucket.real_BQ) for bucket in buckets]
         keys = [(bucket.keys_BJ, bucket.real_BJ) for bucket in buckets]
@@ -135,9 +135,9 @@ class SegmentLayout:
 
     @cached_property
     def ragged(self) -> Ragged:
-        """Boundaries, and the keys' order when there are continuations."""
+        """Segment boundaries, and a gather index of the keys if there are continuations."""
         num_keys = [block.shared + block.length for block in self._segments]
-        index_SJ, real_SJ = _slots(self._segments)
+        index_SJ, real_SJ = _padded_index(self._segments)
         index = index_SJ[real_SJ]
         return Ragged(
             self._gather([(index, torch.ones_like(index, dtype=torch.bool))]),
@@ -148,8 +148,8 @@ class SegmentLayout:
         )
 
     def masks(self, window: int, dtype: torch.dtype) -> list[Tensor | None]:
-        """What is added to the scores of each bucket of `padded`, to be broadcast to `[B, heads, Q, J]`. None:
-        the bucket is plain causal. `window`: how many tokens back a query sees, itself included; 0: all."""
+        """Additive attention masks of the buckets of `padded`, broadcastable to `[B, heads, Q, J]`. None: the bucket is
+        purely causal. `window`: number of tokens that a query sees, itself included; 0: all."""
         if (window, dtype) not in self._masks:
             self._masks[window, dtype] = [self._mask(bucket, window, dtype) for bucket in self.padded.buckets]
         return self._masks[window, dtype]
@@ -176,7 +176,7 @@ class SegmentLayout:
 
     @cached_property
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row position: place within its sequence, segment, and the segment's prefix or -1."""
+        """Per row position `[T]`: position in its sequence, segment, and the segment's prefix or -1."""
         lengths_S = torch.tensor(self.lengths)
         shared_S = torch.tensor([block.shared for block in self._segments])
         starts_S = torch.tensor([block.start for block in self._segments])
@@ -187,7 +187,7 @@ class SegmentLayout:
 
     @cached_property
     def _segments(self) -> list[_Block]:
-        """Each segment by itself."""
+        """One block per segment."""
         starts = _ends(self.lengths).tolist()
         return [
             _Block(start, length, *((0, 0) if prefix is None else (starts[prefix], self.lengths[prefix])))
@@ -195,9 +195,8 @@ class SegmentLayout:
         ]
 
     def _blocks(self) -> list[_Block]:
-        """Continuations of one prefix are one block, as long as together they are no longer than the prefix or
-        64 tokens: attention between them, only to be masked, then costs less than the prefix copied for each.
-        """
+        """Merge adjacent continuations of one prefix while together they are at most as long as the prefix, or 64
+        tokens: masked attention between them then costs less than another copy of the prefix."""
         blocks: list[_Block] = []
         for segment in self._segments:
             last = blocks[-1] if blocks else segment
@@ -211,7 +210,8 @@ class SegmentLayout:
         return blocks
 
     def _gather(self, slots: list[tuple[Tensor, Tensor]]) -> Gather | None:
-        """From row positions, and which of them are real. None: together they are the row as it is."""
+        """Build the gather of `slots`: pairs of row positions and which of them are real. None if it is the
+        identity."""
         index, real = (torch.cat([part.flatten() for part in parts]) for parts in zip(*slots, strict=True))
         num_tokens = sum(self.lengths)
         if torch.equal(index, torch.arange(num_tokens)):
@@ -230,15 +230,15 @@ class SegmentLayout:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor, of the CPU, on `device`. A GPU gets it beside its work, and nobody waits."""
+    """Copy a CPU tensor to `device`; to a GPU through pinned memory, without synchronizing."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def layout_of(ticket: Tensor) -> SegmentLayout:
-    """The layout that has this ticket; it must still be there, in the backward pass too."""
-    layout = _layouts.get(int(ticket))
+def layout_of(layout_id: Tensor) -> SegmentLayout:
+    """Look up a layout by id. It must still be referenced, in the backward pass too."""
+    layout = _layouts.get(int(layout_id))
     if layout is None:
         raise TrainingError("the layout of a row is gone before its backward pass: keep the micro-batch until then")
     return layout
@@ -247,7 +247,7 @@ def layout_of(ticket: Tensor) -> SegmentLayout:
 def segment_layout(
     lengths: Sequence[int], device: torch.device | str = "cpu", prefixes: Sequence[int | None] | None = None
 ) -> SegmentLayout:
-    """The layout of segments of these lengths, one after the other; `prefixes` as SegmentLayout has them."""
+    """The layout of consecutive segments of these lengths; `prefixes` as in SegmentLayout."""
     return SegmentLayout(tuple(lengths), tuple(prefixes or [None] * len(lengths)), device)
 
 
@@ -255,8 +255,8 @@ def _ends(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def _similar(blocks: list[_Block], lengths: Sequence[int]) -> list[list[_Block]]:
-    """The blocks, longest first, in groups in which none is much shorter than the first."""
+def _bucketed(blocks: list[_Block], lengths: Sequence[int]) -> list[list[_Block]]:
+    """Group blocks by length, longest first: none is shorter than 3/4 of its group's longest, unless that is <= 64."""
     groups: list[list[int]] = []
     for place in sorted(range(len(blocks)), key=lambda i: (-lengths[i], i)):
         longest = lengths[groups[-1][0]] if groups else 0
@@ -267,8 +267,8 @@ def _similar(blocks: list[_Block], lengths: Sequence[int]) -> list[list[_Block]]
     return [[blocks[place] for place in group] for group in groups]
 
 
-def _slots(blocks: list[_Block]) -> tuple[Tensor, Tensor]:
-    """Row positions `[B, L]` of each block's prefix and own tokens, padded with the last, and which are real."""
+def _padded_index(blocks: list[_Block]) -> tuple[Tensor, Tensor]:
+    """Row positions `[B, L]` of each block's prefix and own tokens, padded with its last one, and which are real."""
     start_B1, length_B1, origin_B1, shared_B1 = torch.tensor(blocks).T[:, :, None]
     total_B1 = shared_B1 + length_B1
     slots_L = torch.arange(int(total_B1.max()))
@@ -277,16 +277,16 @@ def _slots(blocks: list[_Block]) -> tuple[Tensor, Tensor]:
     return index_BL, slots_L < total_B1
 
 
-def gathered(row: Tensor, gather: Gather | None) -> Tensor:
-    """The row `[T, ...]` laid out in slots, without a history."""
+def gather_slots(row: Tensor, gather: Gather | None) -> Tensor:
+    """Gather the row `[T, ...]` into slots, outside of autograd."""
     return row if gather is None else row.index_select(0, gather.index)
 
 
-def scattered(slots: Tensor, gather: Gather | None) -> Tensor:
-    """What `gathered` makes of the gradients of its slots: the row's.
+def sum_slots(slots: Tensor, gather: Gather | None) -> Tensor:
+    """The backward of `gather_slots`: gradients of the slots to gradients of the row `[T, ...]`.
 
-    Padding gets no gradient, under a causal mask as under a continuation's; so most gradients are plain copies and only
-    a shared prefix's is a sum. index_select's own would add atomically, slower and in any order.
+    Padding has gradient zero under every mask used here, so that most gradients are copies and only those of shared
+    prefixes are sums. index_select's own backward uses atomic additions, which are slower and unordered.
     """
     if gather is None:
         return slots
@@ -297,21 +297,21 @@ def scattered(slots: Tensor, gather: Gather | None) -> Tensor:
     return row
 
 
-class _Take(torch.autograd.Function):
-    """Row to slots, as above."""
+class _TakeSlots(torch.autograd.Function):
+    """`gather_slots` with `sum_slots` as its backward."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, gather: Gather) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.gather = gather
-        return gathered(row, gather)
+        return gather_slots(row, gather)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
-        return scattered(grad, ctx.gather), None
+        return sum_slots(grad, ctx.gather), None
 
 
-class _PutBack(torch.autograd.Function):
-    """Slots to row; the padding's gradient is zero."""
+class _ScatterSlots(torch.autograd.Function):
+    """Slots to row; padding gets gradient zero."""
 
     @staticmethod
     def forward(ctx: Any, slots: Tensor, slot_T: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -325,11 +325,11 @@ class _PutBack(torch.autograd.Function):
         return grad.new_zeros((ctx.num_slots, *grad.shape[1:])).index_copy_(0, slot_T, grad), None
 
 
-def take(row: Tensor, gather: Gather | None) -> Tensor:
-    """The row `[T, ...]` laid out in slots."""
-    return row if gather is None else _Take.apply(row, gather)  # pyright: ignore[reportReturnType]
+def take_slots(row: Tensor, gather: Gather | None) -> Tensor:
+    """Gather the row `[T, ...]` into slots; differentiable."""
+    return row if gather is None else _TakeSlots.apply(row, gather)  # pyright: ignore[reportReturnType]
 
 
-def put_back(slots: Tensor, gather: Gather | None) -> Tensor:
-    """The row from slots in which each token is once."""
-    return slots if gather is None else _PutBack.apply(slots, gather.slot_T)  # pyright: ignore[reportReturnType]
+def scatter_slots(slots: Tensor, gather: Gather | None) -> Tensor:
+    """The row `[T, ...]` from slots in which each token occurs once; differentiable."""
+    return slots if gather is None else _ScatterSlots.apply(slots, gather.slot_T)  # pyright: ignore[reportReturnType]

@@ -1,1 +1,1 @@
-"""Checkpoints: what is in them, when they are due, and how they are written beside training."""
+"""Checkpoints: their contents, their schedule, and asynchronous writing."""

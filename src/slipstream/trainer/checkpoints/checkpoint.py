@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or absent.
+"""Atomic checkpoints: complete or absent.
 
-`step-000012/weights/` is a Hugging Face folder (under LoRA an adapter in PEFT's format), `step-000012/state/` what
-resuming needs (safetensors and JSON; no pickle), `step-000012/fingerprints.json` what the live weights were, and
-`step-000012/manifest.json` says what must be there. An older checkpoint loses its state before it loses its weights.
-Guarantees: a kill at any moment leaves every finished checkpoint as it was; `latest` passes over unfinished and damaged
-ones; an older checkpoint, or its state, is removed only when a newer one is whole. What is in `extra` (data position,
-lineage) is the loop's business.
+`step-000012/weights/` is a Hugging Face folder (with LoRA an adapter in PEFT's format), `step-000012/state/` the resume
+state (safetensors and JSON; no pickle), `step-000012/fingerprints.json` the fingerprints of the live weights, and
+`step-000012/manifest.json` the list of files. An older checkpoint loses its state before its weights. Guarantees: a
+kill at any moment leaves every complete checkpoint unchanged; `latest` skips incomplete and damaged ones; an older
+checkpoint, or its state, is removed only when a newer one is complete. The loop defines the content of `extra` (data
+position, lineage).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _EXTRA = "state.json"
 _FINGERPRINTS = "fingerprints.json"
 _CRITIC = "critic"
 _FORMAT = 1
-"""Of `state/`, and what is in `extra`: one more whenever an older one cannot be resumed from."""
+"""Version of the format of `state/` and `extra`; incremented when older ones cannot be resumed from."""
 _STEP = re.compile(r"step-\d+(\.old)?")
 _HASHED_BYTES = 1 << 20
-"""Files up to this size are proved by SHA-256; larger ones by their size, so that looking stays cheap."""
+"""Files up to this size are checked by SHA-256, larger ones by size only, so that checks stay cheap."""
 
 
 class Fingerprints(msgspec.Struct, frozen=True):
-    """What the live weights were when a checkpoint was written; under LoRA the adapter's."""
+    """Fingerprints of the live weights when the checkpoint was written; with LoRA of the adapter."""
 
     digest: str
     parameters: tuple[ParameterSpec, ...]
 
 
 class SavesState(Protocol):
-    """What resumes from a folder of its own: a learner, a critic, or a snapshot of one."""
+    """Anything with a resume state in a folder: a learner, a critic, or a snapshot of one."""
 
     def save(self, folder: Path) -> None:
         """Write the resume state into `folder`."""
@@ -59,7 +59,7 @@ class SavesState(Protocol):
 
 
 class SavesAll(SavesState, Protocol):
-    """What also has weights to deploy: a learner, or a snapshot of one."""
+    """Also with deployable weights: a learner, or a snapshot of one."""
 
     def write_weights(self, folder: Path, source: Path) -> tuple[ParameterSpec, ...]:
         """See `Learner.write_weights`."""
@@ -67,8 +67,8 @@ class SavesAll(SavesState, Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one run in `folder`. The newest `keep` can be resumed from; of the newest `keep_weights`, if
-    these are more, the weights stay. One writer at a time."""
+    """The checkpoints of one run in `folder`. Keeps the newest `keep` with their resume state, and the weights of the
+    newest `keep_weights`. One writer at a time."""
 
     def __init__(self, folder: Path, keep: int = 2, keep_weights: int = 1) -> None:
         if keep < 1:
@@ -77,7 +77,7 @@ class CheckpointStore:
         self.keep = keep
         self.keep_weights = max(keep, keep_weights)
         self.best_step: int | None = None
-        """The step whose weights are kept beside the newest ones, and which `best` leads to."""
+        """The step that the link `best` points to; its weights are always kept."""
 
     def save(
         self,
@@ -89,8 +89,8 @@ class CheckpointStore:
         *,
         best: bool = False,
     ) -> Path:
-        """Write checkpoint `step` and return its folder. `extra` must be JSON. A whole one of the same step is
-        replaced. `best`: it becomes the one that `best` leads to."""
+        """Write checkpoint `step` and return its folder. `extra` must be JSON-serializable. A checkpoint of the same
+        step is replaced. `best`: point the link `best` to it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self._unfinished():
             leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
@@ -114,7 +114,7 @@ class CheckpointStore:
         return final
 
     def unfinished_bytes(self) -> int:
-        """How much of what is being written is there; what vanishes meanwhile does not count."""
+        """Bytes written so far of unfinished checkpoints; files that vanish meanwhile are skipped."""
         num_bytes = 0
         for folder in self._unfinished():
             for file in folder.rglob("*"):
@@ -126,7 +126,7 @@ class CheckpointStore:
         return list(self.folder.glob(".unfinished-*"))
 
     def link_best(self, step: int) -> None:
-        """Have `best` lead to the checkpoint of `step`, at every moment to a whole one."""
+        """Point the link `best` to the checkpoint of `step`, atomically."""
         self.best_step = step
         temporary = self.folder / f".unfinished-best-{os.getpid()}"
         temporary.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ class CheckpointStore:
         sync(self.folder)
 
     def best(self) -> Path | None:
-        """The checkpoint that `best` leads to, if there is one and it is whole."""
+        """The checkpoint that `best` points to, if it exists and is complete."""
         path = self.folder / "best"
         return path.resolve() if path.is_symlink() and damage(path) is None else None
 
@@ -143,7 +143,7 @@ class CheckpointStore:
         return self.folder / f"step-{step:06d}"
 
     def latest(self, *, resumable: bool = True) -> Path | None:
-        """The newest whole checkpoint that can be resumed from, or if not `resumable` that has weights; None where
+        """The newest complete checkpoint that can be resumed from, or with `resumable` false, that has weights; None if
         there is none."""
         for path in reversed(self._named()):
             if damage(path) is None and (has_state(path) or not resumable):
@@ -151,13 +151,13 @@ class CheckpointStore:
         return None
 
     def why_none(self) -> str:
-        """What is the matter with the newest one where none can be resumed from; empty where there is none at all."""
+        """Why the newest checkpoint cannot be resumed from; empty if there is no checkpoint."""
         named = self._named()
         return f"{named[-1].name}: {damage(named[-1]) or 'only its weights are kept'}" if named else ""
 
     def load(self, path: Path, learner: Learner, critic: Critic | None = None) -> dict[str, Any]:
-        """Put the checkpoint's state into `learner` and return its `extra`. Raises `TrainingError` if it is
-        damaged or only weights are left of it, and as `check_format` does."""
+        """Load the checkpoint's state into `learner` and return its `extra`. Raises `TrainingError` if it is damaged or
+        has only weights left, and as `check_format` does."""
         reason = damage(path)
         if reason is not None:
             raise TrainingError(f"checkpoint {path} is damaged: {reason}")
@@ -171,12 +171,12 @@ class CheckpointStore:
 
     @staticmethod
     def read_extra(path: Path) -> dict[str, Any]:
-        """What was saved as `extra` with the whole checkpoint in `path`."""
+        """The `extra` of the complete checkpoint in `path`."""
         return json.loads((path / _STATE / _EXTRA).read_text(encoding="utf-8"))
 
     @staticmethod
     def check_format(path: Path) -> None:
-        """Raises `ConfigError` for a whole checkpoint whose state another version of Slipstream wrote."""
+        """Raise `ConfigError` if the state has the format of another version of Slipstream."""
         found = json.loads((path / _MANIFEST).read_text(encoding="utf-8")).get("format", "none")
         if found != _FORMAT:
             raise ConfigError(
@@ -195,8 +195,8 @@ class CheckpointStore:
             raise DataError(f"{file} is damaged ({error}): use another checkpoint") from error
 
     def _step_aside(self, final: Path) -> None:
-        """Free the name of a checkpoint that is made again. A folder cannot be replaced in one move, so a whole
-        one stays valid as `.old` until the new one is in place."""
+        """Free the name of a checkpoint that is written again. Folders cannot be replaced atomically, so that a
+        complete one stays valid as `.old` until the new one is in place."""
         if not final.exists():
             return
         if damage(final) is not None:
@@ -216,7 +216,7 @@ class CheckpointStore:
         )
 
     def _remove_old(self, newest: Path) -> None:
-        """Called when `newest` is whole. Damaged ones do not count among those kept."""
+        """Remove old checkpoints, or their state, once `newest` is complete. Damaged ones do not count as kept."""
         others = [path for path in self._named() if path != newest and damage(path) is None]
         resumable = [path for path in others if has_state(path)]
         with_state = {newest, *resumable[max(0, len(resumable) - self.keep + 1) :]}
@@ -225,7 +225,7 @@ class CheckpointStore:
             kept.add(self._path(self.best_step))
         for path in self._named():
             if path not in kept or path.suffix == ".old":
-                # Renamed first: a removal cut short must not leave something that looks like a checkpoint.
+                # Renamed first: an interrupted removal must not leave what looks like a checkpoint.
                 doomed = path.with_name(f".unfinished-{path.name}")
                 path.rename(doomed)
                 shutil.rmtree(doomed)
@@ -234,7 +234,7 @@ class CheckpointStore:
 
 
 def damage(path: Path) -> str | None:
-    """Why the checkpoint in `path` cannot be used, or None: every file of its manifest is there and right."""
+    """Why the checkpoint in `path` cannot be used; None if every file of its manifest exists and is intact."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, dict[str, Any]] = manifest["files"]
@@ -252,22 +252,22 @@ def damage(path: Path) -> str | None:
 
 
 def has_state(path: Path) -> bool:
-    """Whether the whole checkpoint in `path` can be resumed from."""
+    """Whether the complete checkpoint in `path` has its resume state."""
     manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     return any(map(_is_state, manifest["files"]))
 
 
 def _is_state(name: str) -> bool:
-    """Whether the file is needed only to resume: step and lineage are worth knowing of weights, too."""
+    """Whether the file is needed only to resume; `extra`, with step and lineage, is kept with the weights."""
     return name.startswith(f"{_STATE}/") and name != f"{_STATE}/{_EXTRA}"
 
 
 def _remove_state(path: Path) -> None:
-    """Leave the checkpoint in `path` its weights. It is whole at every moment."""
+    """Remove the resume state of the checkpoint in `path`, which stays complete at every moment."""
     manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not _is_state(name)}
     _replace_manifest(path, manifest)
-    # Also what a removal cut short has left.
+    # Also what an interrupted removal left.
     for file in (path / _STATE).iterdir():
         if file.is_dir():
             shutil.rmtree(file)
@@ -276,7 +276,7 @@ def _remove_state(path: Path) -> None:
 
 
 def _write_manifest(folder: Path, step: int) -> None:
-    """The last file of a checkpoint; after it everything inside is on the disk."""
+    """Write the last file of a checkpoint, and sync everything in it to disk."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)

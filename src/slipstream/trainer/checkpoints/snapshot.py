@@ -1,11 +1,9 @@
-"""A copy of all that a checkpoint holds of a learner, in memory of its own, so that it can be written while training
-goes on.
+"""Copies of a learner's checkpoint state in host memory, so that checkpoints can be written while training continues.
 
-Guarantees: the copy is of one moment, between two optimizer commits; what a snapshot writes is what the learner itself
-would have written then. From a GPU the copies are queued and not waited for: what is queued later, the next update,
-comes after them, and whoever writes waits. The memory is taken once, page-locked for a GPU; each snapshot overwrites
-the one before: that this is written, or given up, is the caller's business.
-"""
+Guarantees: a snapshot is consistent, taken between two optimizer commits; it writes what the learner itself would have
+written then. Copies from a GPU are asynchronous: the next update is ordered after them on the stream, and the writer
+waits for them. The memory is allocated once, page-locked for a GPU; each snapshot overwrites the previous one, which
+the caller must have written by then."""
 
 from __future__ import annotations
 
@@ -27,22 +25,22 @@ from slipstream.weights.fingerprint import describe
 
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 256 << 20
-"""Page-locked at once: meanwhile the driver has other calls wait."""
+"""Bytes page-locked in one call, which blocks other driver calls."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A learner as it was; see `checkpoint.SavesAll`."""
+    """A copy of a learner's state; see `checkpoint.SavesAll`."""
 
     weights: Sequence[tuple[str, Tensor]]
-    """As they are deployed."""
+    """The deployable weights, by name."""
     parameters: tuple[ParameterSpec, ...]
-    """What these must be, by the learner's own memory."""
+    """Their specs with the fingerprints of the live weights."""
     adapter: AdapterConfig | None
     state: Mapping[str, Tensor]
     step: int
     wait: Callable[[], None]
-    """Until all copies are there."""
+    """Waits until all copies are complete."""
 
     def write_weights(self, folder: Path, source: Path) -> tuple[ParameterSpec, ...]:
         """See `Learner.write_weights`."""
@@ -58,44 +56,44 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots of one learner, in one memory; of one that is not `deployed`, as a critic, its resume state."""
+    """Takes snapshots of one learner into one host buffer; if not `deployed` (a critic) of its resume state only."""
 
     def __init__(self, learner: Learner, *, deployed: bool = True) -> None:
         self._learner = learner
         self._deployed = deployed
-        self._room = _Room(learner.model.device)
+        self._buffer = _HostBuffer(learner.model.device)
 
     def preparation(self) -> Callable[[], None]:
-        """What takes the memory, for any thread to call before the next `take`, which then need not. Of use once an
-        update was made: optimizers remember nothing before the first."""
+        """A function that allocates the memory, for another thread to call before the next `take`. Useful after the
+        first update only: optimizers have no states before."""
         live = [tensor for _, tensor in (*self._weights(), *self._learner.state().items())]
         sizes = [tensor.nbytes for tensor in live]
-        return lambda: self._room.make(sizes)
+        return lambda: self._buffer.allocate(sizes)
 
     def take(self) -> Snapshot:
-        """The learner as it is now."""
+        """Copy the learner's current state."""
         weights, state, adapter = self._weights(), self._learner.state(), self._learner.model.adapter
-        parameters = describe(weights)  # before the copies, as it waits for the device
-        copies = self._room.copies([*(tensor for _, tensor in weights), *state.values()])
+        parameters = describe(weights)  # before the copies, because it synchronizes the device
+        copies = self._buffer.copies([*(tensor for _, tensor in weights), *state.values()])
         return Snapshot(
             [(name, next(copies)) for name, _ in weights],
             parameters,
             adapter.config if adapter is not None else None,
             {name: next(copies) for name in state},
             self._learner.step,
-            self._room.when_there(),
+            self._buffer.wait_for_copies(),
         )
 
     def _weights(self) -> list[tuple[str, Tensor]]:
         return list(self._learner.deployable()) if self._deployed else []
 
     def close(self) -> None:
-        """Give the memory back."""
-        self._room.close()
+        """Free the memory."""
+        self._buffer.close()
 
 
-class _Room:
-    """Memory of the CPU for copies of tensors from `device`: of the same sizes each time, or it is taken anew."""
+class _HostBuffer:
+    """Host memory for copies of tensors from `device`; reallocated when their sizes change."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -103,19 +101,19 @@ class _Room:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._locked: list[int] = []
 
-    def make(self, sizes: Sequence[int]) -> None:
-        """Take what tensors of so many bytes need. Each begins a page, and so does each piece that is locked."""
+    def allocate(self, sizes: Sequence[int]) -> None:
+        """Allocate memory for tensors of these sizes in bytes; each starts on a page, and so does each locked piece."""
         if sizes == self._sizes:
             return
         self.close()
         memory = torch.empty(sum(map(_whole_pages, sizes)) + _PAGE_BYTES, dtype=torch.uint8)
         self._bytes, self._sizes = memory[-memory.data_ptr() % _PAGE_BYTES :], list(sizes)
         if self._device.type == "cuda":
-            self._bytes.zero_()  # the pages come here, which takes longer than locking them
+            self._bytes.zero_()  # touches the pages, which takes longer than locking them
             for start, end in _pieces([_whole_pages(size) for size in sizes]):
-                self._lock(self._bytes[start:end])
+                self._page_lock(self._bytes[start:end])
 
-    def _lock(self, piece: Tensor) -> None:
+    def _page_lock(self, piece: Tensor) -> None:
         cudart: Any = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             error = int(cudart.cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # for every context of the process
@@ -128,8 +126,8 @@ class _Room:
 
     @torch.no_grad()
     def copies(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Copies of these; from a GPU they are only queued."""
-        self.make([tensor.nbytes for tensor in tensors])
+        """Copy the tensors; asynchronously from a GPU."""
+        self.allocate([tensor.nbytes for tensor in tensors])
         made: list[Tensor] = []
         starts = itertools.accumulate((_whole_pages(size) for size in self._sizes), initial=0)
         for tensor, start in zip(tensors, starts, strict=False):
@@ -137,8 +135,8 @@ class _Room:
             made.append(copy.copy_(tensor, non_blocking=True))
         return iter(made)
 
-    def when_there(self) -> Callable[[], None]:
-        """What waits for all copies that were queued so far."""
+    def wait_for_copies(self) -> Callable[[], None]:
+        """A function that waits for all copies queued so far."""
         if self._device.type != "cuda":
             return lambda: None
         event = torch.cuda.Event(blocking=True)
@@ -146,7 +144,7 @@ class _Room:
         return event.synchronize
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for address in self._locked:
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(address)
@@ -158,7 +156,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where stretches of whole tensors begin and end: a copy must not go over the edge of what was locked at once."""
+    """(start, end) of pieces of whole tensors: a copy must not cross the boundary of a locked piece."""
     start = end = 0
     for size in sizes:
         if end > start and end + size - start > _PIECE_BYTES:

@@ -1,8 +1,8 @@
-"""The files of a learner's resume state: whole tensors, or every process's share of them; no pickle.
+"""The files of a learner's resume state: full tensors, or each rank's shards; no pickle.
 
-One process writes `learner.safetensors` and `learner.json`. Of several, the first writes what all have alike there,
-and each its shares into a file of its own, by torch's distributed checkpointing (DCP) in its safetensors format.
-Guarantees: either kind is read by any number of processes, and each reads its own share only.
+A single process writes `learner.safetensors` and `learner.json`. With several ranks, rank 0 writes the replicated
+tensors there, and each rank its shards into a file of its own, by torch's distributed checkpointing (DCP) in its
+safetensors format. Guarantees: either kind can be read by any number of ranks, and each reads its own shards only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.trainer.optim.base import local_part
+from slipstream.trainer.optim.base import local_tensor
 from slipstream.weights.model_files import stream_tensors
 
 STATE_PREFIX = "optimizer."
@@ -29,17 +29,17 @@ FACTS_FILE = "learner.json"
 _SHARDS = "shard-*.safetensors"
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
-"""By a tensor's name, shape and type: this process's share to be filled, as a DTensor; None to read it whole."""
+"""(name, full shape, dtype) -> this rank's shard as a DTensor to be filled; None to read the full tensor."""
 
 
 def write_state(folder: Path, tensors: Mapping[str, Tensor], step: int) -> None:
-    """Write whole tensors into `folder`, which is there."""
+    """Write full tensors into `folder`, which exists."""
     stream_tensors(folder / TENSORS_FILE, tensors, durable=True)
     (folder / FACTS_FILE).write_text(json.dumps({"step": step, "torch": torch.__version__}))
 
 
 def write_shards(folder: Path, shards: Mapping[str, Tensor], rank: int) -> None:
-    """Write this process's part of `shards`, DTensors, into a file of its own. Nobody is waited for."""
+    """Write this rank's part of the DTensors `shards` into a file of its own, without collectives."""
     from torch.distributed import checkpoint as dcp
 
     class Writer(dcp.HuggingFaceStorageWriter):
@@ -53,8 +53,8 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], rank: int) -> None:
 
 
 def read_state(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
-    """What was written, by whatever number of processes: what `place` has room for as this process's share (its local
-    tensor), the rest whole."""
+    """Read the state that any number of ranks wrote: this rank's shard (a local tensor) of what `place` returns a
+    DTensor for, the rest in full."""
     if place is None and not any(folder.glob(_SHARDS)):
         return load_file(folder / TENSORS_FILE)
     from torch.distributed import checkpoint as dcp
@@ -75,12 +75,12 @@ def read_state(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
     loader: Any = dcp.load
     with _by_itself():
         loader(shares, storage_reader=reader, no_dist=True)
-    return whole | {name: local_part(share) for name, share in shares.items()}
+    return whole | {name: local_tensor(share) for name, share in shares.items()}
 
 
 @contextlib.contextmanager
 def _by_itself() -> Generator[None]:
-    """Without DCP's warning that each process works by itself."""
+    """Suppress DCP's warning that torch.distributed is not used."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

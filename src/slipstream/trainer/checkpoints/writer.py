@@ -1,11 +1,9 @@
-"""When a checkpoint is due, and its writing beside training: a snapshot in the thread that trains, then a thread of its
-own.
+"""The schedule of checkpoints, and asynchronous writing: a snapshot in the training thread, then a thread that writes
+it.
 
-Guarantees: what is written is what was when `save` was called, whatever is trained meanwhile; one checkpoint is being
-written at most; what a write fails with is raised, as it was, by the next call in the thread that trains; whoever waits
-for a write waits as long as it goes on, and no longer than `QUIET_S` for a disk that takes nothing. Without a snapshot
-(`beside` is false) everything is done by the caller.
-"""
+Guarantees: a checkpoint has the state of the moment of `save`; at most one is being written; an error of a write is
+raised by the next call in the training thread; waiting for a write ends with an error after `QUIET_S` without progress
+on the disk. With `beside` false there is no snapshot, and the caller writes."""
 
 from __future__ import annotations
 
@@ -27,15 +25,15 @@ from slipstream.trainer.learner import Learner
 EVERY_S = 600.0
 """Under `run.checkpoint_every = "10min"`."""
 MOST_COST = 0.03
-"""Part of the time that checkpoints by the clock may take from training."""
+"""Fraction of the time that checkpoints by the clock may take from training."""
 QUIET_S = 300.0
 _POLL_S = 0.5
 
 
 @dataclass
 class Schedule:
-    """When a checkpoint is due at a step's end: every so many steps, or by the clock, rarer where they cost too much;
-    that of the last of `num_steps` beside them."""
+    """When a checkpoint is due at the end of a step: every `every` steps, or by the clock, less often if they are slow.
+    The one after the last of `num_steps` is not scheduled here."""
 
     every: int | str
     num_steps: int
@@ -48,23 +46,23 @@ class Schedule:
 
     @property
     def is_by_clock(self) -> bool:
-        """Whether time decides, not steps."""
+        """Whether the clock decides rather than steps."""
         return isinstance(self.every, str)
 
     def is_near(self, step: int) -> bool:
-        """Whether one will be due soon."""
+        """Whether a checkpoint will be due soon, so that memory for it should be prepared."""
         if isinstance(self.every, int):
             return step - step % self.every + self.every < self.num_steps
         return self.clock() - self._since >= self.interval_s / 2
 
     def is_due(self, step: int) -> bool:
-        """After this step."""
+        """Whether a checkpoint is due after `step`."""
         if isinstance(self.every, int):
             return step % self.every == 0
         return self.clock() - self._since >= self.interval_s
 
     def saved(self, cost_s: float) -> str:
-        """One took `cost_s` from training, or training begins. What is to be said of it, if anything."""
+        """Record that a checkpoint took `cost_s` seconds from training; returns a warning, or an empty string."""
         before, self._since = self.interval_s, self.clock()
         self.interval_s = max(EVERY_S, cost_s / MOST_COST)
         if not self.is_by_clock or self.interval_s <= 1.5 * before:
@@ -77,25 +75,25 @@ class Schedule:
 
 
 class Log(Protocol):
-    """What is told of checkpoints; from any thread."""
+    """The run's log; called from any thread."""
 
     folder: Path
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One event."""
+        """Log an event."""
         ...
 
     def warning(self, message: str, **fields: Any) -> None:
-        """One warning."""
+        """Log a warning."""
         ...
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Numbers for the next row of metrics."""
+        """Add metrics to the next row."""
         ...
 
 
 class CheckpointWriter:
-    """The checkpoints of `learner`, and `critic`, in `store`; called by the thread that trains."""
+    """Writes checkpoints of `learner` and `critic` to `store`; called by the training thread."""
 
     def __init__(
         self,
@@ -118,12 +116,12 @@ class CheckpointWriter:
         self._num_skipped = 0
 
     def begin(self) -> None:
-        """Training begins: the clock does."""
+        """Start the clock: training begins."""
         self._schedule.saved(0.0)
 
     def is_due(self, step: int) -> bool:
-        """Whether to `save` after this step. One that is due by the clock is put off while the one before is written,
-        and that is counted."""
+        """Whether to `save` after `step`. By the clock, a checkpoint is skipped and counted while the previous one is
+        being written."""
         self._raise_failure()
         due = self._schedule.is_due(step)
         if self._thread is not None and self._thread.is_alive():
@@ -136,8 +134,8 @@ class CheckpointWriter:
         return due
 
     def save(self, step: int, extra: dict[str, Any], *, best: float | None = None, last: bool = False) -> None:
-        """Begin to write checkpoint `step`; the one before is waited for. `best`: the accuracy by which it is the best
-        one. The `last` is written by the caller: nothing is trained meanwhile."""
+        """Start writing checkpoint `step`, after waiting for the previous one. `best`: its accuracy, if it is the best
+        so far. The `last` is written synchronously."""
         began = time.monotonic()
         self.wait()
         learner, critic, beside = self._learner, self._critic, self._snapshots is not None and not last
@@ -156,7 +154,7 @@ class CheckpointWriter:
                 seconds=round(time.monotonic() - began, 3),
                 beside=beside,
             )
-            self._tell_best(step, best)
+            self._log_best(step, best)
 
         self._writes = self._store.folder / f"step-{step:06d}"
         if beside:
@@ -169,42 +167,42 @@ class CheckpointWriter:
             self._log.warning(text, step=step)
 
     def link_best(self, step: int, accuracy: float) -> None:
-        """The checkpoint of `step`, which is there, is the best one."""
+        """Mark the existing checkpoint of `step` as the best."""
         self.wait()
         self._store.link_best(step)
-        self._tell_best(step, accuracy)
+        self._log_best(step, accuracy)
 
-    def _tell_best(self, step: int, accuracy: float | None) -> None:
+    def _log_best(self, step: int, accuracy: float | None) -> None:
         if accuracy is not None:
             self._log.event("best", step=step, accuracy=accuracy)
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what writing failed with, and `SlipstreamError` where it does not go
-        on."""
+        """Wait until nothing is being written. Raises the error of the write, or `SlipstreamError` if it makes no
+        progress."""
         quiet_s, before = 0.0, -1
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_POLL_S)
             now = self._store.unfinished_bytes()
-            # Counted in polls: while this process was stopped nobody could write.
+            # Counted in polls, not by the clock: while this process was stopped nothing could be written.
             quiet_s, before = (quiet_s + _POLL_S if now == before else 0.0), now
             if quiet_s >= QUIET_S:
                 raise cannot_write(self._writes or self._store.folder, f"the disk took nothing for {QUIET_S:g} s")
         self._raise_failure()
 
     def close(self) -> None:
-        """Wait for what is being written, when something else has ended the run: what becomes of it is only told."""
+        """Wait for the write in progress when the run has ended; its errors are only logged."""
         try:
             self.wait()
         except Exception as error:  # noqa: BLE001 (what ended the run is worth more)
             with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either
                 self._log.warning(f"the checkpoint under way was not written: {error}")
-            return  # what writes may still read the snapshot
+            return  # the writing thread may still read the snapshot
         for snapshots in (self._snapshots, self._critics):
             if snapshots is not None:
                 snapshots.close()
 
     def _prepare(self) -> None:
-        """Take the memory of snapshots beside training, once."""
+        """Allocate the snapshots' memory in the background, once."""
         if self._snapshots is None or self._prepared:
             return
         self._prepared = True

@@ -1,10 +1,10 @@
-"""A model spread over ranks in the memory of the engine's workers: what a rank has is what the worker beside it has.
+"""Shards of a model in the memory of the engine's tensor-parallel workers: each rank shares memory with one worker.
 
-vLLM divides most parameters as FSDP2 can: equal rows, or equal columns. Of these a rank's part is its worker's own
-tensor. What the two divide otherwise (norms, which every worker has; heads of keys that are fewer than workers; words
-that do not come out even) the rank has a part of its own of, and copies the whole's values to its worker after every
-change. Guarantees: nothing of the worker's is written before it was compared with the model's files; after `write`
-returns, all that the worker has is this version's.
+vLLM shards most parameters as FSDP2 can, in equal rows or equal columns: for these a rank's shard is its worker's
+tensor. Where the two differ (norms, which vLLM replicates; key heads fewer than workers; vocabularies that do not
+divide evenly) the rank has a shard of its own, and copies the values to its worker after every change. Guarantees: the
+worker's memory is written only after it was compared with the model's files; after `write` returns, all of the worker's
+weights are those of the new version.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import WeightsError
-from slipstream.trainer.model.policy import PolicyModel, is_same
+from slipstream.trainer.model.policy import PolicyModel, shares_memory
 from slipstream.weights.bridges.single_copy import OTHER_BRIDGE, CannotShare, SharedTensor, SharedWeights, open_weights
 from slipstream.weights.shards import Shard, gathered_everywhere
 
 
 class WorkerMemory:
-    """The memory of the worker `rank`, and how all of the `workers` have divided `model`."""
+    """The memory of worker number `rank`, and how all `workers` shard `model`."""
 
     def __init__(self, model: PolicyModel, workers: Sequence[SharedWeights], rank: int) -> None:
         self._folder, self._size = model.folder, len(workers)
         self._live: dict[str, Tensor] = {}
-        """By the network's own names."""
+        """The worker's tensors, by the network's parameter names."""
         self._places: dict[str, tuple[int, int]] = {}
-        """Where the worker's part begins, and along which dimension."""
+        """(dimension, first index) of the worker's shard of each parameter."""
         self.dims: dict[str, int] = {}
-        """Along which dimension each parameter is divided that ranks and workers divide alike."""
+        """The shard dimension of each parameter that FSDP2 and vLLM shard alike, so that memory is shared."""
         self._placed: set[str] = set()
-        self.apart: set[str] = set()
-        """What is trained and divided otherwise."""
+        self.copied: set[str] = set()
+        """Trained parameters that they shard differently: copied after every change."""
         opened = open_weights(workers[rank])
         for name, parameter in model.network.named_parameters():
             probe = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
             found = model.stored(name, probe)
             stored = found[0][0] if found else name
             reason = next((worker.refused[stored] for worker in workers if stored in worker.refused), "")
-            if len(found) != 1 or not is_same(found[0][1], probe):
-                reason = "transformers changes it, and the engine has it otherwise"
+            if len(found) != 1 or not shares_memory(found[0][1], probe):
+                reason = "transformers converts it, and the engine stores it differently"
             elif not reason and any(stored not in worker.tensors for worker in workers):
                 reason = "the engine has none"
             elif not reason and opened[stored].dtype != parameter.dtype:
@@ -51,59 +51,59 @@ class WorkerMemory:
                 raise CannotShare(f"trainer and engine cannot have one copy of {stored} ({reason})")
             place = workers[rank].tensors[stored]
             self._live[name], self._places[name] = opened[stored], (place.dim, place.start)
-            dim = _divided_alike([worker.tensors[stored] for worker in workers], tuple(parameter.shape))
+            dim = _common_shard_dim([worker.tensors[stored] for worker in workers], tuple(parameter.shape))
             if dim is not None:
                 self.dims[name] = dim
             elif parameter.requires_grad:
-                self.apart.add(name)
+                self.copied.add(name)
 
     def place(self, module: nn.Module, prefix: str, mesh: Any) -> None:
-        """Have the parameters of `module`, which has just been spread, lie where the worker has them; in the network
-        its name is `prefix`, with a dot. `load_state_dict` is how a module that is spread takes over other tensors."""
+        """Replace the shards of `module`, just sharded by FSDP2, by the worker's tensors; `prefix` is its name in the
+        network with a dot. FSDP2 takes over other tensors through `load_state_dict`."""
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as Dealt
+        from torch.distributed.tensor import Shard as ShardPlacement
 
         made: Any = DTensor.from_local
-        taken: dict[int, nn.Parameter] = {}
+        replaced: dict[int, nn.Parameter] = {}
         state: dict[str, nn.Parameter] = {}
         for own_name, parameter in module.named_parameters(remove_duplicate=False):
             name = prefix + own_name
-            if id(parameter) not in taken:
+            if id(parameter) not in replaced:
                 if name not in self.dims or name in self._placed:
                     continue
                 self._placed.add(name)
-                dim, shape, stride = Dealt(self.dims[name]), parameter.shape, parameter.stride()
+                dim, shape, stride = ShardPlacement(self.dims[name]), parameter.shape, parameter.stride()
                 part = made(self._live[name], mesh, [dim], run_check=False, shape=shape, stride=stride)
-                taken[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-            # A tied one stands under both names.
-            state[own_name] = taken[id(parameter)]
+                replaced[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            # A tied parameter has both names.
+            state[own_name] = replaced[id(parameter)]
         module.load_state_dict(state, strict=False, assign=True)
 
     def check(self, name: str, whole: Tensor) -> None:
-        """Raise `WeightsError` unless the worker has loaded what the files have."""
-        if not torch.equal(self._live[name], self._of_worker(name, whole)):
+        """Raise `WeightsError` unless the worker's tensor equals `whole`, the parameter in the model's files."""
+        if not torch.equal(self._live[name], self._worker_slice(name, whole)):
             raise WeightsError(f"the engine holds another {name} than the files in {self._folder}: {OTHER_BRIDGE}")
 
     @torch.no_grad()
     def write(self, shards: Iterable[Shard]) -> int:
-        """After parameters were changed: have the worker know those `apart` too, of which `shards` are this rank's. A
-        collective; how many bytes were copied to the worker."""
+        """All-gather the parameters in `copied`, of which `shards` are this rank's, and copy the worker's slices to it.
+        Returns the number of bytes copied. Call it after every change."""
         num_bytes = 0
         for name, whole in gathered_everywhere(shards, self._size):
-            num_bytes += self._live[name].copy_(self._of_worker(name, whole)).nbytes
+            num_bytes += self._live[name].copy_(self._worker_slice(name, whole)).nbytes
         if torch.cuda.is_initialized():
-            # The engine computes as soon as all ranks have answered.
+            # The engine computes as soon as all ranks have answered: the copies must be complete.
             torch.cuda.synchronize()
         return num_bytes
 
-    def _of_worker(self, name: str, whole: Tensor) -> Tensor:
+    def _worker_slice(self, name: str, whole: Tensor) -> Tensor:
         dim, start = self._places[name]
         return whole.narrow(dim, start, self._live[name].shape[dim])
 
 
-def _divided_alike(parts: Sequence[SharedTensor], shape: tuple[int, ...]) -> int | None:
-    """Along which dimension the workers' `parts` of a parameter are the equal ones that FSDP2 deals; None when they are
-    others."""
+def _common_shard_dim(parts: Sequence[SharedTensor], shape: tuple[int, ...]) -> int | None:
+    """The dimension along which the workers' `parts` of a parameter are equal, contiguous shards as FSDP2 makes them;
+    None if they are not."""
     dim = parts[0].dim
     each, rest = divmod(shape[dim], len(parts))
     expected = (*shape[:dim], each, *shape[dim + 1 :])

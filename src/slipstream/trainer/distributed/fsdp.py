@@ -1,9 +1,9 @@
-"""The process group of several trainer processes (ranks) on one host, and models spread over them by FSDP2.
+"""The process group of the trainer ranks on one host, and sharding of models over them by FSDP2.
 
-The ranks meet over a file in a folder that only the user can open; gloo's sockets listen on the loopback interface.
-Guarantees: of every parameter each rank keeps some rows, or columns where an engine's worker has them, as FSDP2 deals
-them; gradients are added up over the ranks in float32, never averaged, since an objective's divisors are the whole
-step's; only rank 0 reads the model's files.
+The ranks meet through a file in a folder that only the user can open; gloo's sockets listen on the loopback interface.
+Guarantees: each rank keeps a shard of every parameter, by rows, or by columns where an engine's worker has columns;
+gradients are reduce-scattered as sums in float32, not averages, because an objective's divisors are those of the whole
+step; only rank 0 reads the model's files.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.model.layers import decoder_layers
-from slipstream.trainer.model.policy import PolicyModel, check_isolation
-from slipstream.trainer.optim.base import add_gradient_, local_part
+from slipstream.trainer.model.packing_check import check_isolation
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.optim.base import add_gradient_, local_tensor
 from slipstream.weights.bridges.broadcast import environment
 from slipstream.weights.shards import Shard, part_of
 
 _VARIABLES = {
-    # At a deadline torch gives up what waits, instead of ending the process: then it is an error with a sentence.
+    # At a timeout torch aborts the collective instead of the process, so that we can report an error.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -35,15 +36,15 @@ _VARIABLES = {
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _MARK = "_is_fsdp_managed_module"
-_SAID_BYTES = 512
-"""Of what a rank may say of a failure."""
+_MAX_MESSAGE_BYTES = 512
+"""Of a rank's error message."""
 _kept: list[Any] = []
-"""Process groups live as long as the process. DTensor keeps their meshes in a cache of the thread, which a child that
-another thread forks clears: the last to let go there would wait for threads that a forked child does not have."""
+"""Keeps process groups alive until exit. DTensor caches their meshes by thread; a child forked by another thread clears
+that cache, and destroying a process group there would wait for threads that the child does not have."""
 
 
 class RankGroup:
-    """One rank's membership: `rank` of `size`, on `device`. Every wait for another rank ends after `timeout_s`."""
+    """The process group as seen by rank `rank` of `size`, on `device`. Waits for other ranks end after `timeout_s`."""
 
     def __init__(self, store: str, rank: int, size: int, *, timeout_s: float) -> None:
         distributed: Any = torch.distributed
@@ -55,7 +56,7 @@ class RankGroup:
         timeout = timedelta(seconds=timeout_s)
         files = distributed.FileStore(store, size)
         files.set_timeout(timeout)
-        # NCCL itself would wait without end for somebody who never comes.
+        # NCCL itself would wait forever for a rank that never starts.
         files.set(f"here-{rank}", b"1")
         files.wait([f"here-{other}" for other in range(size)], timeout)
         with environment(_VARIABLES):
@@ -71,51 +72,51 @@ class RankGroup:
         self.mesh: Any = torch.distributed.device_mesh.init_device_mesh(self.device.type, (size,))
 
     def leave(self) -> None:
-        """Give the group up, without waiting for anybody."""
+        """Destroy the process group without waiting for other ranks."""
         try:
             if self.device.type == "cuda":
                 self.abort()
             torch.distributed.destroy_process_group()
         except (RuntimeError, ValueError, AssertionError) as error:
-            _log.warning("the ranks' group was given up with %s: %s", type(error).__name__, error)
+            _log.warning("destroying the ranks' process group failed with %s: %s", type(error).__name__, error)
 
     def abort(self) -> None:
-        """End every wait for the others, from any thread; only GPUs need it, since gloo notices by itself."""
+        """Abort all pending collectives, from any thread. Only NCCL needs it: gloo notices lost peers by itself."""
         try:
             group: Any = torch.distributed.group.WORLD
             group._get_backend(self.device).abort()
         except (RuntimeError, ValueError, AssertionError, AttributeError) as error:
-            _log.warning("waits of the ranks' group could not be ended: %s: %s", type(error).__name__, error)
+            _log.warning("aborting the ranks' collectives failed: %s: %s", type(error).__name__, error)
 
     def norm(self, own: float) -> float:
-        """The norm of what all ranks have, from the norm of this one's."""
+        """The norm over all ranks, from the norm of this rank's shards (an all-reduce of squares)."""
         squares = torch.tensor([own], dtype=torch.float64, device=self.device).square()
         torch.distributed.all_reduce(squares)
         return squares.sqrt().item()
 
     def sums(self, own: list[int]) -> list[int]:
-        """Of these numbers, over all ranks."""
+        """All-reduce: the element-wise sums over the ranks."""
         counts = torch.tensor(own, dtype=torch.int64, device=self.device)
         torch.distributed.all_reduce(counts)
         return counts.tolist()
 
     def first_problem(self, own: str) -> str:
-        """What went wrong on the first rank that says something, and which one that is: the same on all of them."""
-        said = torch.zeros(self.size, _SAID_BYTES, dtype=torch.uint8, device=self.device)
-        text = own.encode()[:_SAID_BYTES]
-        said[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        torch.distributed.all_reduce(said)
-        texts = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in said.tolist())
+        """All-reduce of error messages: the first rank's that has one, with its number; the same on all ranks."""
+        messages = torch.zeros(self.size, _MAX_MESSAGE_BYTES, dtype=torch.uint8, device=self.device)
+        text = own.encode()[:_MAX_MESSAGE_BYTES]
+        messages[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        torch.distributed.all_reduce(messages)
+        texts = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in messages.tolist())
         return next((f"trainer process {rank}: {text}" for rank, text in enumerate(texts) if text), "")
 
-    def spread(self, model: PolicyModel, *, checked: bool = True, memory: WorkerMemory | None = None) -> None:
-        """Leave this rank its part of every parameter of `model`, whose values are rank 0's, and have its layers gather
-        theirs whenever they compute. With `memory` it has rows or columns there, of which the values must be the same.
-        If `checked`, packed sequences may then not see one another."""
+    def shard(self, model: PolicyModel, *, checked: bool = True, memory: WorkerMemory | None = None) -> None:
+        """Shard `model` with rank 0's values: each rank keeps its shard of every parameter, and layers all-gather their
+        weights when they compute. With `memory` the shards lie in the engine worker's memory, whose values must be
+        equal. If `checked`, check afterwards that packed sequences do not attend to one another."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        from torch.distributed.tensor import Shard as Dealt
+        from torch.distributed.tensor import Shard as ShardPlacement
 
-        # What a scalar is spread to, where this rank has no values, is of no more use than its shape and type.
+        # On ranks other than 0 these are expanded scalars: only shape and dtype are used.
         whole = {name: parameter.detach() for name, parameter in model.network.named_parameters()}
         dims = {} if memory is None else memory.dims
         dim_of = {id(parameter): dims.get(name, 0) for name, parameter in model.network.named_parameters()}
@@ -124,33 +125,33 @@ class RankGroup:
             "mesh": self.mesh,
             "reshard_after_forward": True,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-            "shard_placement_fn": lambda parameter: Dealt(dim_of.get(id(parameter), 0)),
+            "shard_placement_fn": lambda parameter: ShardPlacement(dim_of.get(id(parameter), 0)),
         }
         for module in (*decoder_layers(model.network), *model.roots):
             if self.rank:
-                self._make_room(module)
+                self._allocate(module)
             sharded: Any = fully_shard(module, **options)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            _add_up_by_kernel(sharded)
-            _have_compiled_as_ever(module)
+            _use_fused_accumulation(sharded)
+            _clear_fsdp_mark(module)
             if memory is not None:
                 memory.place(module, prefixes[module], self.mesh)
-        self._fill(model.network, whole, memory)
+        self._broadcast_values(model.network, whole, memory)
         if model.packing and checked:
             check_isolation(model)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # whole layers and words, which an engine may have on this card
+            torch.cuda.empty_cache()  # the full layers and embeddings: an engine may need the memory
 
-    def _make_room(self, module: nn.Module) -> None:
-        """Give the parameters of a module that has no values yet memory; its rows alone stay when it is sharded."""
+    def _allocate(self, module: nn.Module) -> None:
+        """Allocate memory for the parameters of a module without values; sharding keeps this rank's shard only."""
         for parameter in module.parameters():
             if not parameter.is_contiguous():
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
 
     @torch.no_grad()
-    def _fill(self, network: nn.Module, whole: dict[str, Tensor], memory: WorkerMemory | None) -> None:
-        """Take rank 0's values, one parameter at a time; in the engine's memory they must be there."""
+    def _broadcast_values(self, network: nn.Module, whole: dict[str, Tensor], memory: WorkerMemory | None) -> None:
+        """Broadcast rank 0's values, one parameter at a time; the engine's memory must already have them."""
         for name, parameter in network.named_parameters():
             own = whole.pop(name)
             value = own.to(self.device).contiguous() if self.rank == 0 else torch.empty_like(own, device=self.device)
@@ -159,77 +160,76 @@ class RankGroup:
             if memory is not None:
                 memory.check(name, value)
             if memory is None or name not in memory.dims:
-                local_part(parameter).copy_(part_of(value, shard_dim(parameter), self.rank, self.size))
+                local_tensor(parameter).copy_(part_of(value, shard_dim(parameter), self.rank, self.size))
         for buffer in network.buffers():
             value = buffer.detach().to(self.device).contiguous()
             torch.distributed.broadcast(value, 0)
             buffer.data = value
 
-    def through_step(self, modules: Iterable[nn.Module], rows: Iterable[T], count: int) -> Generator[T]:
-        """The `rows` of a step, of which there are `count`, for a forward and a backward pass each. Meanwhile this rank
-        keeps the whole weights of these `modules`, without those below them, and their gradients, in float32; the last
-        backward pass adds these up over the ranks, and leaves this one its part. Every pass goes through all of the
-        modules. After a row that failed this rank is of no use."""
-        spread: list[Any] = list(modules)
-        for module in spread:
+    def rows_unsharded(self, modules: Iterable[nn.Module], rows: Iterable[T], count: int) -> Generator[T]:
+        """Yield the `count` rows of a step, for one forward and backward pass each, without resharding `modules` (not
+        their submodules) in between: weights and float32 gradients stay unsharded on this rank until the last backward
+        pass, which reduce-scatters the gradients. Every pass must go through all of the modules. After an error in a
+        row this rank must not be used."""
+        sharded: list[Any] = list(modules)
+        for module in sharded:
             module.set_reshard_after_forward(False, recurse=False)
         for number, row in enumerate(rows, 1):
-            for module in spread:
+            for module in sharded:
                 module.set_requires_gradient_sync(number == count, recurse=False)
                 module.set_reshard_after_backward(number == count, recurse=False)
             yield row
-        for module in spread:
+        for module in sharded:
             module.set_reshard_after_forward(True, recurse=False)
 
     def as_shard(self, part: Tensor, shape: torch.Size, dim: int) -> Tensor:
-        """This part as one of a tensor (a DTensor) of that shape, dealt out along `dim`, to save and load."""
+        """Wrap this rank's shard as a DTensor of full shape `shape`, sharded along `dim`, to save and load it."""
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as Dealt
+        from torch.distributed.tensor import Shard as ShardPlacement
 
         stride = torch.empty(shape, device="meta").stride()
         made: Any = DTensor.from_local
-        return made(part, self.mesh, [Dealt(dim)], run_check=False, shape=shape, stride=stride)
+        return made(part, self.mesh, [ShardPlacement(dim)], run_check=False, shape=shape, stride=stride)
 
 
-def saved_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that `network` would save, under its own names: parameters, tied ones once, and buffers."""
+def saved_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, tied ones once, and persistent buffers of `network`, under its names."""
     yield from network.named_parameters()
-    state: dict[str, Tensor] = network.state_dict(keep_vars=True)  # a DTensor's detach takes its time
+    state: dict[str, Tensor] = network.state_dict(keep_vars=True)  # detaching DTensors is slow
     yield from ((name, buffer) for name, buffer in network.named_buffers() if name in state)
 
 
 def shard_of(name: str, tensor: Tensor) -> Shard:
-    """This rank's part of a parameter that is spread, or of a buffer, which every rank has, as it is now."""
+    """This rank's current shard of a sharded parameter, or a replicated buffer."""
     dim = shard_dim(tensor) if hasattr(tensor, "placements") else None
-    return Shard(name, local_part(tensor), tuple(tensor.shape), dim)
+    return Shard(name, local_tensor(tensor), tuple(tensor.shape), dim)
 
 
 def shard_dim(parameter: Tensor) -> int:
-    """Along which dimension a parameter that is spread is dealt out."""
+    """The dimension along which a parameter is sharded."""
     known: Any = parameter
     (placement,) = known.placements
     return int(placement.dim)
 
 
-def _have_compiled_as_ever(module: nn.Module) -> None:
-    """Take FSDP2's mark from a module: of one that has it torch's compiler takes numbers such as the size of its heads
-    for ones that change from call to call, and its kernels divide by them."""
+def _clear_fsdp_mark(module: nn.Module) -> None:
+    """Remove FSDP2's mark from a module. In marked modules torch.compile treats integers such as the head size as
+    dynamic, and its kernels divide by them at run time."""
     for part in module.modules():
         if hasattr(part, _MARK):
             setattr(part, _MARK, False)
 
 
-def _add_up_by_kernel(module: Any) -> None:
-    """Have the gradients that a rank adds up itself, between the first pass of a step and the last, be added by
-    `add_gradient_`: torch's own addition of two types takes twice as long."""
+def _use_fused_accumulation(module: Any) -> None:
+    """Accumulate unsharded gradients with `add_gradient_`: torch's mixed-dtype addition takes twice as long."""
     group = module._get_fsdp_state()._fsdp_param_group
     for parameter in () if group is None else group.fsdp_params:
-        parameter.accumulate_unsharded_grad_if_needed = partial(_add_up, parameter)
+        parameter.accumulate_unsharded_grad_if_needed = partial(_accumulate, parameter)
 
 
-def _add_up(parameter: Any) -> None:
+def _accumulate(parameter: Any) -> None:
     total = parameter.unsharded_accumulated_grad
-    # Of a module that no pass went through no whole weights are there.
+    # A module that took no part in the pass has no unsharded weights.
     if total is not None and (gradient := parameter.unsharded_param.grad) is not None:
         add_gradient_(total, gradient)
         parameter.unsharded_param.grad = None

@@ -1,8 +1,8 @@
-"""The learner of rank 0 where several trainer processes share the work: the loop does not notice.
+"""The learner of rank 0 when several trainer ranks share the work; the training loop uses it like any other learner.
 
-Each primitive is told to the other ranks as a command (`rank_part`) and done by all. Guarantees: a step split over
-ranks has the gradients and losses of one process but for rounding; weights come together a bunch at a time, and for a
-fingerprint none do. Who the other ranks are, and what happens when one dies, is left to the `Crew`.
+Rank 0 sends each primitive to the other ranks as a command (`worker.py`), and all execute it. Guarantees: gradients and
+losses of a step are those of a single process up to rounding; weights are gathered in batches of bounded size, and
+fingerprints without gathering. `OtherRanks` knows the other processes and what to do when one dies.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from slipstream.trainer.distributed.worker import (
     Describe,
     Gather,
     Load,
-    Part,
     Prepare,
+    RankBatch,
+    RankModel,
     Save,
     Score,
-    Share,
-    share_of,
+    rank_batch_of,
 )
 from slipstream.trainer.learner import UNPROCESSED, Learner, Scores, Sums
-from slipstream.trainer.model.policy import is_same
+from slipstream.trainer.model.policy import shares_memory
 from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optim.base import OptimStats
 from slipstream.weights.base import NamedWeights
@@ -42,25 +42,25 @@ from slipstream.weights.fingerprint import as_hex, describe
 from slipstream.weights.shards import ShardedWeights
 
 
-class Crew(Protocol):
-    """The other ranks."""
+class OtherRanks(Protocol):
+    """The connection to the other ranks."""
 
-    def together(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
-        """Have every rank carry out its command, this one with `do`; their answers in order."""
+    def run_on_all(self, commands: Sequence[AnyCommand], do: Callable[[AnyCommand], Answer]) -> list[Answer]:
+        """Have each rank execute its command, this one by calling `do`; returns their answers in rank order."""
         ...
 
-    def meanwhile(self, command: AnyCommand) -> AbstractContextManager[None]:
-        """The other ranks carry out `command` while this one does its part inside."""
+    def run_on_others(self, command: AnyCommand) -> AbstractContextManager[None]:
+        """The other ranks execute `command` while this one runs the body of the `with` statement."""
         ...
 
 
 @dataclass(frozen=True)
 class ShardedScorer:
-    """A model that every rank has a share of, and what it says of tokens; see `learner.Scorer`."""
+    """Log-probabilities by a model that is sharded over the ranks; see `learner.Scorer`."""
 
     name: str
-    part: Part
-    crew: Crew
+    local: RankModel
+    others: OtherRanks
     micro_batch_tokens: int
 
     def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
@@ -70,16 +70,18 @@ class ShardedScorer:
     def scores(
         self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams, micro_batch_tokens: int
     ) -> Scores:
-        """The same in rows of at most so many tokens."""
+        """The same, in micro-batches of at most `micro_batch_tokens` tokens."""
         return Scores(*self.predictions(sequences, sampling, micro_batch_tokens))
 
     def predictions(
         self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams | None, micro_batch_tokens: int
     ) -> list[list[Tensor]]:
-        """Of each kind of prediction (see `learner.predictions`) each sequence's."""
+        """By kind of prediction (see `learner.predictions`), one tensor `[N]` for each sequence."""
         batch = StepBatch(list(sequences))
-        shares, chosen = self.deal(batch, micro_batch_tokens)
-        answers = self.crew.together([Score(self.name, share, sampling) for share in shares], self.part.do)
+        batches, chosen = self.split_batch(batch, micro_batch_tokens)
+        answers = self.others.run_on_all(
+            [Score(self.name, rank_batch, sampling) for rank_batch in batches], self.local.do
+        )
         found = [[torch.zeros(0)] * len(sequences) for _ in range(1 if sampling is None else 2)]
         for answer, indices in zip(answers, chosen, strict=True):
             counts = [sequences[index].num_trainable for index in indices]
@@ -88,36 +90,36 @@ class ShardedScorer:
                     found[int(number)][index] = values.clone()
         return found
 
-    def deal(self, batch: StepBatch, micro_batch_tokens: int) -> tuple[list[Share], list[list[int]]]:
-        """Every rank's share of a step, and which sequences are in it."""
-        model, size = self.part.model, self.part.group.size
+    def split_batch(self, batch: StepBatch, micro_batch_tokens: int) -> tuple[list[RankBatch], list[list[int]]]:
+        """Split a step batch over the ranks; also returns the indices of each rank's sequences."""
+        model, size = self.local.model, self.local.group.size
         passes = even_rows(batch, micro_batch_tokens, size, packing=model.packing, device=model.device)
-        dealt = [share_of(batch, [row[rank] for row in passes]) for rank in range(size)]
-        return [share for share, _ in dealt], [chosen for _, chosen in dealt]
+        dealt = [rank_batch_of(batch, [row[rank] for row in passes]) for rank in range(size)]
+        return [rank_batch for rank_batch, _ in dealt], [chosen for _, chosen in dealt]
 
 
-class SpreadModel:
-    """A model that every rank has a share of, as `name`: its weights, and what all ranks do alike with it."""
+class ShardedModel:
+    """Rank 0's view of a model that is sharded over the ranks: its weights, and commands to all ranks."""
 
-    def __init__(self, name: str, part: Part, crew: Crew) -> None:
-        self.name, self.part, self.crew = name, part, crew
+    def __init__(self, name: str, local: RankModel, others: OtherRanks) -> None:
+        self.name, self.local, self.others = name, local, others
         self._specs: dict[str, tuple[records.ParameterSpec, ...] | None] = {}
 
     def all_do(self, command: AnyCommand) -> list[Answer]:
-        """Have every rank carry out `command`; their answers in order."""
-        return self.crew.together([command] * self.part.group.size, self.part.do)
+        """Have every rank execute `command`; returns their answers in rank order."""
+        return self.others.run_on_all([command] * self.local.group.size, self.local.do)
 
     def weights(self, what: str) -> ShardedWeights:
-        """All of the `model`, its `base` or its `adapter`; gathered by whoever goes through them."""
+        """The weights of the `model`, its `base` or its `adapter`; iterating over them gathers them."""
         return ShardedWeights(lambda: self._gathered(what), lambda: self._described(what))
 
     def _gathered(self, what: str) -> Generator[tuple[str, Tensor]]:
         specs = self._stored(what)
-        # Closed before the others are waited for: whoever had enough goes through the rest with them.
-        with self.crew.meanwhile(Gather(self.name, what)), closing(self.part.gather(what)) as tensors:
+        # `closing` runs first: a consumer that stops early still takes part in the remaining collectives.
+        with self.others.run_on_others(Gather(self.name, what)), closing(self.local.gather(what)) as tensors:
             if specs is None:
                 for name, tensor in tensors:
-                    yield from self.part.stored(what, name, tensor)
+                    yield from self.local.stored(what, name, tensor)
                 return
             for spec, (_, tensor) in zip(specs, tensors, strict=True):
                 yield spec.name, tensor
@@ -125,46 +127,46 @@ class SpreadModel:
     def _described(self, what: str) -> tuple[records.ParameterSpec, ...]:
         specs = self._stored(what)
         if specs is None:
-            # Transformers keeps several stored tensors as one, or otherwise: they are only known when made.
+            # Transformers fuses or converts stored tensors: their fingerprints need the full tensors.
             return tuple(spec for each in self._gathered(what) for spec in describe([each]))
-        shares = [answer.fingerprints for answer in self.all_do(Describe(self.name, what))]
-        sums = [sum(each) for each in zip(*shares, strict=True)]
+        batches = [answer.fingerprints for answer in self.all_do(Describe(self.name, what))]
+        sums = [sum(each) for each in zip(*batches, strict=True)]
         return tuple(
             records.ParameterSpec(spec.name, spec.shape, spec.dtype, as_hex(total))
             for spec, total in zip(specs, sums, strict=True)
         )
 
     def _stored(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
-        """`_unmarked`, for which transformers is asked once: of each tensor it takes milliseconds."""
+        """`_find_specs`, cached: transformers takes milliseconds for each tensor."""
         if what not in self._specs:
-            self._specs[what] = self._unmarked(what)
+            self._specs[what] = self._find_specs(what)
         return self._specs[what]
 
-    def _unmarked(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
-        """Name, shape and type of every tensor as it is saved, without fingerprints; None when one of them is not
-        element for element what the network has."""
+    def _find_specs(self, what: str) -> tuple[records.ParameterSpec, ...] | None:
+        """Name, shape and dtype of every tensor as it is saved, without fingerprints; None if the saved layout of one
+        differs from the network's."""
         specs: list[records.ParameterSpec] = []
-        for shard in self.part.shards(what):
-            # A tensor without memory: only who comes out and in which shape is asked.
+        for shard in self.local.shards(what):
+            # Expanded from one element: only names and shapes matter.
             probe = torch.zeros(1, dtype=shard.part.dtype).expand(shard.shape)
-            stored = self.part.stored(what, shard.name, probe)
-            if len(stored) != 1 or not is_same(stored[0][1], probe):
+            stored = self.local.stored(what, shard.name, probe)
+            if len(stored) != 1 or not shares_memory(stored[0][1], probe):
                 return None
             specs.append(replace(shard, name=stored[0][0]).spec(""))
         return tuple(specs)
 
 
 class ShardedLearner(Learner):
-    """A `Learner` whose model is spread over ranks; `name` is what they call it."""
+    """A `Learner` whose model, called `name`, is sharded over the ranks."""
 
-    def __init__(self, name: str, part: Part, crew: Crew, *, micro_batch_tokens: int) -> None:
-        assert part.optimizer is not None
-        super().__init__(part.model, part.optimizer, micro_batch_tokens=micro_batch_tokens)
+    def __init__(self, name: str, local: RankModel, others: OtherRanks, *, micro_batch_tokens: int) -> None:
+        assert local.optimizer is not None
+        super().__init__(local.model, local.optimizer, micro_batch_tokens=micro_batch_tokens)
         self._name = name
-        self._part = part
-        self._crew = crew
-        self._scorer = ShardedScorer(name, part, crew, micro_batch_tokens)
-        self._spread = SpreadModel(name, part, crew)
+        self._local = local
+        self._others = others
+        self._scorer = ShardedScorer(name, local, others, micro_batch_tokens)
+        self._sharded = ShardedModel(name, local, others)
 
     def forward(
         self,
@@ -181,11 +183,13 @@ class ShardedLearner(Learner):
         return self._scorer.predictions(sequences, None, self.micro_batch_tokens)[0]
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
-        self._part.objective = objective
-        shares, _ = self._scorer.deal(batch, self.micro_batch_tokens)
+        self._local.objective = objective
+        batches, _ = self._scorer.split_batch(batch, self.micro_batch_tokens)
         sums = Sums({})
-        answers = self._crew.together([Backward(self._name, share, divisors) for share in shares], self._part.do)
-        sums.longest_row = int(answers[0].numbers[2])  # of this rank, whose memory is noted beside it
+        answers = self._others.run_on_all(
+            [Backward(self._name, rank_batch, divisors) for rank_batch in batches], self._local.do
+        )
+        sums.longest_row = int(answers[0].numbers[2])  # rank 0's, whose memory is reported with it
         for answer in answers:
             for name, packed in answer.tensors.items():
                 value = packed.tensor()
@@ -196,32 +200,32 @@ class ShardedLearner(Learner):
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
         """See the base."""
-        rate, norm, clipped = self._spread.all_do(Prepare(self._name, learning_rate))[0].numbers
+        rate, norm, clipped = self._sharded.all_do(Prepare(self._name, learning_rate))[0].numbers
         return OptimStats(rate, norm, bool(clipped))
 
     def optim_commit(self) -> None:
         """See the base."""
-        self._spread.all_do(Commit(self._name))
+        self._sharded.all_do(Commit(self._name))
 
     def named_weights(self) -> NamedWeights:
-        """See the base; gathered by whoever goes through them. An adapter is not merged into them: the config's checks
-        let nobody ask for that."""
+        """See the base; iterating gathers them. Models with an adapter, which would have to be merged, are refused by
+        the config's checks."""
         assert self.model.adapter is None
-        return self._spread.weights("model")
+        return self._sharded.weights("model")
 
     def base_weights(self) -> NamedWeights:
         """See the base."""
-        return self._spread.weights("base")
+        return self._sharded.weights("base")
 
     def adapter_weights(self) -> NamedWeights:
         """See the base."""
-        return self._spread.weights("adapter")
+        return self._sharded.weights("adapter")
 
     def save(self, folder: Path) -> None:
-        """See the base; every rank writes its own share."""
+        """See the base; every rank writes its own shard."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._spread.all_do(Save(self._name, str(folder.absolute())))
+        self._sharded.all_do(Save(self._name, str(folder.absolute())))
 
     def load(self, folder: Path) -> None:
-        """See the base; what any number of ranks wrote."""
-        self._spread.all_do(Load(self._name, str(folder.absolute())))
+        """See the base; `folder` may have been written by any number of ranks."""
+        self._sharded.all_do(Load(self._name, str(folder.absolute())))

@@ -1,9 +1,9 @@
-"""Compiling a model's layers, with a trial that tells whether the compiler can.
+"""Compiles a model's decoder layers, with a trial that falls back to eager layers when the compiler fails.
 
-It also decides how weight gradients are summed (`fused_weight_gradients.py`). Guarantees: after a trial that
-failed, here or on another rank, the layers compute as they did before; nothing is left in the gradients. Over ranks no
-collective waits for one whose compiler failed: the trial's forward passes, which gather the layers, are those of the
-layers as they come, and what is compiled is tried beside them, each layer by itself.
+It also enables fused gradient accumulation (`fused_weight_gradients.py`). Guarantees: after a failed trial, on this or
+another rank, the layers compute as before, and no gradients are left. No rank waits in a collective for one whose
+compiler failed: the trial's passes, which all-gather the layers, run the eager layers, and each compiled layer runs
+beside its eager one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from torch.utils._pytree import tree_leaves
 from slipstream import records
 from slipstream.errors import one_line
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
-from slipstream.trainer.learner import one_order_of_sums
+from slipstream.trainer.learner import deterministic_on_cpu
 from slipstream.trainer.model import fused_weight_gradients
-from slipstream.trainer.model.layers import decoder_layers, dress_layers
+from slipstream.trainer.model.layers import configure_layers, decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.vision_towers import text_config
 
-_LENGTHS = ((40, 24), (24, 16))
-"""Prompt and completion of the sequences of two rows: a length that differs shows whether any length will do."""
-_MOST_KINDS = 32
-"""For so many kinds of calls a layer may be compiled: with gradients and without, a row of one token, an adapter that
-is off, each for policy and critic. Beyond its own limit of 8 torch would compute layers as they come, without a word,
-and that needs more memory than was planned."""
+_TRIAL_LENGTHS = ((40, 24), (24, 16))
+"""Prompt and completion tokens of the sequences of two rows: the second length tests dynamic shapes."""
+_RECOMPILE_LIMIT = 32
+"""Compiled variants of a layer: with and without gradients, a row of one token, adapter off, each for policy and
+critic. Beyond its default limit of 8 torch silently falls back to eager, which needs more memory than planned."""
 
 
 _log = logging.getLogger(__name__)
@@ -47,63 +46,62 @@ def compile_layers(
     in_products: bool | None = None,
     row_tokens: int = 0,
 ) -> str:
-    """Compile the layers of `model` and have each compute parts of two small rows, with and without gradients. Returns
-    why not, in one line, where the compiler fails; otherwise nothing. Over ranks, which all must call it, `agree` makes
-    of what went wrong on each what all of them return.
+    """Compile the layers of `model` and try them on two small rows, with and without gradients. Returns the compiler's
+    error on one line if it fails, otherwise an empty string. With several ranks all must call it, and `agree` maps each
+    rank's error to the one that all return.
 
-    Call it once the network is complete, adapter included, and spread over ranks, and before an optimizer waits for
-    gradients. `in_products`: whether products of linear layers add up the gradients of their weights; None: in one
-    process, where that is made for the device and the compiler can do it; True: on any device, for tests. With
-    `row_tokens` a row of that length is trained on too: for long ones the compiler fuses otherwise, and would begin
-    again in the first step.
+    Call it when the network is complete, with its adapter and sharded, and before optimizers register for gradients.
+    `in_products`: whether to fuse gradient accumulation; None: in a single process, where device and compiler support
+    it; True: on any device, for tests. `row_tokens`: also try a row of this length, for which the compiler generates
+    other kernels, which it would otherwise compile in the first step.
     """
     network, count = model.network, 0
     if in_products or (in_products is None and agree is None):
-        count = fused_weight_gradients.accumulate_in_products(network, anywhere=in_products is True)
+        count = fused_weight_gradients.fuse_accumulation(network, anywhere=in_products is True)
     problem = _compile(model, agree, row_tokens)
     if problem and count:
-        fused_weight_gradients.accumulate_apart(network)
+        fused_weight_gradients.unfuse_accumulation(network)
         reason, problem = problem, _compile(model, agree, row_tokens)
         if not problem:
-            _log.warning("gradients are added up apart from the products that make them (%s)", reason)
+            _log.warning("weight gradients are accumulated apart from the products that make them (%s)", reason)
     elif count:
-        _log.info("the gradients of %d matrices are added up by the products that make them", count)
+        _log.info("the gradients of %d matrices are accumulated by the products that make them", count)
     return problem
 
 
 def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens: int) -> str:
     before = model.layers
     compiler: Any = torch._dynamo.config
-    # So is torch's usual setting; what makes them last is where they lie (`launch.caches`).
+    # Torch's defaults; their folder makes the caches persistent (`launch.startup.compile_caches`).
     torch._inductor.config.fx_graph_cache = True
     torch._functorch.config.enable_autograd_cache = True
-    compiler.recompile_limit = max(compiler.recompile_limit, _MOST_KINDS)
+    compiler.recompile_limit = max(compiler.recompile_limit, _RECOMPILE_LIMIT)
     problems: list[str] = []
     try:
         model.layers = replace(before, compiled=True)
         layers = decoder_layers(model.network)
         plain = [layer.forward for layer in layers]
-        dress_layers(model.network, model.layers)
+        configure_layers(model.network, model.layers)
         compiled = [layer.forward for layer in layers]
     except Exception as error:  # noqa: BLE001 - whatever a compiler may raise
         problems.append(one_line(error))
         layers, plain, compiled = [], [], []
-        dress_layers(model.network, before)
+        configure_layers(model.network, before)
     for layer, own, tried in zip(layers, plain, compiled, strict=True):
-        layer.forward = _beside(layer, own, tried, problems)
+        layer.forward = _with_trial(layer, own, tried, problems)
     try:
-        for prompt, completion in _LENGTHS:
+        for prompt, completion in _TRIAL_LENGTHS:
             for row in _rows(model, prompt, completion):
                 with torch.no_grad():
                     model.logits(row)
-                with one_order_of_sums(model.device):
+                with deterministic_on_cpu(model.device):
                     model.logits(row)
         length = min(row_tokens, model.max_model_len or row_tokens)
         if length > 1:
             for row in _rows(model, length - 1, 1, row_tokens // length):
-                with one_order_of_sums(model.device):
+                with deterministic_on_cpu(model.device):
                     model.logits(row)
-        summing = [each for layer in layers for each in fused_weight_gradients.accumulating_layers(layer)]
+        summing = [each for layer in layers for each in fused_weight_gradients.fused_layers(layer)]
         if missed := sum(layer.weight.grad is None for layer in summing):
             problems.append(f"the products of {missed} of {len(summing)} linear layers gave their weights no gradient")
     finally:
@@ -116,23 +114,23 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens:
         problem = agree(problem)
     if problem:
         model.layers = before
-        dress_layers(model.network, before)
+        configure_layers(model.network, before)
     return problem
 
 
-def _beside(
+def _with_trial(
     layer: nn.Module, own: Callable[..., Any], tried: Callable[..., Any], problems: list[str]
 ) -> Callable[..., Any]:
-    """The layer's `own` forward, beside which `tried` computes the same, and its backward pass where there is to be
-    one, until the first of `problems`."""
+    """Wrap the layer's `own` eager forward so that each call also runs `tried`, the compiled one, forward and backward,
+    until one of `problems` occurred."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not problems:
             try:
-                outputs = _with_gradient(tried(*args, **kwargs))
-                inputs = _with_gradient([args, kwargs, list(layer.parameters())])
-                if torch.is_grad_enabled() and inputs:  # below the first adapter nothing wants a gradient
-                    # Up to the layer's inputs, where ranks would begin to add up what they have.
+                outputs = _requiring_grad(tried(*args, **kwargs))
+                inputs = _requiring_grad([args, kwargs, list(layer.parameters())])
+                if torch.is_grad_enabled() and inputs:  # layers below the first adapter need no gradient
+                    # To the layer's inputs only: gradients of parameters would trigger FSDP2's reduce-scatter.
                     torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
             except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise
                 problems.append(one_line(error))
@@ -141,12 +139,12 @@ def _beside(
     return call
 
 
-def _with_gradient(values: Any) -> list[Tensor]:
+def _requiring_grad(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _rows(model: PolicyModel, prompt: int, completion: int, number: int = 2) -> Iterator[MicroBatch]:
-    """So many sequences of one length, packed into one row if the model packs."""
+    """`number` sequences of one length, packed into one row if the model packs."""
     mask = [place >= prompt for place in range(prompt + completion)]
     vocabulary = int(text_config(model.config).vocab_size)
     sequences = [

@@ -1,14 +1,12 @@
-"""Gradients of linear layers' weights, added to the step's fp32 sum by the matrix product that makes them.
+"""Fused gradient accumulation: linear layers' weight gradients are accumulated in fp32 by the GEMM that computes them.
 
-As it comes, such a gradient is a bfloat16 matrix that is written, read again and added to the sum. Here the product has
-the sum for its output. Guarantees: the sum is the one that the optimizer looks at (`Optimizer`'s holders), and it is
-rounded to fp32 only; the forward product is torch's own; inside compiled layers, which share one code, the weight is
-found by a number.
+Without it such a gradient is a bfloat16 matrix that is written, read again and added to the accumulated one. Here the
+GEMM's output is the accumulated gradient (`Optimizer`'s holders), rounded to fp32 only. The forward GEMM is torch's.
+Compiled layers share one code, so that the custom operation finds the weight by a layer id.
 
-Only where layers are compiled, in one process: plain `nn.Linear`, in these layers or the head, in bfloat16 on a GPU,
-with a weight of its own that is trained. What is not such a layer (embeddings, a tied head, biases, norms, an adapter)
-goes the ordinary way, and so does all where torch has no such product or a trial finds it wrong. `torch.autograd.grad`
-and double backward do not see these gradients.
+Only for compiled layers in a single process: plain `nn.Linear` in bfloat16 on a GPU with an untied, trained weight.
+Other parameters (embeddings, a tied LM head, biases, norms, adapters) accumulate as usual, and so do all where torch
+has no such GEMM or a trial finds it wrong. `torch.autograd.grad` and double backward do not see these gradients.
 """
 
 from __future__ import annotations
@@ -30,61 +28,61 @@ from slipstream.errors import TrainingError, one_line
 _SHAPE = (256, 384, 512)
 """Tokens, outputs and inputs of the trial."""
 _TOLERANCE = 1e-4
-"""Of the norm of the sum; a product that is rounded to bfloat16 is 2e-3 off, one in fp32 7e-6."""
+"""Relative error of the trial; rounding to bfloat16 gives 2e-3, to fp32 7e-6."""
 _log = logging.getLogger(__name__)
 _operations: Any = torch.ops.slipstream
 _aten: Any = torch.ops.aten
 _numbers, _calls = itertools.count(), itertools.count()
 _linears: WeakValueDictionary[int, AccumulatingLinear] = WeakValueDictionary()
 _holders: Any = WeakTensorKeyDictionary()
-"""Of each parameter what holds its sum, as `grad`."""
+"""By parameter, the tensor whose `grad` is its accumulated gradient."""
 
 
 class AccumulatingLinear(nn.Linear):
-    """A linear layer whose backward pass adds the weight's gradient to the sum; autograd is given none.
+    """A linear layer whose backward pass accumulates the weight's gradient itself; autograd gets none.
 
-    Where no optimizer waits for it, the gradient becomes the weight's `grad`, as ever. A copy of such a layer is an
-    ordinary one.
+    Without a registered holder the gradient goes to the weight's `grad` as usual. A copy of the layer is a plain
+    `nn.Linear`.
     """
 
-    ticket: Tensor
-    """Names the layer to operations that take nothing but tensors; on the CPU."""
+    layer_id: Tensor
+    """An id `[]` on the CPU, by which the custom operation, whose arguments are tensors, looks the layer up."""
 
     def forward(self, input: Tensor) -> Tensor:
         """`input W' + bias`."""
-        # Without a gradient for its input the operation could be left out of a compiled backward pass.
+        # Without a gradient for its input the compiler could drop the operation from the backward pass.
         if not (torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad):
             return linear(input, self.weight, self.bias)
-        product: Any = _Product.apply(input, self.weight, self.bias, self.ticket, _number_of_call())
+        product: Any = _Product.apply(input, self.weight, self.bias, self.layer_id, _next_call())
         return product
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        del self.ticket
+        del self.layer_id
         self.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.compiler.assume_constant_result
-def _number_of_call() -> int:
-    """Differs from call to call of one compiled code: its compiler would make one operation of two that look alike, and
-    the sum would miss the second."""
+def _next_call() -> int:
+    """A number that differs for each call site in a compiled graph: the compiler would merge two identical operations,
+    and the accumulated gradient would miss one."""
     return next(_calls)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, call: int
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer_id: Tensor, call: int
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, ticket)
+        ctx.save_for_backward(input, weight, layer_id)
         ctx.call = call
         return linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
-        input, weight, ticket = ctx.saved_tensors
+        input, weight, layer_id = ctx.saved_tensors
         grad_TO = grad.flatten(0, -2)
-        of_input_TI = _operations.linear_backward(grad_TO, input.flatten(0, -2), weight, ticket, ctx.call)
+        of_input_TI = _operations.linear_backward(grad_TO, input.flatten(0, -2), weight, layer_id, ctx.call)
         of_bias = grad_TO.sum(0) if ctx.needs_input_grad[2] else None
         return of_input_TI.view(input.shape), None, of_bias, None, None
 
@@ -92,17 +90,17 @@ class _Product(torch.autograd.Function):
 @torch.library.custom_op(
     "slipstream::linear_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor input, Tensor weight, Tensor ticket, int call) -> Tensor",
+    schema="(Tensor grad, Tensor input, Tensor weight, Tensor layer_id, int call) -> Tensor",
 )
-def linear_backward(grad: Tensor, input: Tensor, weight: Tensor, ticket: Tensor, call: int) -> Tensor:
-    """The gradient `[T, I]` of the input, from the output's `[T, O]`. The weight's is added to what no graph sees: the
-    sum of the layer that has this ticket."""
-    layer = _linears.get(int(ticket))
+def linear_backward(grad: Tensor, input: Tensor, weight: Tensor, layer_id: Tensor, call: int) -> Tensor:
+    """The gradient `[T, I]` of the input, from the output's `[T, O]`. As a side effect that the graph does not see,
+    accumulates the weight's gradient of the layer `layer_id`."""
+    layer = _linears.get(int(layer_id))
     if layer is None:
         raise TrainingError("a linear layer is gone before its backward pass: keep the network until then")
     own, holder = layer.weight, _holders.get(layer.weight)
     if holder is not None:
-        holder.grad = with_product(holder.grad, grad, input)
+        holder.grad = accumulate_product(holder.grad, grad, input)
     else:
         product = grad.t() @ input
         own.grad = product if own.grad is None else own.grad + product
@@ -114,10 +112,10 @@ def _(grad: Tensor, input: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return grad.new_empty((grad.shape[0], weight.shape[1]))
 
 
-def with_product(total_OI: Tensor | None, grad_TO: Tensor, input_TI: Tensor) -> Tensor:
-    """The sum, in fp32, of `total_OI`, which is written, and `grad_TO' input_TI`; without a sum so far the product."""
+def accumulate_product(total_OI: Tensor | None, grad_TO: Tensor, input_TI: Tensor) -> Tensor:
+    """`total_OI + grad_TO' input_TI` in fp32, in place; the product alone if `total_OI` is None."""
     left_OT = grad_TO.t()
-    if not grad_TO.is_cuda:  # where torch has no such product; for tests
+    if not grad_TO.is_cuda:  # torch has no such GEMM there; for tests
         product = left_OT.float() @ input_TI.float()
         return product if total_OI is None else total_OI.add_(product)
     if total_OI is None:
@@ -125,42 +123,41 @@ def with_product(total_OI: Tensor | None, grad_TO: Tensor, input_TI: Tensor) -> 
     return _aten.addmm.dtype_out(total_OI, left_OT, input_TI, torch.float32, out=total_OI)
 
 
-def hold(parameter: nn.Parameter, holder: Tensor) -> None:
-    """From now on the sum of `parameter`'s gradients is `holder.grad`; nothing changes for one that goes the ordinary
-    way."""
+def register_holder(parameter: nn.Parameter, holder: Tensor) -> None:
+    """Accumulate `parameter`'s gradients in `holder.grad`; no effect on parameters that accumulate as usual."""
     _holders[parameter] = holder
 
 
-def accumulate_in_products(network: nn.Module, *, anywhere: bool = False) -> int:
-    """Have the products of `network`'s linear layers add up their weights' gradients; of how many. `anywhere`: on other
-    devices and in other types too, where it is slow. Harmless when repeated."""
-    found = [layer for layer in _eligible(network) if anywhere or _is_made_for(layer.weight)]
+def fuse_accumulation(network: nn.Module, *, anywhere: bool = False) -> int:
+    """Enable fused accumulation for `network`'s eligible linear layers; returns their number. `anywhere`: also on
+    other devices and dtypes, where it is slow. Idempotent."""
+    found = [layer for layer in _eligible(network) if anywhere or _has_kernel(layer.weight)]
     if found and not anywhere and (wrong := _wrong(found[0].weight.device)):
-        _log.warning("gradients are added up apart from the products that make them (%s)", wrong)
+        _log.warning("weight gradients are accumulated apart from the products that make them (%s)", wrong)
         return 0
     for layer in found:
         layer.__class__ = AccumulatingLinear
         assert isinstance(layer, AccumulatingLinear)
         number = next(_numbers)
-        layer.ticket = torch.tensor(number, device="cpu")
+        layer.layer_id = torch.tensor(number, device="cpu")
         _linears[number] = layer
     return len(found)
 
 
-def accumulate_apart(network: nn.Module) -> None:
-    """Have all gradients of `network` go the ordinary way again."""
-    for layer in accumulating_layers(network):
-        del layer.ticket
+def unfuse_accumulation(network: nn.Module) -> None:
+    """Disable fused accumulation."""
+    for layer in fused_layers(network):
+        del layer.layer_id
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def accumulating_layers(network: nn.Module) -> list[AccumulatingLinear]:
-    """Whose products add up gradients."""
+def fused_layers(network: nn.Module) -> list[AccumulatingLinear]:
+    """The layers with fused accumulation."""
     return [module for module in network.modules() if isinstance(module, AccumulatingLinear)]
 
 
 def _eligible(network: nn.Module) -> Iterator[nn.Linear]:
-    """Plain linear layers with a weight that is trained and no other layer's."""
+    """Plain linear layers with a trained, untied weight."""
     uses = Counter(id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False))
     for module in network.modules():
         is_plain = type(module) in (nn.Linear, AccumulatingLinear) and "forward" not in module.__dict__
@@ -168,13 +165,13 @@ def _eligible(network: nn.Module) -> Iterator[nn.Linear]:
             yield module
 
 
-def _is_made_for(weight: Tensor) -> bool:
+def _has_kernel(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.bfloat16
 
 
 @torch.no_grad()
 def _wrong(device: torch.device) -> str:
-    """What is wrong in a trial of the products; nothing if nothing is."""
+    """Try the fused GEMM; returns what is wrong, or an empty string."""
     tokens, outputs, inputs = _SHAPE
     generator = torch.Generator(device).manual_seed(0)
 
@@ -185,7 +182,7 @@ def _wrong(device: torch.device) -> str:
     total: Tensor | None = None
     try:
         for grad_TO, input_TI in pairs:
-            total = with_product(total, grad_TO, input_TI)
+            total = accumulate_product(total, grad_TO, input_TI)
     except Exception as error:  # noqa: BLE001 - an older torch, a card without such kernels
         return one_line(error)
     assert total is not None

@@ -1,8 +1,8 @@
-"""What decoder layers keep for the backward pass, where it lies meanwhile, and whether they are compiled.
+"""Activation checkpointing, activation offloading and compilation of decoder layers.
 
-Guarantees: every way gives the same gradients; layers that are computed again, or whose inputs wait in the CPU's
-memory, give the same bits. Compiled ones round otherwise, because fused operations skip roundings in between. Names and
-structure of the network stay as they are: only `forward` of each layer is replaced.
+Guarantees: all options give the same gradients up to rounding; checkpointing and offloading give the same bits.
+Compiled layers round differently, because fused operations skip intermediate roundings. Names and structure of the
+network are unchanged: only each layer's `forward` is replaced.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slipstream.trainer.attention import packed  # noqa: F401  # pyright: ignore
 from slipstream.trainer.model.vision_towers import text_parts
 
 Checkpointing = bool | Literal["selective"]
-"""What is computed again in the backward pass: everything but a layer's input, everything but the results of matrix
-multiplications and attention, or nothing."""
+"""What the backward pass recomputes. True: everything but a layer's input. "selective": everything but matmul and
+attention outputs (selective activation checkpointing). False: nothing."""
 COMPILER = "inductor"
-_SMALLEST_MOVED = 1 << 20
-"""Bytes: what is smaller costs more to move than it frees."""
+_MIN_OFFLOAD_BYTES = 1 << 20
+"""Smaller tensors cost more to move than they free."""
 
 
 def decoder_layers(network: nn.Module) -> Sequence[nn.Module]:
-    """The layers that a forward pass goes through one after the other. Raises ConfigError when none are known."""
+    """The network's decoder layers, in order. Raises ConfigError if none are found."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -43,28 +43,27 @@ def decoder_layers(network: nn.Module) -> Sequence[nn.Module]:
 
 
 def text_layers(network: nn.Module) -> list[nn.Module]:
-    """Those of `decoder_layers` that text goes through: not an image tower's."""
+    """The `decoder_layers` of the language model, without those of a vision tower."""
     reached = {module for part in text_parts(network) for module in part.modules()}
     return [layer for layer in decoder_layers(network) if layer in reached]
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """How the layers of a network compute."""
+    """How the decoder layers of a network compute."""
 
     checkpointing: Checkpointing = False
     offload: bool = False
-    """Inputs of layers that are computed again wait in the CPU's memory. Has no effect on a CPU."""
+    """Saved activations wait for the backward pass in host memory. No effect on a CPU."""
     compiled: bool = False
-    """Each layer's operations between its matrix multiplications and its attention are fused by torch.compile, for rows
-    of any length. It keeps what is dear to compute and computes the rest again by itself, so that `selective` is then
-    the same as no checkpointing."""
+    """torch.compile each layer, for rows of any length; the operations between matmuls and attention are fused. The
+    compiler saves expensive results and recomputes the rest by itself, so that "selective" then changes nothing."""
 
 
-def dress_layers(network: nn.Module, options: LayerOptions) -> None:
-    """Have every decoder layer compute as `options` say, whatever they said before.
+def configure_layers(network: nn.Module, options: LayerOptions) -> None:
+    """Replace every decoder layer's `forward` according to `options`; an earlier replacement is undone.
 
-    Transformers' own switch acts in training mode only, which would bring dropout back; nothing here is random.
+    Transformers' own checkpointing acts in training mode only, which would enable dropout.
     """
     if options == LayerOptions() and not any("forward" in module.__dict__ for module in network.modules()):
         return
@@ -74,14 +73,14 @@ def dress_layers(network: nn.Module, options: LayerOptions) -> None:
         if options.compiled:
             forward = torch.compile(forward, dynamic=True, backend=COMPILER)
         if options.checkpointing is True or (options.checkpointing and not options.compiled):
-            forward = _computed_again(forward, selective=options.checkpointing == "selective")
+            forward = _checkpointed(forward, selective=options.checkpointing == "selective")
         layer.forward = forward if offloader is None else _offloaded(forward, offloader)
 
 
-def _computed_again(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _is_kept)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _checkpoint_policy)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -91,15 +90,15 @@ def _computed_again(forward: Callable[..., Any], *, selective: bool) -> Callable
     return call
 
 
-def _is_kept(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """What no gradient goes through is computed again: DoRA's lengths are products of whole weights."""
-    kept = torch.is_grad_enabled() and operation in dear_operations()
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _checkpoint_policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Save the outputs of `saved_operations`, except without gradients: DoRA's norms multiply full weight matrices."""
+    is_saved = torch.is_grad_enabled() and operation in saved_operations()
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
-def dear_operations() -> tuple[Any, ...]:
-    """Whose results `selective` keeps: matrix multiplications and attention, on any device."""
+def saved_operations() -> tuple[Any, ...]:
+    """The operations whose outputs selective checkpointing saves: matmuls and attention, on any device."""
     aten = torch.ops.aten
     return (
         aten.mm.default,
@@ -116,79 +115,78 @@ def dear_operations() -> tuple[Any, ...]:
 
 def _offloaded(forward: Callable[..., Any], offloader: Offloader) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with offloader.moving() if torch.is_grad_enabled() else nullcontext():
+        with offloader.offloading() if torch.is_grad_enabled() else nullcontext():
             return forward(*args, **kwargs)
 
     return call
 
 
-class _Away:
-    """A tensor that waits in the CPU's memory for its backward pass."""
+class _OffloadedTensor:
+    """A saved tensor in host memory."""
 
-    def __init__(self, tensor: Tensor, before: _Away | None) -> None:
+    def __init__(self, tensor: Tensor, before: _OffloadedTensor | None) -> None:
         self.before = before
-        """What went away before it, and so will be wanted after it."""
+        """The tensor offloaded before this one, which the backward pass needs after it."""
         self.device = tensor.device
         self.waiting: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self.back: Tensor | None = None
         self.waiting.copy_(tensor, non_blocking=True)
 
     def fetch(self) -> Tensor:
-        """Begin to bring it back, unless that has begun."""
+        """Start copying it back, unless that has started."""
         if self.back is None:
             self.back = self.waiting.to(self.device, non_blocking=True, copy=True)
         return self.back
 
 
 class Offloader:
-    """Moves what autograd keeps to pinned memory of the CPU and back, beside the computation: on a stream of its own,
-    where each tensor is brought back while the layer after it is in its backward pass.
+    """Moves autograd's saved tensors to pinned host memory and back on a CUDA stream of its own, overlapped with
+    compute: each tensor is prefetched during the backward pass of the following layer.
 
-    Backward must ask in the opposite order of forward, as layers do; another order costs time only. `moves` says what
-    is worth moving; as it comes, large tensors on a GPU.
-    """
+    The backward pass should need the tensors in reverse order, as layers do; another order costs time only. `moves`
+    selects the tensors; by default large ones on a GPU."""
 
     def __init__(self, moves: Callable[[Tensor], bool] | None = None) -> None:
-        self._moves = moves or (lambda tensor: tensor.is_cuda and tensor.nbytes >= _SMALLEST_MOVED)
-        self._last: _Away | None = None
+        self._moves = moves or (lambda tensor: tensor.is_cuda and tensor.nbytes >= _MIN_OFFLOAD_BYTES)
+        self._last: _OffloadedTensor | None = None
         self._stream: Any = None
 
     @contextmanager
-    def moving(self) -> Generator[None]:
-        """Inside, what autograd saves is moved."""
+    def offloading(self) -> Generator[None]:
+        """Context in which autograd's saved tensors are offloaded."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Away:
+    def _pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
         if not self._moves(tensor):
             return tensor
-        with self._aside(tensor.device) as stream:
+        with self._on_copy_stream(tensor.device) as stream:
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(tensor.device))
-                # Its memory must not be used again before it is copied.
+                # Its memory must not be reused before the copy is done.
                 tensor.record_stream(stream)
-            self._last = _Away(tensor, self._last)
+            self._last = _OffloadedTensor(tensor, self._last)
         return self._last
 
-    def _unpack(self, kept: Tensor | _Away) -> Tensor:
+    def _unpack(self, kept: Tensor | _OffloadedTensor) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        with self._aside(kept.device) as stream:
+        with self._on_copy_stream(kept.device) as stream:
             tensor = kept.fetch()
-        # The graph may hold on to what it was given until all of it is done.
+        # The graph may keep this object until the whole backward pass is done.
         kept.back = None
         if stream is not None:
             torch.cuda.current_stream(kept.device).wait_stream(stream)
             tensor.record_stream(torch.cuda.current_stream(kept.device))
         if kept.before is not None:
-            with self._aside(kept.device):
+            with self._on_copy_stream(kept.device):
                 kept.before.fetch()
         self._last, kept.before = kept.before, None
         return tensor
 
     @contextmanager
-    def _aside(self, device: torch.device) -> Generator[Any]:
-        """Work on the stream for copies; None where there are no streams."""
+    def _on_copy_stream(self, device: torch.device) -> Generator[Any]:
+        """Context of the copy stream; yields None on devices without streams."""
         if device.type != "cuda":
             yield None
             return

@@ -1,9 +1,9 @@
-"""LoRA (arXiv 2106.09685): a trainable product of two small matrices beside each chosen linear layer; and DoRA, which
-trains the lengths of the sum's rows as well.
+"""LoRA (arXiv 2106.09685): a trainable low-rank product beside each chosen linear layer; and DoRA (arXiv 2402.09353),
+which also trains the norms (magnitudes) of the rows of the sum.
 
-Guarantees: the base is frozen and is the same memory whether the adapter is on or off; names, initialization and
-arithmetic are PEFT's, so that its adapters can be continued here and ours used there. There is no dropout: equal
-weights must give equal log-probabilities.
+Guarantees: the base is frozen, and is the same memory whether the adapter is enabled or not; names, initialization and
+arithmetic are PEFT's, so that adapters can be exchanged with it. There is no dropout: equal weights must give equal
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         weight = base_layer.weight
-        # Drawn on the CPU: a seed means the same adapter on a CPU and a GPU, and over any number of ranks.
+        # Drawn on the CPU: a seed gives the same adapter on every device and for any number of ranks.
         a = nn.init.kaiming_uniform_(torch.empty(rank, base_layer.in_features), a=math.sqrt(5))
         b = torch.zeros(base_layer.out_features, rank, device=weight.device)
         self.lora_A = nn.Parameter(a.to(weight.device, weight.dtype))
@@ -51,7 +51,7 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight, for models that look at it."""
+        """The frozen weight, for models that read it."""
         return self.base_layer.weight
 
     @property
@@ -60,7 +60,7 @@ class LoraLinear(nn.Module):
         return self.base_layer.bias
 
     def merged_weight(self) -> Tensor:
-        """The weight of one linear layer that does the same, rounded once from float32."""
+        """`W + scaling * B A`, computed in float32 and rounded once."""
         delta = self.scaling * (self.lora_B.float() @ self.lora_A.float())
         return (self.weight.float() + delta).to(self.weight.dtype)
 
@@ -73,24 +73,24 @@ class LoraLinear(nn.Module):
 
 
 class DoraLinear(LoraLinear):
-    """`m V / |V| x` with `V = W + scaling * B A`: the rows of V give directions, and `m` how long they are (DoRA, arXiv
+    """`m V / |V| x` with `V = W + scaling * B A`: the rows of V give directions, `m` their norms (DoRA, arXiv
     2402.09353, equation 5). It starts as the base, with `m = |W|`. No gradient goes through `|V|` (section 4.3)."""
 
     def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
         super().__init__(base_layer, rank, scaling)
-        self.lora_magnitude = nn.Parameter(self._lengths())
+        self.lora_magnitude = nn.Parameter(self._row_norms())
 
     def _direction(self) -> Tensor:
         """V, in float32."""
         return self.weight.float() + self.scaling * (self.lora_B.float() @ self.lora_A.float())
 
     @torch.no_grad()
-    def _lengths(self) -> Tensor:
-        """|V|, rounded as `m` is: while nothing has been learnt their quotient is exactly 1."""
+    def _row_norms(self) -> Tensor:
+        """|V| by row, rounded as `m` is, so that `m / |V|` is exactly 1 before the first update."""
         return torch.linalg.vector_norm(self._direction(), dim=1).to(self.weight.dtype)
 
     def _factor(self) -> Tensor:
-        return self.lora_magnitude.float() / self._lengths().float()
+        return self.lora_magnitude.float() / self._row_norms().float()
 
     def merged_weight(self) -> Tensor:
         """See `LoraLinear`."""
@@ -116,7 +116,7 @@ class Adapter:
 
     @classmethod
     def attach(cls, network: nn.Module, config: AdapterConfig) -> Adapter:
-        """Freeze `network` and put a fresh adapter beside the layers that `config.target_modules` name.
+        """Freeze `network` and add a fresh adapter to the layers that `config.target_modules` name.
 
         Raises ConfigError when one of them names no linear layer, or the output head.
         """
@@ -131,7 +131,7 @@ class Adapter:
             setattr(network.get_submodule(parent), leaf, module)
             layers[name] = module
         if targets == ALL_LINEAR:
-            # Spelt out: what counts as linear is for whoever loads the adapter to decide otherwise.
+            # Spelled out: other loaders may resolve "all-linear" differently.
             names = tuple(sorted({name.rpartition(".")[2] for name in layers}))
             config = replace(config, target_modules=names)
         adapter = cls(layers, replace(config, excluded=tuple(tower_names(network))))
@@ -140,7 +140,7 @@ class Adapter:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable numbers."""
+        """Number of trainable elements."""
         return sum(tensor.numel() for _, tensor in self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -157,7 +157,7 @@ class Adapter:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Take over the adapter in `folder`. Raises ConfigError unless it has exactly this shape."""
+        """Load the adapter in `folder`. Raises ConfigError unless names and shapes are equal."""
         check_adapter_fits(folder, self.config, self.shapes())
         live = dict(self.named_weights())
         for name, tensor in read_adapter_tensors(folder).items():
@@ -165,7 +165,7 @@ class Adapter:
 
     @contextmanager
     def switched(self, on: bool) -> Generator[None]:
-        """Inside, the network computes with its adapter, or without."""
+        """Context in which the adapter is enabled or disabled."""
         for layer in self.layers.values():
             layer.enabled = on
         try:
@@ -176,8 +176,8 @@ class Adapter:
 
     @torch.no_grad()
     def model_state(self, state: dict[str, Tensor], *, merged: bool) -> dict[str, Tensor]:
-        """The network's `state` as that of a network without LoRA layers: the base, or the base with the adapter
-        in it."""
+        """The network's `state` under the names of a network without LoRA layers: of the base, or with the adapter
+        merged."""
         plain: dict[str, Tensor] = {}
         for key, tensor in state.items():
             module, _, last = key.rpartition(".")
@@ -193,8 +193,8 @@ class Adapter:
 
 
 def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]:
-    """Names of the linear layers that `targets` stand for: ends of names, or `all-linear`, all but the output head.
-    Those of a tower are not meant."""
+    """Names of the linear layers that `targets` select: suffixes of names, or `all-linear`, all but the LM head. Layers
+    of a vision tower are excluded."""
     found: Any = network
     head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
     text = {id(module) for part in text_parts(network) for module in part.modules()}
@@ -222,8 +222,8 @@ def target_layers(network: nn.Module, targets: str | Sequence[str]) -> list[str]
 
 
 def unreached_parameters(network: nn.Module) -> dict[str, int]:
-    """Matrices that text goes through and no `targets` can name, as they are no linear layer's (fused experts, their
-    router): how many numbers, by name within a layer."""
+    """Number of elements, by name within a layer, of the language model's matrices that no `targets` can select because
+    they belong to no linear layer (fused experts, their router)."""
     own: Any = (nn.Linear, nn.Embedding)
     found: dict[str, int] = {}
     for part in text_parts(network):
@@ -236,14 +236,13 @@ def unreached_parameters(network: nn.Module) -> dict[str, int]:
 
 
 def rate_in_adapter(ratio: float, name: str) -> float:
-    """LoRA+ (arXiv 2402.12354): by what the learning rate of the parameter `name` is multiplied; as in PEFT, DoRA's
-    lengths learn like B."""
+    """The factor on the learning rate of the parameter `name` under LoRA+ (arXiv 2402.12354); as in PEFT, DoRA's
+    magnitudes use B's."""
     return ratio if name.rpartition(".")[2] in (_B, _MAGNITUDE) else 1.0
 
 
 def blank_adapter(model: str, config: AdapterConfig, *, trust_remote_code: bool = False) -> Adapter:
-    """The adapter that `config` makes on a model of that configuration, without any memory: for its names, shapes and
-    sizes."""
+    """The adapter that `config` gives for a model's configuration, on the meta device: for names, shapes and sizes."""
     network = blank_network(model, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return Adapter.attach(network, config)

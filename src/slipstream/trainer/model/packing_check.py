@@ -1,29 +1,53 @@
-"""Tries, before anything is trained, whether sequences that share a row see one another."""
+"""Checks, when a model is loaded, that sequences packed into one row do not attend to one another."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream import records
+from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError
 from slipstream.trainer.attention.row_layout import SegmentLayout
-from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.model.vision_towers import text_config
 
-if TYPE_CHECKING:
-    from slipstream.trainer.model.policy import PolicyModel
+
+class PackedModel(Protocol):
+    """What the check reads of a `PolicyModel`."""
+
+    network: nn.Module
+    max_model_len: int | None
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        ...
+
+    def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
+        """Logits `[N, V]` of the row's trainable tokens."""
+        ...
 
 
 @torch.no_grad()
-def check_isolation(model: PolicyModel) -> None:
-    """Change the first of two packed sequences and look whether the second one's logits move: of two sequences
-    that share nothing, of which the first may also be at the end of the context, and of two that share their prompt,
-    which must also give the same logits.
+def check_isolation(model: PackedModel) -> None:
+    """Change the first of two packed sequences and compare the second one's logits before and after.
 
-    Raises ConfigError if they move, or if the attention never saw the layout or its sliding window.
+    Three cases: two sequences with nothing in common; the same with the first at the end of the context; two that share
+    their prompt, whose logits must also equal those without sharing. Raises ConfigError if the logits change, or if the
+    attention function never received the row's layout or its sliding window.
     """
     config = text_config(model.config)
     vocabulary, length, prompt = int(config.vocab_size), 9, 5
@@ -36,7 +60,7 @@ def check_isolation(model: PolicyModel) -> None:
         (row,) = micro_batches(batch, 2 * length, device=model.device)
         place = row.sequences.index(1)
         if start:
-            # As if it were so long: what its positions are is all that others may see of them.
+            # Only its position ids move to the end of the context: all that could change others' rotary embeddings.
             row.position_ids_T.view(2, -1)[1 - place] += start
         logits = model.logits(row)
         assert isinstance(logits, Tensor)

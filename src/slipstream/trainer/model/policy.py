@@ -1,9 +1,8 @@
-"""A Hugging Face causal language model that answers with logits at chosen positions of a packed row.
+"""A Hugging Face causal language model that computes logits at chosen positions of a packed row.
 
-Guarantees: model-specific treatment of logits (scaling, soft-capping) stays the model's own; only positions
-that predict a trainable token reach the head; dropout is off, so equal weights give equal log-probabilities;
-a model in which packed sequences could see one another is refused when it is loaded, by a test, not by a
-list.
+Guarantees: scaling and soft-capping of logits are the model's own; only positions that predict a trainable token reach
+the LM head; dropout is off, so that equal weights give equal log-probabilities; a model in which packed sequences
+attend to one another is refused when it is loaded, by a test (`packing_check.py`) rather than by a list.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError, one_line
 from slipstream.trainer.attention import packed
 from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
-from slipstream.trainer.model.layers import Checkpointing, LayerOptions, dress_layers
+from slipstream.trainer.model.layers import Checkpointing, LayerOptions, configure_layers
 from slipstream.trainer.model.lora import Adapter
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.rotary_frequencies import fix_rotary
@@ -37,25 +36,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PolicyModel:
-    """One set of weights. `folder` is where they came from: the source of tokenizer and configuration
-    files."""
+    """A network and its weights. `folder`, which they were loaded from, has the tokenizer and configuration files."""
 
     def __init__(self, network: nn.Module, folder: Path, *, packing: bool = True) -> None:
         self.network = network.eval()
         self.folder = folder
         self.packing = packing
         self.adapter: Adapter | None = None
-        """The LoRA adapter, when only that is trained."""
+        """The LoRA adapter, if only that is trained."""
         self.layers = LayerOptions()
         """How the decoder layers compute."""
         self.max_model_len: int | None = None
-        """The engine's, where that is known."""
+        """The engine's `max_model_len`, if known."""
         self._uses_adapter = True
         self._fp32_head: nn.Linear | None = None
         self._stored: list[tuple[str, Tensor]] = []
-        """What is stored of these weights, as views of them."""
+        """Cache: the tensors that a checkpoint stores, as views of the weights."""
         self._stored_of: list[tuple[int, int, torch.dtype, torch.Size]] = []
-        """Which parameters these are, and where."""
+        """Key of the cache: identity, address, dtype and shape of the live tensors."""
 
     @classmethod
     def load(
@@ -74,13 +72,15 @@ class PolicyModel:
         fp32_head: bool = False,
         max_model_len: int | None = None,
     ) -> PolicyModel:
-        """The model in `path`, a folder or a hub id. Raises ConfigError, naming the reason, for one that
-        cannot be trained here. Without `packing` the attention is transformers' own and a row holds one
-        sequence. With `checkpointing` a layer keeps its input only and is computed again in the backward pass, or keeps
-        what is dear (`selective`); with `offload` that input waits in the CPU's memory. With `shared` its parameters
-        are these tensors, and the folder gives their names and the configuration. If `unread`, they take no memory and
-        have no values yet. Without `checked`, whether packed sequences see one another is left to the caller to find
-        out. With `fp32_head` see `use_fp32_head`. The engine's `max_model_len` decides rotary frequencies (`rotary`).
+        """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, for a model that
+        cannot be trained.
+
+        `packing`: False uses transformers' attention, with one sequence per row. `checkpointing`: layers save only
+        their input, or with "selective" also matmul and attention outputs, and recompute the rest in the backward pass.
+        `offload`: saved activations wait in host memory. `shared`: tensors to use as the parameters; the folder gives
+        names and configuration. `unread`: parameters take no memory and have no values. `checked`: False leaves the
+        packing check to the caller. `fp32_head`: see `use_fp32_head`. `max_model_len`: the engine's, which determines
+        rotary frequencies (`rotary_frequencies.py`).
         """
         hide_progress_bars()
         folder = resolve_folder(path)
@@ -95,7 +95,7 @@ class PolicyModel:
         fix_rotary(network, text_config(cast("Any", network).config), max_model_len)
         model = cls(network.to(device), folder, packing=packing)
         model.layers, model.max_model_len = LayerOptions(checkpointing, offload), max_model_len
-        dress_layers(network, model.layers)
+        configure_layers(network, model.layers)
         if packing and checked:
             check_isolation(model)
         if fp32_head:
@@ -104,7 +104,7 @@ class PolicyModel:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """What is called to compute: together they hold every parameter."""
+        """The modules that are called to compute; together they have every parameter."""
         return [self.network]
 
     @property
@@ -130,21 +130,21 @@ class PolicyModel:
         return self.adapter
 
     def without_adapter(self) -> PolicyModel:
-        """The base: the same memory, with the adapter left out of every computation."""
+        """The base model: the same memory, computing without the adapter."""
         base = copy.copy(self)
         base._uses_adapter = False
         return base
 
     def logits(self, row: MicroBatch) -> Tensor | HeadLogits:
-        """Logits `[N, V]` at `row.predict_index_N`, in the model's dtype; under `use_fp32_head` not yet computed."""
+        """Compute logits `[N, V]` at `row.predict_index_N` in the model's dtype; lazy ones after `use_fp32_head`."""
         if self.adapter is None:
             return self._logits(row)
         with self.adapter.switched(self._uses_adapter):
             return self._logits(row)
 
     def use_fp32_head(self) -> None:
-        """From now on the output head's products are float32, computed in chunks by whoever needs them. Raises
-        ConfigError where the network's logits are not just these products."""
+        """Compute logits in float32, lazily and in chunks (`HeadLogits`). Raises ConfigError if the network's logits
+        are not just the LM head's outputs."""
         network: Any = self.network
         head, name = network.get_output_embeddings(), type(network).__name__
         if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()):
@@ -153,8 +153,8 @@ class PolicyModel:
             StepBatch([records.Sequence([0, 1, 2, 3], [False, True, True, True])]), 8, device=self.device
         )
         with torch.no_grad():
-            # Whatever scales or caps logits would change such a number.
-            head.forward = _marked
+            # Scaling or soft-capping after the head would change this constant.
+            head.forward = _mark_logits
             marked = self.logits(row)
         if not isinstance(marked, Tensor) or not bool((marked == _MARK).all()):
             del head.forward
@@ -162,7 +162,7 @@ class PolicyModel:
                 f"{name} changes its logits after the output head, which model.fp32_head = true computes itself: set "
                 "it to false"
             )
-        head.forward = _unchanged
+        head.forward = _identity
         self._fp32_head = head
 
     def _logits(self, row: MicroBatch) -> Tensor | HeadLogits:
@@ -174,13 +174,13 @@ class PolicyModel:
             use_cache=False,
             **segments,
         )
-        # Squeezed, not indexed: an index has zeros and a copy into them for its gradient, here the largest there is.
+        # `squeeze`: the backward of indexing would allocate zeros and copy, for the largest tensor of all.
         logits_NV = output.logits.squeeze(0)
         return logits_NV if self._fp32_head is None else HeadLogits(logits_NV, self._fp32_head.weight)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Live tensors under the names that `save_pretrained` writes, each once: a tied head is left out. An adapter
-        is merged into them."""
+        """Live tensors under the names that `save_pretrained` writes, each once (without a tied LM head), with an
+        adapter merged in."""
         return self._model_weights(merged=True)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -188,16 +188,16 @@ class PolicyModel:
         return self._model_weights(merged=False)
 
     def stored(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """The network's parameter `name` as it is saved and published, without the adapter; nothing for one of the
-        adapter's. Right for each by itself where `check_parts` has nothing against it."""
+        """The tensors that the network's parameter `name` is saved and published as, without the adapter; none for an
+        adapter's parameter. Valid for single parameters if `check_parts` passes."""
         state = {name: tensor}
         if self.adapter is not None:
             state = self.adapter.model_state(state, merged=False)
         return list(stored_weights(self.network, state))
 
     def check_parts(self) -> None:
-        """Raise ConfigError for a model of which something stored is made of several parameters, which one after the
-        other do not give it."""
+        """Raise ConfigError if a stored tensor is assembled from several parameters, which ranks cannot do one
+        parameter at a time."""
         seen: set[str] = set()
         for own, parameter in self.network.named_parameters():
             names = {
@@ -211,12 +211,12 @@ class PolicyModel:
             seen |= names
 
     def _model_weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
-        # A generator: what an engine waits for comes before it.
+        # A generator, so that the work begins only when it is consumed.
         if self.adapter is not None:
             state = self.adapter.model_state(dict(self.network.state_dict()), merged=merged)
             yield from stored_weights(self.network, state)
             return
-        # An update waits for this: transformers is asked once, for as long as all that is stored are views.
+        # Every update waits for this: cached while all stored tensors are views of live ones.
         live = [*self.network.parameters(), *self.network.buffers()]
         places = [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in live]
         if places != self._stored_of or not self._stored:
@@ -227,8 +227,8 @@ class PolicyModel:
         yield from stored
 
 
-def is_same(stored: Tensor, own: Tensor) -> bool:
-    """Whether what is stored has the shape and the memory of what the network has."""
+def shares_memory(stored: Tensor, own: Tensor) -> bool:
+    """Whether the stored tensor has the same shape and memory as the network's own."""
     return stored.shape == own.shape and _memory(stored) == _memory(own)
 
 
@@ -239,23 +239,23 @@ def _memory(tensor: Tensor) -> int:
 _MARK = 64.0
 
 
-def _marked(input: Tensor) -> Tensor:
+def _mark_logits(input: Tensor) -> Tensor:
     return torch.full_like(input, _MARK)
 
 
-def _unchanged(input: Tensor) -> Tensor:
+def _identity(input: Tensor) -> Tensor:
     return input
 
 
 def stored_weights(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What `save_pretrained` writes of a network whose state this is, under the names that it writes. Where nothing is
-    converted these are the state's own tensors, also where many lie in one storage."""
+    """The tensors, by name, that `save_pretrained` would write for this state of the network. Tensors that need no
+    conversion are the state's own, even if many share one storage."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     own: Any = network
-    # Transformers tells tied weights by their storage and clones what else is in it. It is asked about stand-ins, one
-    # for each memory.
+    # Transformers identifies tied weights by storage and clones other tensors in it: it gets a placeholder for each
+    # distinct memory range instead.
     alike = {_extent(tensor): torch.empty(1) for tensor in state.values() if tensor.data_ptr()}
     untied = remove_tied_weights_from_state_dict(
         {name: alike.get(_extent(tensor), tensor) for name, tensor in state.items()}, own
@@ -269,8 +269,8 @@ def _extent(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """A model's parameters in memory that another process has too, by Hugging Face name, and why others are not
-    there."""
+    """Model parameters in memory shared with another process, by Hugging Face name, and by name why others are not
+    shared."""
 
     tensors: Mapping[str, Tensor]
     refused: Mapping[str, str]
@@ -285,7 +285,7 @@ def load_network(
     shared: SharedTensors | None = None,
     unread: bool = False,
 ) -> nn.Module:
-    """The network in `folder`, with an image tower where it has one; see `PolicyModel.load`."""
+    """Load the network in `folder`, with its vision tower if it has one; see `PolicyModel.load`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -305,7 +305,7 @@ def load_network(
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model.path {str(folder)!r} cannot be loaded ({one_line(error)}): save it again") from error
     if missing := sorted(loading.get("missing_keys") or ()):
-        # Transformers would draw them at random and go on.
+        # Transformers would initialize them at random.
         raise ConfigError(
             f"model.path {str(folder)!r} lacks {len(missing)} of the model's parameters, first {missing[0]}: save or "
             "download it again"
@@ -316,9 +316,9 @@ def load_network(
 def _place(
     auto: Any, config: Any, folder: Path, shared: SharedTensors | None, trust_remote_code: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The network whose parameters are `shared`, or, without, have no values. Transformers gets placeholders of the
-    stored names and shapes, which take no memory, and does with them what it does with files; each is then replaced by
-    the tensor of its name."""
+    """Build the network with the parameters `shared`, or without values if that is None. Transformers loads
+    placeholders of the stored names and shapes, which take no memory; each is then replaced by the tensor of its
+    name."""
     with torch.device("meta"):
         kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
     dtype = options["dtype"]
@@ -332,7 +332,7 @@ def _place(
         name = names.get(parameter.untyped_storage().data_ptr())
         tensor = shared.tensors.get(name) if name else _fused(network, own_name, parameter.shape, shared)
         if tensor is None or tensor.shape != parameter.shape:
-            changed = "transformers changes it, and the engine has it otherwise"
+            changed = "transformers converts it, and the engine stores it differently"
             reason = changed if name is None else shared.refused.get(name, "the engine has another")
             raise CannotShare(f"trainer and engine cannot have one copy of {name or own_name} ({reason})")
         parameter.data = tensor
@@ -340,8 +340,8 @@ def _place(
 
 
 def _fused(network: nn.Module, name: str, shape: torch.Size, shared: SharedTensors) -> Tensor | None:
-    """One tensor over the shared memory of everything that transformers fuses into the parameter `name` (the experts of
-    a layer); None where the engine does not keep it as one, in the same order."""
+    """One tensor over the shared memory of all that transformers fuses into the parameter `name` (the experts of a
+    layer); None unless the engine stores them contiguously in the same order."""
     parts = [shared.tensors.get(part) for part, _ in stored_weights(network, {name: torch.empty(shape, device="meta")})]
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts) or sum(part.numel() for part in known) != shape.numel():
@@ -358,15 +358,15 @@ def _fused(network: nn.Module, name: str, shape: torch.Size, shared: SharedTenso
 
 
 def hide_progress_bars() -> None:
-    """Keep transformers' bars, which last a moment, out of the run's own view."""
+    """Disable transformers' progress bars, which would disturb the run's own view."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def resolve_folder(path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
-    """The local folder of a model: `path` itself, or the snapshot of the hub id it names, called as its commit. Without
-    `weights` that has only the small files, unless it was there."""
+    """The local folder of a model: `path` itself, or the hub snapshot of the id it names, a folder named by its commit.
+    `weights`: False downloads the small files only."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -377,7 +377,7 @@ def resolve_folder(path: str | os.PathLike[str], revision: str | None = None, *,
 
     patterns = ["*.json", *(["*.safetensors"] if weights else []), "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken"]
     try:
-        # Mistral's own format: the same weights once more, which nobody reads.
+        # "consolidated*" is Mistral's own format: the same weights again.
         return Path(
             snapshot_download(str(path), revision=revision, allow_patterns=patterns, ignore_patterns="consolidated*")
         )
@@ -390,8 +390,7 @@ def resolve_folder(path: str | os.PathLike[str], revision: str | None = None, *,
 
 
 def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing: bool = True) -> None:
-    """Raises `ConfigError` when the folder's configuration is not that of a causal language model, of text or of images
-    too."""
+    """Raise ConfigError unless the folder has the configuration of a causal language model, with or without images."""
     from transformers import AutoConfig
 
     try:
@@ -402,8 +401,8 @@ def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing
 
 
 def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, bool]:
-    """Transformers' SDPA, which leaves out soft-capping and sinks without a word; its plain one where those are, and
-    whether it caps."""
+    """(implementation, soft-capped): transformers' attention without packing. "sdpa" silently ignores soft-capping and
+    sinks, so that models with these use "eager"."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -414,7 +413,7 @@ def unpacked_attention(path: Path | str, trust_remote_code: bool) -> tuple[str, 
 
 
 def _check_config(config: Any, path: str, packing: bool) -> None:
-    """What the configuration alone tells."""
+    """Raise ConfigError for what the configuration alone shows to be untrainable."""
     from transformers.models.auto import modeling_auto
 
     mapping: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

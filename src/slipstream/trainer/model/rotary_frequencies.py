@@ -1,14 +1,13 @@
-"""Rotary frequencies that transformers chooses anew for every row, fixed as vLLM fixes them for good.
+"""Fixes rotary frequencies that transformers recomputes for every row, to the values that vLLM uses.
 
-`longrope` (short or long factors) and `dynamic` (NTK) look at the highest position of the whole row, so that a sequence
-would be computed with the frequencies of whoever shares its row. vLLM chooses once: under `longrope` the long factors
-for sequences of every length where its `max_model_len` is above the original context, else the short ones; under
-`dynamic` those of `max_position_embeddings`, beyond which it has none. All other kinds (default, linear, llama3, yarn,
-proportional, several dimensions of positions) depend on nothing but a token's own position, there and here.
+`longrope` (short or long factors) and `dynamic` (NTK) depend on the highest position of the whole row, so that a
+sequence's frequencies would depend on the sequences that share its row. vLLM chooses once: under `longrope` the long
+factors for sequences of every length where its `max_model_len` is above the original context, else the short ones;
+under `dynamic` those of `max_position_embeddings`, beyond which it has none. All other kinds (default, linear, llama3,
+yarn, proportional, several dimensions of positions) depend on nothing but a token's own position, there and here.
 
-Guarantees: after `fix_rotary` what a position is turned by depends on no other position, shown by a trial, and a model
-of which that cannot be said is refused. Where each kind of layer has frequencies of its own, each is fixed by itself.
-"""
+Guarantees: after `fix_rotary` a position's rotation depends on no other position, which a trial checks; other models
+are refused. Where layer types have separate frequencies, each is fixed separately."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError
 
 _FIXED = "fixed"
-"""A kind that transformers does not know as one that changes."""
+"""A `rope_type` that transformers does not treat as dynamic."""
 
 
 def fix_rotary(network: nn.Module, config: Any, max_model_len: int | None) -> None:
-    """Choose the rotary frequencies of `network`, of which `config` is the decoder's configuration, as vLLM does for
-    that `max_model_len`; None: vLLM's own, the original context. Raises ConfigError where that is not possible."""
+    """Set the rotary frequencies of `network`, with decoder configuration `config`, to those that vLLM uses with that
+    `max_model_len`; None: vLLM's default, the original context. Raises ConfigError if that is impossible."""
     name, found = type(network).__name__, False
     for module in network.modules():
         for layer, kind in _kinds_of(module):
@@ -45,8 +44,8 @@ def fix_rotary(network: nn.Module, config: Any, max_model_len: int | None) -> No
 
 
 def changing_kinds(parameters: Any) -> dict[str, Mapping[str, Any]]:
-    """Those of a configuration's `rope_parameters`, or of each kind of layer in them, that depend on a row's length, by
-    what they are called."""
+    """The entries of a configuration's `rope_parameters`, or of each layer type in it, that depend on the row's length,
+    by rope type."""
     if not isinstance(parameters, Mapping):
         return {}
     kind = str(parameters.get("rope_type", parameters.get("type", "")))
@@ -56,12 +55,12 @@ def changing_kinds(parameters: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _changes(kind: str) -> bool:
-    """Whether transformers' `dynamic_rope_update` does anything for it."""
+    """Whether transformers' `dynamic_rope_update` changes frequencies of this rope type."""
     return kind == "longrope" or "dynamic" in kind
 
 
 def _kinds_of(module: nn.Module) -> Iterator[tuple[str | None, str]]:
-    """The changing frequencies that a rotary embedding has, by kind of layer; None where there is only one."""
+    """(layer type, rope type) of a rotary embedding's dynamic frequencies; layer type None if there is only one."""
     own: Any = getattr(module, "rope_type", None)
     named = own if isinstance(own, dict) else {None: own}
     yield from [(layer, kind) for layer, kind in named.items() if isinstance(kind, str) and _changes(kind)]
@@ -85,7 +84,7 @@ def _choose_factors(module: Any, layer: str | None, length: int) -> None:
     frequencies, scaling = compute(module.config, device, seq_len=length, layer_type=layer)
     module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
     if layer is None and hasattr(module, "rope_init_fn"):
-        # PhiMoE asks for them in every pass, and would get the short ones.
+        # PhiMoE calls it in every pass, and would get the short factors.
         module.rope_init_fn = lambda *_, **__: (module.inv_freq, scaling)
 
 
@@ -109,7 +108,7 @@ def _set_kind(module: Any, layer: str | None) -> None:
 
 
 def _vllm_scaling(config: Any, parameters: Mapping[str, Any], length: int) -> float:
-    """What vLLM multiplies cosines and sines by."""
+    """vLLM's attention scaling: the factor on cosines and sines."""
     original = _original(config, parameters)
     given = parameters.get("long_mscale" if length > original else "short_mscale")
     scale = config.max_position_embeddings / original
@@ -119,7 +118,8 @@ def _vllm_scaling(config: Any, parameters: Mapping[str, Any], length: int) -> fl
 
 @torch.no_grad()
 def _try(name: str, module: nn.Module, layer: str | None, length: int, scaling: float | None) -> None:
-    """See whether a far position changes what the first ones are turned by, and how these are scaled."""
+    """Raise ConfigError if a far position changes the rotation of the first ones, or if their scale differs from
+    `scaling`."""
 
     def turned(*positions: int) -> Tensor:
         own: dict[str, Any] = {} if layer is None else {"layer_type": layer}
@@ -132,7 +132,7 @@ def _try(name: str, module: nn.Module, layer: str | None, length: int, scaling: 
             f"{type(module).__name__} of {name} chooses its rotary frequencies by the longest sequence of a row: lower "
             "inference.max_model_len to the model's original context, or use another model"
         )
-    # At position 0 nothing is turned: what is left of a cosine is its scale.
+    # At position 0 the cosine is 1: what is left is the scale.
     if scaling is not None and not abs(near.abs().max().item() - scaling) <= 1e-6 * scaling:
         raise ConfigError(
             f"{name} scales its rotary embedding by {near.abs().max().item():.6g}, and vLLM by {scaling:.6g}, which "
@@ -141,8 +141,8 @@ def _try(name: str, module: nn.Module, layer: str | None, length: int, scaling: 
 
 
 def _refuse_own_code(name: str, config: Any, max_model_len: int | None) -> None:
-    """A model that brings its own code for what its configuration names; within the original context that is one and
-    the same in every row."""
+    """Raise ConfigError for custom-code models with dynamic frequencies, unless `max_model_len` is within the original
+    context, where they are the same in every row."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     for kind, parameters in changing_kinds(given).items():
         original = _original(config, parameters)

@@ -1,5 +1,5 @@
-"""A network of the same layers as a large one, with one of each kind and few words: what is compiled for it, torch
-finds for the large one in the same process."""
+"""A reduced network with one layer of each kind and a small vocabulary: torch reuses what it compiled for it when it
+compiles the full network in the same process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slipstream.trainer.model.layers import decoder_layers
 from slipstream.trainer.model.policy import DTYPES, hide_progress_bars
 from slipstream.trainer.model.vision_towers import auto_class, reads_images, text_config
 
-_WORDS = 512
+_VOCABULARY_SIZE = 512
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save_stand_in(folder: Path, target: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
-    """Write one for the model in `folder` into `target`, with random weights. Raises ConfigError for one of images, and
-    for one that is not made of layers that differ by their kind alone."""
+    """Write the reduced network of the model in `folder` to `target`, with random weights. Raises ConfigError for
+    models with a vision tower, and for models whose decoder layers are not `num_hidden_layers` many."""
     from transformers import AutoConfig
 
     hide_progress_bars()
@@ -40,7 +40,7 @@ def save_stand_in(folder: Path, target: Path, dtype: str, *, trust_remote_code: 
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == len(kinds):
             setattr(text, name, value[:num_layers])
-    text.num_hidden_layers, text.vocab_size = num_layers, min(_WORDS, text.vocab_size)
+    text.num_hidden_layers, text.vocab_size = num_layers, min(_VOCABULARY_SIZE, text.vocab_size)
     for name in _TOKENS:
         setattr(text, name, None)
     network = auto_class(settings).from_config(settings, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)

@@ -1,7 +1,7 @@
-"""Models that read images, as far as text goes: what of them text reaches is trained, their towers stay as they are.
+"""Vision-language models, trained on text: decoder and LM head are trained, vision towers stay frozen.
 
-Guarantees: nothing here looks at names; a tower is what is neither the decoder nor its output head. A model of text
-alone has none.
+Guarantees: a vision tower is whatever belongs to neither the decoder nor the LM head, whatever its name. Text-only
+models have none.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from slipstream.errors import ConfigError, one_line
 
 
 def reads_images(config: Any) -> bool:
-    """Whether a model of this configuration has an image tower."""
+    """Whether a model of this configuration has a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
 
 def auto_class(config: Any) -> Any:
-    """Transformers' class for models of this configuration, with their towers."""
+    """Transformers' auto class for models of this configuration, vision towers included."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def blank_network(path: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """The network of a folder's or hub id's configuration, without any memory: for names, shapes and sizes. Raises
-    ConfigError when there is none."""
+    """The network of a folder's or hub id's configuration on the meta device: for names, shapes and sizes. Raises
+    ConfigError if there is no usable configuration."""
     from transformers import AutoConfig
 
     try:
@@ -41,7 +41,7 @@ def blank_network(path: str, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def unusable(path: str, error: Exception) -> ConfigError:
-    """What is said of a model folder whose configuration transformers refuses."""
+    """The ConfigError for a model whose configuration transformers refuses."""
     reason = one_line(error)
     if "custom code" in reason:
         return ConfigError(
@@ -57,7 +57,7 @@ def text_config(config: Any) -> Any:
 
 
 def text_parts(network: nn.Module) -> list[nn.Module]:
-    """What text goes through: decoder and output head, or all of a network of text alone."""
+    """Decoder and LM head, or a whole text-only network."""
     known: Any = network
     if not reads_images(getattr(known, "config", None)):
         return [network]
@@ -66,19 +66,19 @@ def text_parts(network: nn.Module) -> list[nn.Module]:
 
 
 def frozen_parameters(network: nn.Module) -> Iterator[Tensor]:
-    """The parameters that text does not reach."""
+    """The parameters of vision towers."""
     reached = {id(parameter) for part in text_parts(network) for parameter in part.parameters()}
     return (parameter for parameter in network.parameters() if id(parameter) not in reached)
 
 
 def freeze_towers(network: nn.Module) -> None:
-    """Leave out of training what text does not reach."""
+    """Freeze the vision towers."""
     for parameter in frozen_parameters(network):
         parameter.requires_grad_(False)
 
 
 def tower_names(network: nn.Module) -> list[str]:
-    """The outermost modules with parameters that text does not reach."""
+    """Names of the outermost modules that have only vision-tower parameters."""
     return list(_names(network, {id(part) for part in text_parts(network)}, ""))
 
 

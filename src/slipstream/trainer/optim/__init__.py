@@ -1,1 +1,1 @@
-"""Optimizers in two halves: the update's arithmetic, then the write to the live weights."""
+"""Optimizers in two halves: computing the update, then writing it to the live weights."""

@@ -1,8 +1,9 @@
-"""AdamW without fp32 masters: new weights are rounded to bfloat16 by chance, so that small updates are not lost.
+"""AdamW on bfloat16 weights with stochastic rounding instead of fp32 master weights.
 
-A value between two bfloat16 numbers becomes the nearer one more often, so that its mean stays what it was (arXiv
-2010.06192). Guarantees: the noise follows from seed, step and the parameter's name alone, so that a resumed run makes
-the same numbers on the same kind of device. Four bytes a parameter less than with masters.
+A value between two bfloat16 numbers is rounded up with a probability equal to its fractional position, so that its
+expectation is unchanged and small updates are not lost (arXiv 2010.06192). Guarantees: the noise depends only on seed,
+step and the parameter's name, so that a resumed run gets the same numbers on the same kind of device. Saves four bytes
+per parameter.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from slipstream.trainer.optim.base import NamedParameters, Optimizer, RateOf, local_part, one_rate
+from slipstream.trainer.optim.base import NamedParameters, Optimizer, RateOf, local_tensor, one_rate
 
 
 def round_to_bfloat16_(values: Tensor, generator: torch.Generator) -> None:
-    """Make every number of `values`, float32 and finite, one of the two bfloat16 numbers around it, whose mean it is;
-    in place, still in float32."""
-    # bfloat16 is the upper half of float32: what is in the lower half is the chance to be carried over.
+    """Round every element of `values`, float32 and finite, stochastically to one of the two adjacent bfloat16 numbers;
+    in place, in float32."""
+    # bfloat16 is the upper half of float32: the lower 16 bits are the probability of rounding up.
     bits = values.view(torch.int32)
     bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     bits &= ~0xFFFF
 
 
 def _has_kernel(live: Tensor) -> bool:
-    """Whether one kernel makes the update (`adamw_bf16_triton.py`)."""
+    """Whether the fused kernel computes the update (`triton_kernels.py`)."""
     return live.is_cuda and live.dtype == torch.bfloat16 and live.is_contiguous()
 
 
 class RoundedAdamW(Optimizer):
-    """AdamW with moments and gradients in fp32, on weights that are kept in their own dtype alone.
+    """AdamW with fp32 moments and gradients on weights in their own dtype, bfloat16 ones with stochastic rounding.
 
-    Parameters in float32 are not rounded. Vectors (norms, biases) are not decayed.
+    Parameters in float32 are not rounded. Vectors (norms, biases) get no weight decay.
     """
 
     weights_key = "weight"
@@ -59,7 +60,7 @@ class RoundedAdamW(Optimizer):
         self._pending: dict[str, Tensor] = {}
 
     def _make_holder(self, live: Tensor) -> Tensor:
-        # The shape alone: one number of memory.
+        # Only its `grad` is used: expanded from one element.
         return torch.zeros((), dtype=torch.float32, device=live.device).expand(live.shape)
 
     @torch.no_grad()
@@ -67,16 +68,16 @@ class RoundedAdamW(Optimizer):
         for name, holder in self._holders.items():
             if holder.grad is None:
                 continue
-            live, memory = local_part(self._parameters[name]), self._memory[name]
+            live, memory = local_tensor(self._parameters[name]), self._memory[name]
             if not memory:
                 memory["step"] = self._as_step(0, name)
                 for key in ("exp_avg", "exp_avg_sq"):
                     memory[key] = torch.zeros(live.shape, dtype=torch.float32, device=live.device)
             if _has_kernel(live):
-                self._pending[name] = self._update_at_once(name, live, holder.grad, learning_rate)
+                self._pending[name] = self._update_by_kernel(name, live, holder.grad, learning_rate)
                 holder.grad = None
                 continue
-            # Torch's fused rule goes through memory in its order: all in one, and as it is saved.
+            # Torch's fused AdamW reads memory in order: all tensors contiguous, as they are saved.
             values = live.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             adamw(
                 [values],
@@ -99,13 +100,13 @@ class RoundedAdamW(Optimizer):
                 round_to_bfloat16_(values, self._generator(name, live.device))
             self._pending[name] = values.to(live.dtype)
 
-    def _update_at_once(self, name: str, live: Tensor, gradient: Tensor, learning_rate: float) -> Tensor:
-        """All of it in one kernel; the new weights."""
-        from slipstream.trainer.optim import adamw_bf16_triton
+    def _update_by_kernel(self, name: str, live: Tensor, gradient: Tensor, learning_rate: float) -> Tensor:
+        """Compute the update by one kernel; returns the new weights."""
+        from slipstream.trainer.optim import triton_kernels
 
         memory = self._memory[name]
         memory["step"] += 1
-        return adamw_bf16_triton.update(
+        return triton_kernels.adamw_bf16_update(
             live,
             gradient.contiguous(),
             memory["exp_avg"],
@@ -119,15 +120,15 @@ class RoundedAdamW(Optimizer):
         )
 
     def _as_step(self, updates: int, name: str) -> Any:
-        # The kernel's launch asks for it, and must not wait for a GPU.
-        own = local_part(self._parameters[name])
+        # On the CPU, because the kernel's launch reads it and must not synchronize.
+        own = local_tensor(self._parameters[name])
         return torch.tensor(float(updates)) if _has_kernel(own) else super()._as_step(updates, name)
 
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         return torch.Generator(device).manual_seed(self._noise(name))
 
     def _noise(self, name: str) -> int:
-        """The seed, of 32 bits, of this step's and parameter's noise."""
+        """The 32-bit seed of the noise of this step and parameter."""
         digest = hashlib.blake2b(f"{self._seed}/{self.step}/{name}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big")
 

@@ -1,9 +1,9 @@
-"""The optimizer in two halves: the maths, then the write to the live weights. The standard one is AdamW on fp32
-masters; others: `muon.py`, `adamw_bf16.py`, `eight_bit.py` and `paged.py` (the last two by `library_adamw.py`).
+"""Optimizers in two halves: computing the update, then writing it to the live weights. The default is AdamW on fp32
+master weights; others are in `muon.py`, `adamw_bf16.py` and `bitsandbytes.py`.
 
-Guarantees: gradients of any dtype are added up in fp32 after each micro-batch; updates far below the live
-dtype's resolution are not lost; a gradient that is zero or not finite raises instead of being applied;
-`load_state` continues bit for bit. When to step, and at what rate, is the caller's business.
+Guarantees: gradients of any dtype are accumulated in fp32 after each micro-batch; updates far below the live dtype's
+resolution are not lost; a gradient that is zero or not finite raises instead of being applied; training continues bit
+for bit after `load_state`. The caller decides when to step, and at what learning rate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.trainer.model import fused_weight_gradients
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 RateOf = Callable[[str], float]
-"""By what the learning rate of a parameter is multiplied."""
+"""By parameter name, the factor on the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def learning_rate_at(
 ) -> float:
     """Learning rate of optimizer step `step`, counted from 0.
 
-    Rises linearly to `peak` over `warmup_steps`, the first step included; then stays, or decays so that it
-    would be zero at step `num_steps`, the first that is no longer made.
+    Rises linearly to `peak` over `warmup_steps`, the first step included; then stays constant, or decays to reach zero
+    at step `num_steps`, one after the last.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -60,28 +60,28 @@ def learning_rate_at(
 
 
 def one_rate(name: str) -> float:
-    """Every parameter at the same learning rate."""
+    """The `RateOf` with the same learning rate for every parameter."""
     return 1.0
 
 
 class Optimizer(ABC):
-    """What all have in common: gradients in fp32, their norm and clipping, and the two halves of a step.
+    """Base of all optimizers: fp32 gradients, their norm and clipping, and the two halves of a step.
 
-    A tied parameter counts once, under its first name. Each parameter's gradient moves to its holder as soon as
-    backward has made it, or is made there (`fused_weight_gradients.py`).
+    A tied parameter counts once, under its first name. A parameter's gradient is accumulated in its holder's `grad` as
+    soon as backward has computed it, or directly (`fused_weight_gradients.py`).
     """
 
     weights_key: ClassVar[str]
-    """What the weights are called in `state()`."""
+    """The key of the weights in `state()`."""
 
     def __init__(self, named_parameters: NamedParameters, max_grad_norm: float) -> None:
         self.max_grad_norm = max_grad_norm
         self.step = 0
         """Optimizer steps made so far."""
         self.norm_over_ranks: Callable[[float], float] | None = None
-        """Where every rank has a share of each parameter: from the norm of its own share to that of all."""
+        """For sharded parameters: all-reduces the norm of this rank's shards to the global norm."""
         self.sums_over_ranks: Callable[[list[int]], list[int]] | None = None
-        """Then also: from numbers of its own to those of all."""
+        """For sharded parameters: all-reduces sums of integers."""
         self._prepared = False
         self._parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
@@ -94,19 +94,19 @@ class Optimizer(ABC):
         self._holders = {name: self._make_holder(live) for name, live in self._live.items()}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._holders[name]))
-            fused_weight_gradients.hold(parameter, self._holders[name])
+            fused_weight_gradients.register_holder(parameter, self._holders[name])
 
     @property
     def _live(self) -> dict[str, Tensor]:
-        """The live weights, or this rank's share of them, where they lie now."""
-        return {name: local_part(parameter) for name, parameter in self._parameters.items()}
+        """The current live weights, or this rank's shards of them."""
+        return {name: local_tensor(parameter) for name, parameter in self._parameters.items()}
 
     def prepare(self, learning_rate: float) -> OptimStats:
-        """Clip the accumulated gradient to `max_grad_norm` and make the update; live weights stay as they are.
+        """Clip the accumulated gradient to global norm `max_grad_norm` and compute the update; live weights do not
+        change.
 
-        Raises TrainingError when the gradient is not finite, and ZeroGradientError when it is zero; nothing has then
-        been changed.
-        """
+        Raises TrainingError if the gradient is not finite, and ZeroGradientError if it is zero; in both cases nothing
+        has changed."""
         if self._prepared:
             raise TrainingError("optim_prepare without optim_commit: the last update is not written yet")
         gradients = [holder.grad for holder in self._holders.values() if holder.grad is not None]
@@ -124,7 +124,7 @@ class Optimizer(ABC):
         clipped = norm > self.max_grad_norm
         if clipped:
             torch._foreach_mul_(gradients, self.max_grad_norm / (norm + 1e-6))
-        del gradients  # so that each goes as soon as its update is made
+        del gradients  # so that each is freed as soon as its update is computed
         self._update(learning_rate)
         self.discard_gradients()
         self._prepared = True
@@ -142,13 +142,13 @@ class Optimizer(ABC):
         self._prepared = False
 
     def discard_gradients(self) -> None:
-        """Forget what was accumulated since the last step."""
+        """Discard the gradients accumulated since the last step."""
         for holder in self._holders.values():
             holder.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that `load_state` needs, as tensors: `step`, and `KEY.NAME` of each parameter: its weights, what
-        the rule remembers, and how often it was updated (`updates`)."""
+        """The state for `load_state`, as tensors: `step`, and `KEY.NAME` for each parameter: its weights, its optimizer
+        states, and its number of updates (`updates`)."""
         if self._prepared:
             raise TrainingError("the optimizer's state was asked for between optim_prepare and optim_commit")
         tensors: dict[str, Tensor] = {"step": torch.tensor(self.step)}
@@ -162,8 +162,8 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take over `state()` of another optimizer of this kind for the same parameters; live weights are written
-        too. Raises TrainingError for what is of another kind or model, and has then changed nothing."""
+        """Load the `state()` of an optimizer of the same kind and parameters, and write the live weights. Raises
+        TrainingError for another kind or model, before anything changes."""
         saved: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
             key, _, name = path.partition(".")
@@ -186,7 +186,7 @@ class Optimizer(ABC):
         self._prepared = False
 
     def _check(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Refuse what was saved of another optimizer or model."""
+        """Raise TrainingError for the state of another optimizer or model."""
         live = self._live
         if saved.keys() != live.keys():
             names = sorted(saved.keys() ^ live.keys())
@@ -213,20 +213,20 @@ class Optimizer(ABC):
                 )
 
     def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
-        """Whether what is remembered of a parameter is another optimizer's, though it has the same names."""
+        """Whether a parameter's states are another optimizer's with the same keys."""
         return False
 
     @abstractmethod
     def _make_holder(self, live: Tensor) -> Tensor:
-        """What holds a parameter's fp32 gradient, as its `grad`."""
+        """Make the tensor whose `grad` holds a parameter's fp32 gradient."""
 
     @abstractmethod
     def _update(self, learning_rate: float) -> None:
-        """Make new values of the held gradients."""
+        """Compute new values from the holders' gradients."""
 
     @abstractmethod
     def _take_values(self) -> Mapping[str, Tensor]:
-        """What to write to the live weights, by name."""
+        """The values to write to the live weights, by name."""
 
     @abstractmethod
     def _weights(self) -> Mapping[str, Tensor]:
@@ -234,22 +234,22 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _memory_of(self, name: str) -> dict[str, Any]:
-        """What the rule remembers of a parameter; tensors, and `step`."""
+        """A parameter's optimizer states: tensors, and `step`."""
 
     @abstractmethod
     def _mark_of(self, name: str) -> str:
-        """A key that the rule's memory of a parameter always has."""
+        """A key that a parameter's optimizer states always have."""
 
     def _placed(self, key: str, value: Tensor, name: str) -> Tensor:
-        """A copy of what the rule is to remember, where it wants it."""
+        """A copy of a loaded optimizer state in the memory that the optimizer uses."""
         return value.to(self._parameters[name].device, copy=True)
 
     def _as_step(self, updates: int, name: str) -> Any:
-        """The rule's own form of a number of updates."""
+        """A number of updates in the form that the optimizer keeps."""
         return torch.tensor(float(updates), dtype=torch.float32, device=self._parameters[name].device)
 
     def _explain(self, norm: float) -> str:
-        """Which gradient is bad, in one sentence."""
+        """Describe in one sentence which gradient is not finite."""
         gradients = [holder.grad for holder in self._holders.values()]
         bad = [0 if gradient is None else int((~torch.isfinite(gradient)).sum()) for gradient in gradients]
         if self.sums_over_ranks is not None:
@@ -265,7 +265,7 @@ class Optimizer(ABC):
 
 
 class MasterOptimizer(Optimizer):
-    """One of torch's optimizers, or several, on fp32 masters of all trainable parameters."""
+    """One or more torch optimizers (rules) on fp32 master weights of all trainable parameters."""
 
     weights_key = "master"
 
@@ -276,7 +276,7 @@ class MasterOptimizer(Optimizer):
         self._rule_of: dict[str, int] = {}
 
     def masters(self) -> dict[str, Tensor]:
-        """The fp32 masters by parameter name; `.grad` of each is what was accumulated so far."""
+        """The fp32 master weights by parameter name; the `grad` of each is the accumulated gradient."""
         return dict(self._holders)
 
     def _add_rule(
@@ -286,8 +286,8 @@ class MasterOptimizer(Optimizer):
         names: Collection[str],
         weight_decay: float,
     ) -> None:
-        """Have `make`'s optimizer, whose memory has `mark`, update `names`: in groups of equal rate, matrices with
-        weight decay."""
+        """Add the torch optimizer that `make` builds, whose states always have the key `mark`, for the parameters
+        `names`: in groups of equal rate, with weight decay for matrices only."""
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name in names:
             master = self._holders[name]
@@ -347,25 +347,25 @@ class MasterAdamW(MasterOptimizer):
 def fused_adamw(
     groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float = 1e-8
 ) -> torch.optim.Optimizer:
-    """torch's AdamW on groups of tensors, in one kernel where there is one."""
+    """torch's AdamW on parameter groups, fused on CPU and CUDA."""
     devices = {tensor.device.type for group in groups for tensor in group["params"]}
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=devices <= {"cpu", "cuda"})
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """The tensor itself without its history, or this rank's share of one that is spread over ranks."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The detached tensor, or this rank's shard of a DTensor."""
     known: Any = tensor
     if not hasattr(known, "to_local"):
         return tensor.detach()
-    with torch.no_grad():  # then it is the tensor within, without the way through DTensor's dispatch
+    with torch.no_grad():  # without gradients `to_local` skips DTensor's dispatch
         return known.to_local()
 
 
 def _move_gradient(holder: Tensor, live: Tensor) -> None:
-    """Add a live parameter's fresh gradient to what its holder has, in fp32, and free it."""
+    """Accumulate a live parameter's new gradient in its holder, in fp32, and free it."""
     if live.grad is None:
         return
-    gradient = local_part(live.grad)
+    gradient = local_tensor(live.grad)
     if holder.grad is None:
         holder.grad = gradient.float()
     else:
@@ -374,11 +374,11 @@ def _move_gradient(holder: Tensor, live: Tensor) -> None:
 
 
 def add_gradient_(total: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to what is accumulated in fp32; on a GPU a large one in bfloat16 by a kernel of ours."""
+    """Add a gradient to the fp32 `total`, in place; large bfloat16 ones on a GPU by a Triton kernel."""
     if gradient.is_cuda and gradient.dtype == torch.bfloat16 and gradient.is_contiguous() and total.is_contiguous():
-        from slipstream.trainer.optim import accumulate_triton
+        from slipstream.trainer.optim import triton_kernels
 
-        if gradient.numel() >= accumulate_triton.SMALLEST:
-            accumulate_triton.add_(total, gradient)
+        if gradient.numel() >= triton_kernels.MIN_ACCUMULATED:
+            triton_kernels.accumulate_(total, gradient)
             return
     total.add_(gradient)

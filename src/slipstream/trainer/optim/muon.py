@@ -1,8 +1,8 @@
-"""Muon for the matrices, AdamW for the rest, on fp32 masters.
+"""Muon for matrices and AdamW for all other parameters, on fp32 master weights.
 
-A matrix moves by its momentum made orthogonal, by five steps of a Newton-Schulz iteration in bfloat16 (Jordan 2024),
-times 0.2 sqrt(max(rows, columns)), so that AdamW's learning rates carry over (Liu et al. 2025, arXiv 2502.16982).
-Embeddings, the output head, vectors, and whatever has not two dimensions of at least 2 are AdamW's.
+A matrix's update is its momentum, orthogonalized by five Newton-Schulz iterations in bfloat16 (Jordan 2024), times
+0.2 sqrt(max(rows, columns)), so that AdamW's learning rates carry over (Liu et al. 2025, arXiv 2502.16982). AdamW
+updates embeddings, the LM head, vectors, and whatever does not have exactly two dimensions of at least 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.trainer.optim.base import MasterOptimizer, NamedParameters, Rate
 
 
 class MasterMuon(MasterOptimizer):
-    """Muon with Nesterov momentum over fp32 copies; `network` says which parameters are embeddings and head."""
+    """Muon with Nesterov momentum on fp32 master weights; `network` identifies embeddings and LM head."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class MasterMuon(MasterOptimizer):
         ]
         muon = partial(Muon, momentum=momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
         self._add_rule(muon, "momentum_buffer", matrices, weight_decay)
-        rest = [name for name in self._parameters if name not in set(matrices)]
-        self._add_rule(partial(fused_adamw, betas=betas), "exp_avg", rest, weight_decay)
+        others = [name for name in self._parameters if name not in set(matrices)]
+        self._add_rule(partial(fused_adamw, betas=betas), "exp_avg", others, weight_decay)
 
 
 def _vocabulary_parameters(network: nn.Module) -> set[int]:
-    """Which parameters belong to embeddings or the output head, by identity."""
+    """The ids of the parameters of embeddings and LM head."""
     known: Any = network
     head = known.get_output_embeddings() if hasattr(network, "get_output_embeddings") else None
     owners = [module for module in network.modules() if isinstance(module, nn.Embedding)]

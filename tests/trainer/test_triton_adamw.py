@@ -10,7 +10,7 @@ import torch
 
 
 def check(device: str) -> None:
-    from slipstream.trainer.optim import adamw_bf16_triton
+    from slipstream.trainer.optim import triton_kernels
 
     torch.manual_seed(0)
     options = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -26,12 +26,12 @@ def check(device: str) -> None:
             exact.grad = torch.randn(shape, device=device)
             reference.step()
             found = [
-                adamw_bf16_triton.update(
+                triton_kernels.adamw_bf16_update(
                     values, exact.grad, *moments, updates=updates, rate=1e-2, weight_decay=0.1, seed=seed, **options
                 )
                 for seed, moments in ((5, (mean.clone(), square.clone())), (6, (mean.clone(), square.clone())))
             ]
-            values = adamw_bf16_triton.update(
+            values = triton_kernels.adamw_bf16_update(
                 values, exact.grad, mean, square, updates=updates, rate=1e-2, weight_decay=0.1, seed=5, **options
             )
             assert torch.equal(values, found[0])
@@ -44,7 +44,7 @@ def check(device: str) -> None:
     # A NaN of all ones, as GPUs make it, would become -0 when noise is added to it.
     damaged = torch.full((500,), 0x7FFFFFFF, dtype=torch.int32, device=device).view(torch.float32)
     clean = torch.zeros((3, 500), device=device)
-    made = adamw_bf16_triton.update(
+    made = triton_kernels.adamw_bf16_update(
         clean[0].bfloat16(), damaged, *clean[1:], updates=1, rate=1e-2, weight_decay=0.0, seed=1, **options
     )
     assert made.isnan().all()
@@ -54,7 +54,7 @@ def check(device: str) -> None:
     gradient, zeros = torch.ones(num, device=device), torch.zeros((2, num), device=device)
     rate, found = 0.3 / 256, []
     for seed in (1, (1 << 31) - 1):
-        made = adamw_bf16_triton.update(
+        made = triton_kernels.adamw_bf16_update(
             live, gradient, *zeros.clone(), updates=1, rate=rate, weight_decay=0.0, seed=seed, **options
         )
         assert set(made.unique().tolist()) == {1.0, 1.0 - 1 / 256}

@@ -14,7 +14,8 @@ from torch import nn
 from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.trainer.learner import score
-from slipstream.trainer.model.policy import PolicyModel, check_isolation
+from slipstream.trainer.model.packing_check import check_isolation
+from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.rotary_frequencies import fix_rotary
 
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 4.0, 8.0]

@@ -7,8 +7,7 @@ from torch import nn
 from slipstream.errors import TrainingError
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
-from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
-from slipstream.trainer.optim.paged import MasterPagedAdamW
+from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit, MasterPagedAdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 

@@ -77,7 +77,7 @@ def drawn(num_heads, num_kv_heads, head_dim, device="cpu", dtype=torch.float32, 
 
 def compute(states, layout, window=0):
     """What the operation gives, and the gradients."""
-    output, _ = packed.ragged_attention(*states, layout.ticket, 0.1, window)
+    output, _ = packed.ragged_attention(*states, layout.layout_id, 0.1, window)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad(output, states, weights)]
 

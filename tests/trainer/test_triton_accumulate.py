@@ -9,14 +9,14 @@ import torch
 
 
 def check(device: str) -> None:
-    from slipstream.trainer.optim import accumulate_triton
+    from slipstream.trainer.optim import triton_kernels
 
     torch.manual_seed(0)
     for shape in ((1,), (4096,), (37, 1021)):
         total = torch.randn(shape, device=device)
         part = torch.randn(shape, device=device).bfloat16()
         expected = total + part.float()
-        accumulate_triton.add_(total, part)
+        triton_kernels.accumulate_(total, part)
         assert torch.equal(total, expected)
 
 
@@ -33,10 +33,10 @@ def test_the_kernel_on_a_gpu():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_large_gradients_are_added_up_by_it(monkeypatch):
-    from slipstream.trainer.optim import accumulate_triton, base
+    from slipstream.trainer.optim import base, triton_kernels
 
     used = []
-    monkeypatch.setattr(accumulate_triton, "add_", lambda total, part: used.append(total.add_(part)))
+    monkeypatch.setattr(triton_kernels, "accumulate_", lambda total, part: used.append(total.add_(part)))
     weights = torch.nn.Parameter(torch.zeros(1024, 1024, device="cuda", dtype=torch.bfloat16))
     learner = base.MasterAdamW([("w", weights)])
     for _ in range(2):

@@ -21,17 +21,16 @@ from slipstream.trainer.model import fused_weight_gradients, layers
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.fused_weight_gradients import (
     AccumulatingLinear,
-    accumulate_in_products,
-    accumulating_layers,
+    fuse_accumulation,
+    fused_layers,
 )
-from slipstream.trainer.model.layers import LayerOptions, dress_layers
+from slipstream.trainer.model.layers import LayerOptions, configure_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
 from slipstream.trainer.optim.base import MasterAdamW
-from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
+from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit, MasterPagedAdamW
 from slipstream.trainer.optim.muon import MasterMuon
-from slipstream.trainer.optim.paged import MasterPagedAdamW
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -84,7 +83,7 @@ def check(learner, gradients):
 
 
 def in_products(learner):
-    assert accumulate_in_products(learner.model.network, anywhere=True)
+    assert fuse_accumulation(learner.model.network, anywhere=True)
     return learner
 
 
@@ -100,7 +99,7 @@ def small(batch):
 def test_sums_are_those_of_float64(tied, checkpointing, folder_of, make_learner, make_batch):
     folder, batch = folder_of(tied), small(make_batch(advantages=False))
     learner = make_learner(150, folder=folder, checkpointing=checkpointing)
-    assert accumulate_in_products(learner.model.network, anywhere=True) == (14 if tied else 15)
+    assert fuse_accumulation(learner.model.network, anywhere=True) == (14 if tied else 15)
     loss, gradients = exact(folder, batch)
     metrics = learner.forward_backward(batch, SFTObjective())
     assert metrics["num_micro_batches"] > 1
@@ -114,7 +113,7 @@ def test_compiled_layers_are_one_graph_for_all(checkpointing, folder_of, make_ba
     folder = folder_of(False)
     model = PolicyModel.load(folder, checkpointing=checkpointing)
     assert compile_layers(model, in_products=True) == ""
-    assert len(accumulating_layers(model.network)) == 15
+    assert len(fused_layers(model.network)) == 15
     assert all(parameter.grad is None for parameter in model.network.parameters())
     assert sum(fresh_compiler["graph_break"].values()) == 0
     learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=150)
@@ -138,8 +137,8 @@ def test_compiled_layers_keep_what_they_keep_without(monkeypatch, folder_of, mak
         model, seen = PolicyModel.load(folder_of(False), "bfloat16"), {}
         own = {parameter.data_ptr() for parameter in model.network.parameters()}
         if way:
-            accumulate_in_products(model.network, anywhere=True)
-        dress_layers(model.network, LayerOptions(compiled=True))
+            fuse_accumulation(model.network, anywhere=True)
+        configure_layers(model.network, LayerOptions(compiled=True))
 
         def keep(tensor, own=own, seen=seen):
             if tensor.data_ptr() not in own and tensor.ndim:
@@ -168,7 +167,7 @@ def repeating_gradients(compiler, rows):
     torch.manual_seed(0)
     network = nn.ModuleList([Repeating() for _ in range(2)])
     wanted = copy.deepcopy(network).double()
-    assert accumulate_in_products(network, anywhere=True) == 2
+    assert fuse_accumulation(network, anywhere=True) == 2
     optimizer = MasterAdamW(network.named_parameters())
     for layer in network if compiler else ():
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=compiler)
@@ -202,7 +201,7 @@ def test_sums_are_rounded_to_fp32_only():
     for way in ("in products", "apart"):
         layer = nn.Sequential(nn.Linear(48, 32, bias=False)).bfloat16()
         if way == "in products":
-            accumulate_in_products(layer, anywhere=True)
+            fuse_accumulation(layer, anywhere=True)
         optimizer = MasterAdamW(layer.named_parameters())
         expected = torch.zeros(32, 48, dtype=torch.float64)
         for _ in range(5):
@@ -289,11 +288,11 @@ def test_only_what_is_trained_and_a_layers_own_is_added_up_so():
     network["tied"].weight = network["shared"].weight
     network["frozen"].requires_grad_(False)
     network["replaced"].forward = lambda input: input
-    assert accumulate_in_products(network) == 0, "on a CPU it is slow"
-    assert accumulate_in_products(network, anywhere=True) == 1
-    assert accumulating_layers(network) == [network["own"]]
+    assert fuse_accumulation(network) == 0, "on a CPU it is slow"
+    assert fuse_accumulation(network, anywhere=True) == 1
+    assert fused_layers(network) == [network["own"]]
     assert isinstance(network["own"], nn.Linear)
-    assert "ticket" not in "".join(network.state_dict())
+    assert "layer_id" not in "".join(network.state_dict())
     optimizer = MasterAdamW(network.named_parameters())
     states = torch.ones(1, 2, 4)
     with torch.no_grad():
@@ -311,18 +310,18 @@ def test_only_what_is_trained_and_a_layers_own_is_added_up_so():
 
 def test_a_copy_and_what_is_put_back_are_ordinary():
     network = nn.Sequential(nn.Linear(4, 4))
-    accumulate_in_products(network, anywhere=True)
+    fuse_accumulation(network, anywhere=True)
     copied = copy.deepcopy(network)
     assert type(copied[0]) is nn.Linear
     assert type(network[0]) is AccumulatingLinear
-    fused_weight_gradients.accumulate_apart(network)
+    fused_weight_gradients.unfuse_accumulation(network)
     assert type(network[0]) is nn.Linear
-    assert "ticket" not in network[0].__dict__
+    assert "layer_id" not in network[0].__dict__
 
 
 def test_without_an_optimizer_gradients_are_where_they_ever_were():
     network = nn.Sequential(nn.Linear(4, 3))
-    accumulate_in_products(network, anywhere=True)
+    fuse_accumulation(network, anywhere=True)
     for _ in range(2):
         network(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert (network[0].weight.grad == 4.0).all()
@@ -331,7 +330,7 @@ def test_without_an_optimizer_gradients_are_where_they_ever_were():
 
 def test_bad_gradients_are_seen():
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
-    accumulate_in_products(network, anywhere=True)
+    fuse_accumulation(network, anywhere=True)
     optimizer = MasterAdamW(network.named_parameters())
     states = torch.ones(1, 2, 3, requires_grad=True)
     (network(states).sum() * 0.0).backward()
@@ -344,7 +343,7 @@ def test_bad_gradients_are_seen():
 
 def test_a_network_that_is_gone_is_said():
     network = nn.Sequential(nn.Linear(3, 3))
-    accumulate_in_products(network, anywhere=True)
+    fuse_accumulation(network, anywhere=True)
     output = network(torch.ones(1, 3, requires_grad=True))
     del network
     with pytest.raises(TrainingError, match="a linear layer is gone before its backward pass"):
@@ -359,13 +358,13 @@ def test_a_trial_that_fails_leaves_the_ordinary_way(wrong, monkeypatch, caplog):
         rounded = (grad.T @ states).float()
         return rounded if total is None else total + rounded
 
-    monkeypatch.setattr(fused_weight_gradients, "_is_made_for", lambda weight: True)
+    monkeypatch.setattr(fused_weight_gradients, "_has_kernel", lambda weight: True)
     network = nn.Sequential(nn.Linear(4, 4))
-    assert accumulate_in_products(network) == 1, "the reference passes it"
-    fused_weight_gradients.accumulate_apart(network)
-    monkeypatch.setattr(fused_weight_gradients, "with_product", product)
+    assert fuse_accumulation(network) == 1, "the reference passes it"
+    fused_weight_gradients.unfuse_accumulation(network)
+    monkeypatch.setattr(fused_weight_gradients, "accumulate_product", product)
     with caplog.at_level(logging.WARNING):
-        assert accumulate_in_products(network) == 0
+        assert fuse_accumulation(network) == 0
     assert type(network[0]) is nn.Linear
     (record,) = caplog.records
     reason = {"raises": "NotImplementedError: Could not run 'aten::mm.dtype'", "is rounded": "of its norm off"}[wrong]
@@ -377,14 +376,14 @@ def test_a_trial_that_fails_leaves_the_ordinary_way(wrong, monkeypatch, caplog):
 def test_layers_that_do_not_compile_with_them_are_compiled_without(monkeypatch, model_folder, make_batch, caplog):
     """Here the operation is one that a compiler has left half of out."""
     monkeypatch.setattr(layers, "COMPILER", lambda graph, _: graph.forward)
-    half = SimpleNamespace(linear_backward=lambda grad, states, weight, ticket, call: grad @ weight)
+    half = SimpleNamespace(linear_backward=lambda grad, states, weight, layer_id, call: grad @ weight)
     monkeypatch.setattr(fused_weight_gradients, "_operations", half)
     model, batch = PolicyModel.load(model_folder), make_batch(advantages=False)
     with caplog.at_level(logging.WARNING):
         assert compile_layers(model, in_products=True) == ""
     assert model.layers.compiled
     assert "the products of 14 of 14 linear layers gave their weights no gradient" in caplog.text
-    assert accumulating_layers(model.network) == []
+    assert fused_layers(model.network) == []
     learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=300)
     learner.forward_backward(batch, SFTObjective())
     check(learner, exact(model_folder, batch)[1])
@@ -406,7 +405,7 @@ def test_on_a_gpu_sums_are_as_near_to_float64(folder_of, make_batch):
     off = []
     for way in (None, False):
         learner = on_gpu(folder, way)
-        assert len(accumulating_layers(learner.model.network)) == (15 if way is None else 0)
+        assert len(fused_layers(learner.model.network)) == (15 if way is None else 0)
         learner.forward_backward(batch, SFTObjective())
         found = holders(learner)
         off.append({n: float((found[n].cpu() - g).norm() / g.norm()) for n, g in gradients.items()})
@@ -423,7 +422,7 @@ def test_on_a_gpu_the_product_adds_to_the_sum_in_place():
     for tokens in (500, 1, 77):
         grad = torch.randn(tokens, 320, device="cuda").bfloat16()
         states = torch.randn(448, tokens, device="cuda").bfloat16().T  # in another order
-        before, total = total, fused_weight_gradients.with_product(total, grad, states)
+        before, total = total, fused_weight_gradients.accumulate_product(total, grad, states)
         assert before is None or total.data_ptr() == before.data_ptr()
         expected += grad.double().T @ states.double()
         assert float((total - expected).norm() / expected.norm()) < 1e-5

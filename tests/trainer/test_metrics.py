@@ -4,7 +4,7 @@ import math
 
 from slipstream import records
 from slipstream.envs.rows import _as_verl_score
-from slipstream.trainer.loop import rollout_metrics
+from slipstream.trainer.metrics import rollout_metrics
 
 
 def batch_of(*metrics):

@@ -7,7 +7,7 @@ from torch import nn
 from slipstream.errors import TrainingError
 from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
-from slipstream.trainer.optim.eight_bit import MasterAdamW8bit
+from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit
 
 
 def advance(learner, batch):

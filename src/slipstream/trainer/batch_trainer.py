@@ -1,0 +1,197 @@
+"""Trains the policy, and the critic of PPO, on one batch of rollouts or of written examples.
+
+For RL the stages are: credit assignment, step batches (one per optimizer step), critic updates, reference and old
+log-probabilities, optimizer steps. SFT has the step batches and the optimizer steps only. Every stage takes the results
+of the earlier ones as arguments; nothing but the learner, the critic and their optimizers changes from batch to batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from slipstream import records
+from slipstream.config.planned import PlannedConfig, PlannedRL
+from slipstream.errors import ZeroGradientError
+from slipstream.trainer.batching import StepBatch, make_step_batches
+from slipstream.trainer.credit_assignment import Credit, assign_credit, kl_penalties_of
+from slipstream.trainer.critic import Critic
+from slipstream.trainer.learner import Learner, Scorer
+from slipstream.trainer.metrics import any_cut, rollout_metrics
+from slipstream.trainer.objectives import Objective
+from slipstream.trainer.optim.base import learning_rate_at
+
+
+class NoSignal(Enum):
+    """Why a batch trains nothing: the reason, and advice for the user."""
+
+    NO_VARIANCE = (
+        "no group had any reward variance",
+        "make the task easier or harder, or start from a better model",
+    )
+    ALL_TRUNCATED = (
+        "no completion ended before the limit, and truncated ones are not trained on,",
+        "raise sampling.max_tokens, or set algorithm.train_on_truncated = true",
+    )
+    ALL_CLIPPED = (
+        "importance sampling and clipping left no token a gradient",
+        "look at mismatch/kl and mismatch/abs_logprob_diff, and raise algorithm.importance_cap or make fewer updates",
+    )
+
+    def __init__(self, reason: str, advice: str) -> None:
+        self.reason = reason
+        self.advice = advice
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What training on one batch gave."""
+
+    metrics: dict[str, float]
+    credit: Credit | None = None
+    """The rollouts' advantages; None for SFT."""
+    no_signal: NoSignal | None = None
+    """Why no optimizer step was made; None when at least one was."""
+    is_critic_only: bool = False
+    """Whether the critic alone was trained, in its warm-up."""
+
+
+@dataclass(frozen=True)
+class BatchTrainer:
+    """See the module. Holds what is constant over a run."""
+
+    config: PlannedConfig
+    learner: Learner
+    objective: Objective
+    sampling: records.SamplingParams
+    reference: Scorer | None
+    """The frozen model of the KL term; None without one."""
+    critic: Critic | None
+    on_optimizer_steps: Callable[[int], None]
+    """Called with the number of optimizer steps before the first of them."""
+    before_write: Callable[[], None]
+    """Called before each write to the live weights, which an engine may share."""
+
+    def train(self, batch: records.Batch) -> BatchResult:
+        """Run all stages on `batch`."""
+        algorithm = self.config.algorithm
+        if isinstance(algorithm, PlannedRL):
+            return self._train_rl(batch, algorithm)
+        steps = self.step_batches(batch)
+        if not steps:
+            return BatchResult({}, no_signal=NoSignal.ALL_TRUNCATED)
+        metrics, num_skipped = self.optimizer_steps(list(enumerate(steps)), batch.step)
+        if num_skipped:
+            metrics["train/skipped_updates"] = float(num_skipped)
+        return BatchResult(metrics, no_signal=NoSignal.ALL_CLIPPED if num_skipped == len(steps) else None)
+
+    def _train_rl(self, batch: records.Batch, algorithm: PlannedRL) -> BatchResult:
+        metrics = rollout_metrics(batch)
+        penalties, kl_metrics = self.reward_kl_penalties(batch, algorithm)
+        credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
+        metrics |= kl_metrics | credit.metrics
+        if not credit.has_signal and self.critic is None:
+            return BatchResult(metrics, credit, NoSignal.NO_VARIANCE)
+        planned = self.step_batches(batch, credit)
+        if not planned:
+            return BatchResult(metrics, credit, NoSignal.ALL_TRUNCATED)
+        if self.critic is not None:
+            metrics |= self.critic.train(planned)
+            if batch.step < self.critic.config.warmup_steps:
+                return BatchResult(metrics | {"value/warmup": 1.0}, credit, is_critic_only=True)
+        steps = [(index, step) for index, step in enumerate(planned) if step.has_signal]
+        metrics["train/skipped_updates"] = float(len(planned) - len(steps))
+        if not steps:
+            return BatchResult(metrics, credit, NoSignal.NO_VARIANCE)
+        self.fill_logprobs([step for _, step in steps], algorithm)
+        update_metrics, num_skipped = self.optimizer_steps(steps, batch.step)
+        metrics["train/skipped_updates"] += num_skipped
+        all_clipped = num_skipped == len(steps)
+        return BatchResult(metrics | update_metrics, credit, NoSignal.ALL_CLIPPED if all_clipped else None)
+
+    def reward_kl_penalties(
+        self, batch: records.Batch, algorithm: PlannedRL
+    ) -> tuple[list[list[Tensor]] | None, dict[str, float]]:
+        """With `kl_in = "reward"`: `kl_coef * KL(policy || reference)` of each trainable token, by rollout and
+        sequence, float64 `[N]`, which credit assignment subtracts from the rewards; and metrics. None otherwise."""
+        if not _kl_in_reward(algorithm) or self.reference is None:
+            return None, {}
+        sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
+        ours = self.learner.forward(sequences, self.sampling).logprobs
+        theirs = self.reference.forward(sequences, self.sampling).logprobs
+        penalties, mean = kl_penalties_of(batch, ours, theirs, algorithm.kl_estimator, algorithm.kl_coef)
+        return penalties, {"train/kl_reference": mean}
+
+    def step_batches(self, batch: records.Batch, credit: Credit | None = None) -> list[StepBatch]:
+        """One batch per optimizer step, at most `updates_per_batch * epochs_per_batch`. `credit`: None for SFT."""
+        training, algorithm = self.config.training, self.config.algorithm
+        return make_step_batches(
+            batch,
+            credit.advantages if credit else None,
+            updates_per_batch=training.updates_per_batch,
+            epochs=training.epochs_per_batch,
+            train_on_truncated=not isinstance(algorithm, PlannedRL) or algorithm.train_on_truncated,
+            carries_loss=credit.carries_loss if credit else None,
+            value_targets=credit.value_targets if credit else None,
+            ignores_silent=self.critic is None and self.objective.ignores_silent,
+        )
+
+    def fill_logprobs(self, steps: Sequence[StepBatch], algorithm: PlannedRL) -> None:
+        """Set the log-probabilities that the loss compares the policy's with: the reference model's for a KL term in
+        the loss, and with `old_policy = "trainer"` the current weights', the denominator of the PPO ratio."""
+        if self.reference is not None and not _kl_in_reward(algorithm):
+            for step in {id(step): step for step in steps}.values():  # epochs repeat the same objects
+                step.reference_logprobs = self.reference.forward(step.sequences, self.sampling).logprobs
+        if algorithm.old_policy == "trainer":
+            self.learner.fill_old_logprobs(steps, self.sampling)
+
+    def optimizer_steps(self, steps: Sequence[tuple[int, StepBatch]], batch_step: int) -> tuple[dict[str, float], int]:
+        """Make one optimizer step per `(index in the batch, step batch)`. Returns the mean metrics of the steps that
+        were applied, or of all if none was, and how many were skipped because their gradient was zero."""
+        training = self.config.training
+        self.on_optimizer_steps(len(steps))
+        per_batch = training.updates_per_batch * training.epochs_per_batch
+        applied: list[dict[str, float]] = []
+        skipped: list[dict[str, float]] = []
+        for index, step in steps:
+            row, is_applied = self.optimizer_step(step, batch_step * per_batch + index, may_be_zero=bool(applied))
+            (applied if is_applied else skipped).append(row)
+        rows = applied or skipped
+        return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}, len(skipped)
+
+    def optimizer_step(self, step: StepBatch, number: int, *, may_be_zero: bool) -> tuple[dict[str, float], bool]:
+        """Compute the gradient of `step` and apply it. Returns its metrics, and whether it was applied: a gradient of
+        zero is skipped where clipping or masking explains it, and raises ZeroGradientError otherwise.
+
+        `number` counts the run's optimizer steps, skipped ones included; the learning-rate schedule reads it.
+        `may_be_zero`: after the first update of a batch the ratio of every token may be outside the clipping range.
+        """
+        training = self.config.training
+        metrics = self.learner.forward_backward(step, self.objective)
+        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
+        rate = learning_rate_at(
+            number,
+            peak=float(training.learning_rate),
+            schedule=training.schedule,
+            warmup_steps=training.warmup_steps,
+            num_steps=training.steps * training.updates_per_batch * training.epochs_per_batch,
+        )
+        try:
+            stats = self.learner.optim_prepare(rate)
+        except ZeroGradientError:
+            if not (may_be_zero or any_cut(metrics)):
+                raise
+            self.learner.optimizer.discard_gradients()
+            return named, False
+        self.before_write()
+        self.learner.optim_commit()
+        return named | {"train/learning_rate": stats.learning_rate, "train/grad_norm": stats.grad_norm}, True
+
+
+def _kl_in_reward(algorithm: PlannedRL) -> bool:
+    """Whether the KL term is subtracted from the rewards rather than added to the loss."""
+    return algorithm.kl_coef > 0 and algorithm.kl_in == "reward"

@@ -1,0 +1,74 @@
+"""AdamW of the bitsandbytes library on fp32 master weights: with 8-bit optimizer states, or with paged fp32 ones.
+
+8-bit states (arXiv 2110.02861) are quantized in blocks of 256 values, each with its own scale; parameters with fewer
+than 4,096 elements keep fp32 states. This saves six bytes per parameter. Paged states, of parameters with 100,000
+elements or more, lie in CUDA managed memory: the driver moves pages to host memory under memory pressure and back for
+the update. On a CPU they are ordinary tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from bitsandbytes.optim import AdamW8bit, PagedAdamW32bit
+from torch import Tensor
+
+from slipstream.trainer.optim.base import MasterOptimizer, NamedParameters, RateOf, one_rate
+
+_MIN_8BIT_ELEMENTS = 4096
+"""Parameters with fewer elements keep fp32 states."""
+
+
+class _BitsandbytesAdamW(MasterOptimizer):
+    """AdamW over fp32 master weights, computed by `rule`. Vectors (norms, biases) get no weight decay."""
+
+    rule: ClassVar[Any]
+    """The library's optimizer class, or a factory of one."""
+
+    def __init__(
+        self,
+        named_parameters: NamedParameters,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        rate_of: RateOf = one_rate,
+    ) -> None:
+        super().__init__(named_parameters, max_grad_norm, rate_of)
+        make: Any = partial(self.rule, betas=betas)
+        self._add_rule(make, "state1", self._holders.keys(), weight_decay)
+
+    def _as_step(self, updates: int, name: str) -> int:
+        return updates
+
+
+class MasterAdamW8bit(_BitsandbytesAdamW):
+    """AdamW with 8-bit optimizer states, quantized in blocks."""
+
+    rule = staticmethod(partial(AdamW8bit, min_8bit_size=_MIN_8BIT_ELEMENTS))
+
+    def state(self) -> dict[str, Tensor]:
+        """See the base. The library shares its quantization tables among all parameters: each gets a copy."""
+        tensors = super().state()
+        return {path: tensor.clone() if path.startswith("qmap") else tensor for path, tensor in tensors.items()}
+
+    def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
+        return "absmax1" not in memory and memory["state1"].numel() >= _MIN_8BIT_ELEMENTS
+
+
+class MasterPagedAdamW(_BitsandbytesAdamW):
+    """AdamW with fp32 optimizer states in CUDA managed memory."""
+
+    rule = PagedAdamW32bit
+
+    def _is_foreign(self, memory: Mapping[str, Tensor]) -> bool:
+        return "absmax1" in memory
+
+    def _placed(self, key: str, value: Tensor, name: str) -> Tensor:
+        if key not in ("state1", "state2"):
+            return super()._placed(key, value, name)
+        rule: Any = self._rules[self._rule_of[name]][0]
+        buffer: Tensor = rule.get_state_buffer(self._holders[name], dtype=value.dtype)
+        return buffer.copy_(value)
