@@ -1,4 +1,4 @@
-"""Text and table sections of a report: settings, start-up stages, versions, warnings, the end of the run, and comparisons of several
+"""Text and table sections of a report: settings, start-up, versions, warnings, the end, and comparisons of several
 runs."""
 
 from __future__ import annotations
