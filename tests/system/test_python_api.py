@@ -72,6 +72,20 @@ def test_what_ends_a_run_is_raised_as_its_class(model, tmp_path, capfd):
     assert read_exit(tmp_path / "r").status == "failed"
 
 
+def test_what_a_callback_raises_stops_the_run_and_is_raised(model, tmp_path):
+    def on_step(step, metrics):
+        if step == 1:
+            raise LookupError("no such curve")
+
+    def reward(task, completion):
+        return len(set(completion))
+
+    settings = {"steps": 500, "folder": tmp_path / "r", "progress": False, "evaluation": False, **SMALL}
+    with pytest.raises(LookupError, match="no such curve"):
+        slipstream.train(model, tasks, reward, on_step=on_step, **settings)
+    assert slipstream.load_run(tmp_path / "r").status == "interrupted"
+
+
 PROGRAM = """
 import slipstream, sys
 def tasks(split, num_tasks, seed):

@@ -148,7 +148,6 @@ def evaluate(
     objects = _add_environment(tree, tasks, eval_tasks, reward)
     job = Job(Call("evaluate", tree, tuple(objects), view=_view(progress)), shown=progress)
     outcome = job.follow()
-    assert outcome is not None
     if outcome.error == "Interrupted":
         raise Interrupted(outcome.message)
     if outcome.error:

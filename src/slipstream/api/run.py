@@ -74,15 +74,12 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGINT)
 
-    def follow(self, each: Callable[[], None] = lambda: None, timeout_s: float | None = None) -> Outcome | None:
-        """Wait for its end and call `each` meanwhile; what came of it, or None where it goes on at the deadline. An
-        interrupt of this process is passed on: the first asks it to stop, the second ends it at once."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+    def follow(self, each: Callable[[], None] = lambda: None) -> Outcome:
+        """Wait for its end and call `each` meanwhile; what came of it. An interrupt of this process is passed on: the
+        first asks it to stop, the second ends it at once."""
         while True:
             try:
                 while self.process.poll() is None:
-                    if until is not None and time.monotonic() > until:
-                        return None
                     each()
                     time.sleep(POLL_S)
                 self._reader.join(1.0)
@@ -121,9 +118,9 @@ class Run:
         """What `slipstream train --json` prints, once the run has ended by itself."""
         self._job = job
         self._on_step = on_step
-        self._told = -1
+        self._last_step = -1
         self._size = -1
-        self._error: SlipstreamError | None = None
+        self._error: Exception | None = None
         self._ended = threading.Event()
         if job is None:
             self._ended.set()
@@ -131,12 +128,12 @@ class Run:
     @property
     def is_running(self) -> bool:
         """Whether this program waits for it still, or another process writes its folder."""
-        return not self._ended.is_set() or summarize(self.folder).status == "running"
+        return not self._ended.is_set() or self.status == "running"
 
     @property
     def status(self) -> str:
         """As `slipstream runs` shows it: running, finished, interrupted, failed or killed."""
-        return summarize(self.folder).status
+        return summarize(self.folder).status if self.folder.exists() else "failed"
 
     @property
     def step(self) -> int:
@@ -208,24 +205,28 @@ class Run:
         """Until the process ends; in the one thread that does so."""
         assert self._job is not None
         try:
-            outcome = self._job.follow(self._tell)
-            assert outcome is not None
+            outcome = self._job.follow(self._call_back)
             self.summary = outcome.summary
             if outcome.error and outcome.error != "Interrupted":
                 self._error = error_of(outcome)
         finally:
             self._ended.set()
 
-    def _tell(self) -> None:
-        """Pass new rows to the callback."""
+    def _call_back(self) -> None:
+        """Pass new rows to the callback. What it raises stops the run, and `wait` raises it."""
         file = self.folder / "metrics.jsonl"
         if self._on_step is None or not file.exists() or file.stat().st_size == self._size:
             return
         self._size = file.stat().st_size
         for row in self.rows:
-            if row["step"] > self._told:
-                self._told = row["step"]
-                self._on_step(int(row["step"]), row)
+            if row["step"] > self._last_step:
+                self._last_step = row["step"]
+                try:
+                    self._on_step(int(row["step"]), row)
+                except Exception as error:  # noqa: BLE001 - the caller's code
+                    self._on_step, self._error = None, error
+                    self.stop()
+                    return
 
     def __repr__(self) -> str:
         state = "running" if not self._ended.is_set() else self.status
