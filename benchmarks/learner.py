@@ -147,8 +147,8 @@ def make_batch(options: argparse.Namespace) -> tuple[Any, Any, list[int]]:
     from slipstream import records
     from slipstream.config import RLConfig
     from slipstream.config.recipes import resolved
-    from slipstream.trainer.batching import StepBatch
-    from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+    from slipstream.trainer.loss import PolicyObjective, SFTObjective
+    from slipstream.trainer.packing import StepBatch
 
     draw = random.Random(0)
 

@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, model: Path, ranks: int) -> dict[str, A
     from slipstream.launch.ranks.processes import RankProcesses
     from slipstream.records import SamplingParams, Sequence
     from slipstream.trainer import garbage_collection
-    from slipstream.trainer.batching import StepBatch
+    from slipstream.trainer.packing import StepBatch
 
     config, sampling = make_config(options, model, ranks), SamplingParams(max_tokens=1)
     torch.manual_seed(0)

@@ -156,7 +156,7 @@ def test_the_import_reader_sees_every_form(tmp_path, monkeypatch):
     path.parent.mkdir()
     path.write_text(
         "import slipstream.trainer.loop\nfrom slipstream import weights\nfrom ..inference import client\n"
-        "from . import base\ndef f():\n    from slipstream.algo.losses import g\n"
+        "from . import base\ndef f():\n    from slipstream.algo.surrogate_losses import g\n"
     )
     assert [name for _, name in sorted(imported_packages(path))] == [
         "trainer", "weights", "inference", "envs", "algo",

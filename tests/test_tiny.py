@@ -13,8 +13,8 @@ from slipstream import records
 from slipstream.algo.logprobs import token_logprobs
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.objectives import PolicyObjective
+from slipstream.trainer.loss import PolicyObjective
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 TWIN = Path(__file__).parents[1] / "examples" / "tiny" / "grpo.py"
 LENGTHS = (3, 1, 5, 4, 2, 6)

@@ -7,8 +7,8 @@ import torch
 from slipstream import records
 from slipstream.algo.logprobs import token_logprobs
 from slipstream.config.recipes import resolved
-from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.objectives import PolicyObjective
+from slipstream.trainer.loss import PolicyObjective
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 LENGTHS = (3, 1, 5, 4, 2, 6)
 VOCABULARY = 12

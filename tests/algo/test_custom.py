@@ -8,7 +8,7 @@ from tests.algo.problem import make_problem
 
 from slipstream.algo.advantages import BASELINES
 from slipstream.algo.custom import check_user_function, user_function
-from slipstream.algo.losses import LOSSES
+from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import BUILT_IN, RECIPES, choices, needs_engine_logprobs, resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError

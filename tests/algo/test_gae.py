@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.algo.gae import explained_variance, generalized_advantages, value_loss, whitened
-from slipstream.algo.losses import LossInputs, clip_loss
+from slipstream.algo.surrogate_losses import LossInputs, clip_loss
 
 NUMBER = st.floats(-10, 10, width=32)
 PART = st.floats(0, 1)

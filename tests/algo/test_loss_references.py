@@ -9,7 +9,7 @@ import torch
 from tests.algo.problem import LENGTHS, MAX_TOKENS, make_problem
 
 from slipstream.algo.importance_sampling import log_ratio_histogram, ratio_shares
-from slipstream.algo.losses import LOSSES, LossInputs
+from slipstream.algo.surrogate_losses import LOSSES, LossInputs
 from slipstream.config.recipes import RECIPES, resolved
 from slipstream.config.schema import RLConfig
 

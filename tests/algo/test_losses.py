@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.algo.importance_sampling import effective_sample_size, truncated_importance_weights
-from slipstream.algo.losses import clipped_policy_loss, kl_estimate, token_weights
+from slipstream.algo.surrogate_losses import clipped_policy_loss, kl_estimate, token_weights
 
 LOGPROB = st.floats(-8.0, 0.0)
 TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.floats(-3.0, 3.0)), min_size=1, max_size=12)

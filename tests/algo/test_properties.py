@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from tests.algo.problem import FixedPolicy
 
 from slipstream import records
-from slipstream.algo.losses import LOSSES
+from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.objectives import PolicyObjective
+from slipstream.trainer.loss import PolicyObjective
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 VOCABULARY = 9
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=7)

@@ -21,9 +21,9 @@ from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradien
 from slipstream.launch.build import build, build_objective, build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import SamplingParams
-from slipstream.trainer.batching import StepBatch, ValueTargets
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.tiny_qwen3 import new_model
+from slipstream.trainer.packing import StepBatch, ValueTargets
 from slipstream.weights.fingerprint import describe
 from tests.trainer.test_vision_towers import save_with_tower
 

@@ -17,12 +17,12 @@ from slipstream.launch.plan.memory import checkpoints
 from slipstream.launch.plan.memory.checkpoints import saved_bytes
 from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.recovery.resume import refuse_to_resume
-from slipstream.trainer.batching import StepBatch
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.tiny_qwen3 import new_model
-from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.packing import StepBatch
 
 from .test_plan import CARD, GENERATED, GRPO, facts, plan, reasons, refusal
 

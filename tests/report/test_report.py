@@ -11,7 +11,7 @@ from slipstream.algo.importance_sampling import log_ratio_histogram, ratio_share
 from slipstream.errors import ConfigError
 from slipstream.report import write_report
 from slipstream.report.headline import Accuracy, difference_interval
-from slipstream.report.html import data, h, key, number
+from slipstream.report.markup import data, h, key, number
 from slipstream.report.plot import linear_scale, log_scale, step_scale
 from slipstream.report.series import MAX_POINTS, PANELS, Line, series_of
 from slipstream.report.timeline import MAX_BARS, step_times

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.optim import adamw_bf16
 from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW, round_to_bfloat16_
 from slipstream.trainer.optim.base import MasterAdamW

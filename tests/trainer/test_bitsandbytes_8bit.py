@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import TrainingError
-from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit
 

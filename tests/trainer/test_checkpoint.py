@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage, has_state
-from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.loss import SFTObjective
 from slipstream.weights.model_files import write_model_folder
 
 

@@ -16,8 +16,8 @@ from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, damage
 from slipstream.trainer.checkpoints.snapshot import Snapshots
 from slipstream.trainer.checkpoints.writer import EVERY_S, CheckpointWriter, Schedule
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
 from slipstream.trainer.optim.base import MasterAdamW
 

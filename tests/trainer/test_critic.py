@@ -12,7 +12,6 @@ from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import CriticConfig, RLConfig
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import ValueTargets, make_step_batches
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.credit_assignment import assign_credit
 from slipstream.trainer.critic import Critic, ValueModel, ValueObjective
@@ -20,6 +19,7 @@ from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import ValueTargets, make_step_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 
 CLIP = 0.2

@@ -7,8 +7,8 @@ from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.objectives import PolicyObjective
+from slipstream.trainer.loss import PolicyObjective
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 VOCABULARY, POSITIONS = 7, 3
 

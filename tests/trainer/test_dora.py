@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from slipstream import records
 from slipstream.errors import ConfigError
 from slipstream.launch.tools.export import export
-from slipstream.trainer.batching import StepBatch
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import StepBatch
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from slipstream.weights.fingerprint import describe
 

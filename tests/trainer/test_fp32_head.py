@@ -7,11 +7,11 @@ from slipstream import records
 from slipstream.algo import logprobs as algo_sampling
 from slipstream.algo.logprobs import HeadLogits, greedy_tokens, processed_logprobs
 from slipstream.errors import ConfigError
-from slipstream.trainer.batching import StepBatch
 from slipstream.trainer.learner import Learner, score
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import StepBatch
 
 RULES = [(1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.3, 5, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
 

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from slipstream.errors import TrainingError, ZeroGradientError
-from slipstream.trainer.batching import micro_batches
 from slipstream.trainer.critic import ValueObjective
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model import fused_weight_gradients, layers
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.fused_weight_gradients import (
@@ -26,11 +26,11 @@ from slipstream.trainer.model.fused_weight_gradients import (
 )
 from slipstream.trainer.model.layers import LayerOptions, configure_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.adamw_bf16 import RoundedAdamW
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.trainer.optim.bitsandbytes import MasterAdamW8bit, MasterPagedAdamW
 from slipstream.trainer.optim.muon import MasterMuon
+from slipstream.trainer.packing import micro_batches
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

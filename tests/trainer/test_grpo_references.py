@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.objectives import PolicyObjective
+from slipstream.trainer.loss import PolicyObjective
 
 PROMPT, COMPLETION = 7, 12
 LENGTHS = [12, 5, 9, 1]
@@ -40,7 +40,7 @@ def problem():
 
 
 def as_step_batch(problem):
-    from slipstream.trainer.batching import StepBatch
+    from slipstream.trainer.packing import StepBatch
 
     batch = StepBatch([], problem["advantages"].tolist(), [], [])
     for row, length in enumerate(LENGTHS):

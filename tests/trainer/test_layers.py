@@ -7,14 +7,14 @@ from torch.profiler import ProfilerActivity, profile
 from slipstream.config import RunConfig
 from slipstream.launch.plan.measure import adapter_config, measure_adapter, read_model
 from slipstream.launch.plan.memory.sizes import activation_bytes_per_token
-from slipstream.trainer.batching import micro_batches
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.layers import LayerOptions, Offloader, configure_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 
 

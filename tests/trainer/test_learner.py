@@ -7,9 +7,9 @@ from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import StepBatch, make_step_batches
 from slipstream.trainer.learner import deterministic_on_cpu
-from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+from slipstream.trainer.loss import PolicyObjective, SFTObjective
+from slipstream.trainer.packing import StepBatch, make_step_batches
 
 SAMPLING = records.SamplingParams(max_tokens=64)
 

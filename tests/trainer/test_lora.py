@@ -19,9 +19,9 @@ from slipstream.errors import ConfigError, TrainingError
 from slipstream.launch.tools.export import export
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.learner import Learner, score
+from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.lora import LoraLinear, rate_in_adapter
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import PolicyObjective, SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
 from slipstream.weights.adapter_folder import AdapterConfig, folded, read_adapter_config, write_adapter_folder
 from slipstream.weights.fingerprint import describe
@@ -71,7 +71,7 @@ def as_peft(learner, folder, tmp_path, **options):
 
 @pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj", "mlp.down_proj")])
 def test_logprobs_and_gradients_are_those_of_peft(make_lora, model_folder, tmp_path, group, gradients_of, targets):
-    from slipstream.trainer.batching import StepBatch
+    from slipstream.trainer.packing import StepBatch
 
     learner = make_lora(targets)
     theirs = as_peft(learner, model_folder, tmp_path, is_trainable=True)
@@ -168,7 +168,7 @@ def test_lora_plus_is_pefts(make_lora, model_folder, ratio):
 
 
 def test_the_reference_is_the_base_and_gives_its_kl(make_lora, model_folder, group):
-    from slipstream.trainer.batching import StepBatch
+    from slipstream.trainer.packing import StepBatch
 
     learner = make_lora()
     sampling = records.SamplingParams(max_tokens=9, temperature=0.8)

@@ -7,12 +7,12 @@ from safetensors.torch import load_file
 
 from slipstream import records
 from slipstream.errors import ConfigError
-from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.policy import PolicyModel, SharedTensors
-from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 

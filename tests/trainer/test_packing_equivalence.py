@@ -12,8 +12,8 @@ from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.trainer.attention.row_layout import segment_layout
-from slipstream.trainer.batching import StepBatch, micro_batches
-from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+from slipstream.trainer.loss import PolicyObjective, SFTObjective
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 SAMPLING = records.SamplingParams(max_tokens=64, temperature=0.8)
 

@@ -12,12 +12,12 @@ from slipstream import records
 from slipstream.errors import TrainingError
 from slipstream.trainer.attention import packed
 from slipstream.trainer.attention.row_layout import segment_layout
-from slipstream.trainer.batching import StepBatch, micro_batches
 from slipstream.trainer.learner import add_gradients, deterministic_on_cpu
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 
 def segments(query, key, query_ends, key_ends, longest_query, longest_key, dropout, is_causal, **options):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slipstream.trainer.objectives import SFTObjective
+from slipstream.trainer.loss import SFTObjective
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
 from slipstream.trainer.attention.row_layout import segment_layout, take_slots
-from slipstream.trainer.batching import StepBatch, micro_batches
+from slipstream.trainer.loss import PolicyObjective, SFTObjective
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 MODELS = {
     "llama": ("Llama", {}),

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import records
-from slipstream.algo.losses import LOSSES
+from slipstream.algo.surrogate_losses import LOSSES
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.batching import StepBatch, ValueTargets, even_rows, micro_batches_of
 from slipstream.trainer.distributed.worker import PackedTensor, rank_batch_of
 from slipstream.trainer.learner import add_gradients, predictions
-from slipstream.trainer.objectives import PolicyObjective
+from slipstream.trainer.loss import PolicyObjective
+from slipstream.trainer.packing import StepBatch, ValueTargets, even_rows, micro_batches_of
 
 SAMPLING = records.SamplingParams(max_tokens=32, temperature=0.9)
 OBJECTIVES = st.builds(

@@ -8,8 +8,8 @@ import torch
 from slipstream import records
 from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
-from slipstream.trainer.batching import make_step_batches
-from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+from slipstream.trainer.loss import PolicyObjective, SFTObjective
+from slipstream.trainer.packing import make_step_batches
 
 SAMPLING = records.SamplingParams(max_tokens=24, temperature=0.8)
 

@@ -7,15 +7,15 @@ from torch._dynamo.utils import counters
 
 from slipstream.errors import ConfigError
 from slipstream.records import Sequence
-from slipstream.trainer.batching import StepBatch
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model import layers
 from slipstream.trainer.model.compilation import compile_layers
 from slipstream.trainer.model.layers import decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.stand_in import save_stand_in
-from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import StepBatch
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]}
 

@@ -12,13 +12,13 @@ from slipstream.errors import ConfigError
 from slipstream.launch.plan.measure import read_trained_model
 from slipstream.launch.plan.memory.sizes import optimizer_bytes
 from slipstream.launch.tools.export import export
-from slipstream.trainer.batching import StepBatch, ValueTargets
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.critic import Critic, ValueModel
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import SFTObjective
 from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import StepBatch, ValueTargets
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 
 TEXT = {

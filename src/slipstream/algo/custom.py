@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from slipstream.algo.losses import LossInputs, PolicyLoss
+from slipstream.algo.surrogate_losses import LossInputs, PolicyLoss
 from slipstream.config.parse.suggestions import closest
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.user_code import import_file, place_of

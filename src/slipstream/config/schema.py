@@ -119,7 +119,7 @@ class RLConfig(Section):
     loss: Literal["auto"] | LossName | str = "auto"
     """`clip` (PPO), `gspo` and `gspo_token` (one ratio for a sequence), `cispo`, `policy_gradient` (the ratio,
     never clipped); or your own: `path/to/file.py:function` or an entry point of the group `slipstream.losses`, called
-    with a `slipstream.algo.losses.LossInputs`."""
+    with a `slipstream.algo.surrogate_losses.LossInputs`."""
     normalize: Literal["auto"] | Normalize = "auto"
     """Average the loss over all tokens of the batch (`token`, DAPO), first within each sequence (`sequence`, GRPO), or
     divide each sequence's sum by `sampling.max_tokens` (`constant`, Dr. GRPO)."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from slipstream.trainer.distributed.fsdp import RankGroup
     from slipstream.trainer.distributed.worker import RankModel
     from slipstream.trainer.learner import Learner, Scorer
+    from slipstream.trainer.loss import Objective
     from slipstream.trainer.model.policy import PolicyModel, SharedTensors
-    from slipstream.trainer.objectives import Objective
     from slipstream.trainer.optim.base import Optimizer
     from slipstream.weights.bridges.single_copy import SharedWeights
 
@@ -251,7 +251,7 @@ def build_parts(
 
 def build_objective(config: PlannedConfig, sampling: SamplingParams) -> Objective:
     """Build the loss that `algorithm` asks for."""
-    from slipstream.trainer.objectives import PolicyObjective, SFTObjective
+    from slipstream.trainer.loss import PolicyObjective, SFTObjective
 
     if config.algorithm.kind == "sft":
         return SFTObjective()

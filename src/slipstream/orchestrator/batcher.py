@@ -19,8 +19,8 @@ from slipstream.errors import TrainingError
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.dynamic_sampling import Refills, choose
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, warn_of_losses
-from slipstream.orchestrator.seeds import seed_of
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
+from slipstream.orchestrator.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.teacher import Scores
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
 
@@ -102,7 +102,6 @@ class Batcher:
 
     def _check(self, step: int, version: Version, rollouts: list[Rollout]) -> None:
         """Raise where too many rollouts failed, log-probabilities are missing, or a token's version is too old."""
-        allowed = {Version(version.lineage, k).name for k in range(max(0, step - self.staleness), step + 1)}
         check_failures(rollouts, f"step {step}", self.max_reward_failures)
         for rollout in rollouts:
             for sequence in rollout.sequences:
@@ -112,32 +111,4 @@ class Batcher:
                         'old_policy = "engine" need: use an engine that returns them, or set the first to "none" and'
                         ' the second to "trainer"'
                     )
-                others = {span.version for span in sequence.versions} - allowed
-                if others:
-                    raise TrainingError(
-                        f"rollout {rollout.id} holds tokens of version {', '.join(sorted(others))} in the batch of "
-                        f"step {step}: training.staleness = {self.staleness} allows only {', '.join(sorted(allowed))}"
-                    )
-
-
-def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Staleness of the sampled tokens, in versions behind `step`: mean over tokens, and maximum; and the fraction of
-    rollouts that mix versions."""
-    ages: Counter[int] = Counter()
-    mixed = 0
-    for rollout in rollouts:
-        versions: set[str] = set()
-        for sequence in rollout.sequences:
-            for index, span in enumerate(sequence.versions):
-                end = sequence.versions[index + 1].start if index + 1 < len(sequence.versions) else len(sequence)
-                ages[step - int(span.version.split(".")[1])] += sum(sequence.mask[span.start : end])
-                versions.add(span.version)
-        mixed += len(versions) > 1
-    total = sum(ages.values())
-    if not total:
-        return {}
-    return {
-        "staleness/mean": sum(age * count for age, count in ages.items()) / total,
-        "staleness/max": float(max(ages)),
-        "staleness/mixed_fraction": mixed / max(1, len(rollouts)),
-    }
+        refuse_stale(rollouts, step, version.lineage, self.staleness)

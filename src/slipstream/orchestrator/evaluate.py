@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from slipstream.orchestrator.concurrency import all_of
-from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, warn_of_losses
-from slipstream.orchestrator.seeds import seed_of
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
 
 

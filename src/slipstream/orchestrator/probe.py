@@ -13,7 +13,7 @@ import msgspec
 from slipstream.engine_protocols import Generates
 from slipstream.errors import EngineError
 from slipstream.orchestrator.concurrency import all_of, retry_on_restart
-from slipstream.orchestrator.seeds import seed_of
+from slipstream.orchestrator.rollouts import seed_of
 from slipstream.records import GenerateRequest, SamplingParams
 from slipstream.records import Sequence as TokenSequence
 

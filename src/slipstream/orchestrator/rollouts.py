@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import time
 import traceback
@@ -19,7 +20,6 @@ from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardT
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError
 from slipstream.orchestrator.concurrency import retry_on_restart
-from slipstream.orchestrator.seeds import seed_of
 from slipstream.patience import Patience
 from slipstream.records import TRAINABLE_OUTCOMES, Completion, GenerateRequest, Outcome, Rollout, SamplingParams, Task
 
@@ -232,3 +232,10 @@ def warn_of_losses(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], N
     lost = [rollout for rollout in rollouts if rollout.outcome == "engine_error"]
     if lost:
         warn(f"{len(lost)} of {len(rollouts)} rollouts of {of} were lost in the engine; the first: {lost[0].error}")
+
+
+def seed_of(*parts: int | str) -> int:
+    """Return a sampling seed in [0, 2^31) that depends on all parts and on their order: on which rollout it is and not
+    on when it is made, so that a run is repeatable."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1

@@ -24,6 +24,7 @@ from slipstream.orchestrator.batcher import Batcher
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.event_loop_watch import LoopWatch
 from slipstream.orchestrator.hooks import Hooks
+from slipstream.orchestrator.staleness import oldest_version
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, Batch, Task, Ticket
 from slipstream.records import Sequence as TokenSequence
@@ -268,7 +269,7 @@ class RolloutReader:
             for step in range(first, num_steps):
                 # A resumed run's first version is the one it begins with.
                 # No deadline: the trainer is in this process, and when it ends, so does this wait.
-                version = await self._versions.wait_for(max(first, step - self._batcher.staleness), None)
+                version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
                 tasks = self._tasks_of_step(step)
                 self._hooks.round_began(len(tasks))
                 async with self._versions.generating():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.errors import ConfigError
-from slipstream.report.page import TITLE_END, page
+from slipstream.report.html_report import TITLE_END, page
 from slipstream.runlog import read_run
 
 __all__ = ["write_report"]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.report.html import NONE, Child, Html, data, details, h, join, number, table
+from slipstream.report.markup import NONE, Child, Html, data, details, h, join, number, table
 from slipstream.report.series import Panel, Series
 
 WIDTH, HEIGHT = 1000, 400

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.report.html import Html, h, join, number
+from slipstream.report.markup import Html, h, join, number
 from slipstream.runlog import RunRecord
 from slipstream.runlog.samples import sample_id
 

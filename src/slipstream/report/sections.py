@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.report.headline import Accuracy, Headline, headline, identity, setting
-from slipstream.report.html import NONE, Child, Html, details, duration, h, join, key, number, table
+from slipstream.report.markup import NONE, Child, Html, details, duration, h, join, key, number, table
 from slipstream.report.plot import linear_scale
 from slipstream.runlog import RunRecord, RunSummary
 

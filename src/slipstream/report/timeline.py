@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.report.html import NONE, Html, data, details, duration, h, join, number, table
+from slipstream.report.markup import NONE, Html, data, details, duration, h, join, number, table
 from slipstream.report.plot import HEIGHT, WIDTH, linear_scale, tick_text
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord

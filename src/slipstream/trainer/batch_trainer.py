@@ -12,18 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from torch import Tensor
-
 from slipstream import records
 from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.errors import ZeroGradientError
-from slipstream.trainer.batching import StepBatch, make_step_batches
-from slipstream.trainer.credit_assignment import Credit, assign_credit, kl_penalties_of
+from slipstream.trainer.credit_assignment import Credit, assign_credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.learner import Learner, Scorer
+from slipstream.trainer.loss import Objective
 from slipstream.trainer.metrics import any_cut, rollout_metrics
-from slipstream.trainer.objectives import Objective
+from slipstream.trainer.old_logprobs import fill_logprobs, reward_kl_penalties
 from slipstream.trainer.optim.base import learning_rate_at
+from slipstream.trainer.packing import StepBatch, make_step_batches
 
 
 class NoSignal(Enum):
@@ -91,7 +90,7 @@ class BatchTrainer:
 
     def _train_rl(self, batch: records.Batch, algorithm: PlannedRL) -> BatchResult:
         metrics = rollout_metrics(batch)
-        penalties, kl_metrics = self.reward_kl_penalties(batch, algorithm)
+        penalties, kl_metrics = reward_kl_penalties(batch, algorithm, self.learner, self.reference, self.sampling)
         credit = assign_credit(batch, algorithm, self.sampling.max_tokens, penalties, self.critic)
         metrics |= kl_metrics | credit.metrics
         if not credit.has_signal and self.critic is None:
@@ -107,24 +106,11 @@ class BatchTrainer:
         metrics["train/skipped_updates"] = float(len(planned) - len(steps))
         if not steps:
             return BatchResult(metrics, credit, NoSignal.NO_VARIANCE)
-        self.fill_logprobs([step for _, step in steps], algorithm)
+        fill_logprobs([step for _, step in steps], algorithm, self.learner, self.reference, self.sampling)
         update_metrics, num_skipped = self.optimizer_steps(steps, batch.step)
         metrics["train/skipped_updates"] += num_skipped
         all_clipped = num_skipped == len(steps)
         return BatchResult(metrics | update_metrics, credit, NoSignal.ALL_CLIPPED if all_clipped else None)
-
-    def reward_kl_penalties(
-        self, batch: records.Batch, algorithm: PlannedRL
-    ) -> tuple[list[list[Tensor]] | None, dict[str, float]]:
-        """With `kl_in = "reward"`: `kl_coef * KL(policy || reference)` of each trainable token, by rollout and
-        sequence, float64 `[N]`, which credit assignment subtracts from the rewards; and metrics. None otherwise."""
-        if not _kl_in_reward(algorithm) or self.reference is None:
-            return None, {}
-        sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
-        ours = self.learner.forward(sequences, self.sampling).logprobs
-        theirs = self.reference.forward(sequences, self.sampling).logprobs
-        penalties, mean = kl_penalties_of(batch, ours, theirs, algorithm.kl_estimator, algorithm.kl_coef)
-        return penalties, {"train/kl_reference": mean}
 
     def step_batches(self, batch: records.Batch, credit: Credit | None = None) -> list[StepBatch]:
         """One batch per optimizer step, at most `updates_per_batch * epochs_per_batch`. `credit`: None for SFT."""
@@ -139,15 +125,6 @@ class BatchTrainer:
             value_targets=credit.value_targets if credit else None,
             ignores_silent=self.critic is None and self.objective.ignores_silent,
         )
-
-    def fill_logprobs(self, steps: Sequence[StepBatch], algorithm: PlannedRL) -> None:
-        """Set the log-probabilities that the loss compares the policy's with: the reference model's for a KL term in
-        the loss, and with `old_policy = "trainer"` the current weights', the denominator of the PPO ratio."""
-        if self.reference is not None and not _kl_in_reward(algorithm):
-            for step in {id(step): step for step in steps}.values():  # epochs repeat the same objects
-                step.reference_logprobs = self.reference.forward(step.sequences, self.sampling).logprobs
-        if algorithm.old_policy == "trainer":
-            self.learner.fill_old_logprobs(steps, self.sampling)
 
     def optimizer_steps(self, steps: Sequence[tuple[int, StepBatch]], batch_step: int) -> tuple[dict[str, float], int]:
         """Make one optimizer step per `(index in the batch, step batch)`. Returns the mean metrics of the steps that
@@ -190,8 +167,3 @@ class BatchTrainer:
         self.before_write()
         self.learner.optim_commit()
         return named | {"train/learning_rate": stats.learning_rate, "train/grad_norm": stats.grad_norm}, True
-
-
-def _kl_in_reward(algorithm: PlannedRL) -> bool:
-    """Whether the KL term is subtracted from the rewards rather than added to the loss."""
-    return algorithm.kl_coef > 0 and algorithm.kl_in == "reward"

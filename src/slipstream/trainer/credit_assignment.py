@@ -25,12 +25,12 @@ from slipstream.algo.advantages import (
 )
 from slipstream.algo.custom import user_function
 from slipstream.algo.gae import explained_variance, generalized_advantages, whitened
-from slipstream.algo.losses import kl_estimate
+from slipstream.algo.surrogate_losses import kl_estimate
 from slipstream.config.planned import PlannedRL
 from slipstream.config.schema import KLEstimator
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import ValueTargets
 from slipstream.trainer.critic import Critic
+from slipstream.trainer.packing import ValueTargets
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from slipstream import records
 from slipstream.algo.gae import value_loss
 from slipstream.config.planned import PlannedCritic
 from slipstream.errors import ConfigError, TrainingError, ZeroGradientError
-from slipstream.trainer.batching import MicroBatch, StepBatch
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.packing import MicroBatch, StepBatch
 
 
 class ValueModel(PolicyModel):

@@ -19,11 +19,11 @@ from torch import Tensor
 from slipstream import records
 from slipstream.config.bounds import GIB
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import MicroBatch, StepBatch, dummy_micro_batch, micro_batches
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_state
+from slipstream.trainer.loss import Objective, sampled_logprobs
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import Objective, sampled_logprobs
 from slipstream.trainer.optim.base import Optimizer, OptimStats
+from slipstream.trainer.packing import MicroBatch, StepBatch, dummy_micro_batch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig, write_adapter_folder
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.fingerprint import describe

@@ -33,8 +33,8 @@ from slipstream.trainer.credit_assignment import Credit
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, Scorer
+from slipstream.trainer.loss import Objective
 from slipstream.trainer.metrics import logprob_differences, worst_engine_mean
-from slipstream.trainer.objectives import Objective
 from slipstream.trainer.signal_watch import SignalWatch
 
 

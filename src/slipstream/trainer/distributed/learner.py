@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.trainer.batching import StepBatch, even_rows
 from slipstream.trainer.distributed.worker import (
     Answer,
     AnyCommand,
@@ -34,9 +33,10 @@ from slipstream.trainer.distributed.worker import (
     rank_batch_of,
 )
 from slipstream.trainer.learner import UNPROCESSED, Learner, Scores, Sums
+from slipstream.trainer.loss import Objective
 from slipstream.trainer.model.policy import shares_memory
-from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optim.base import OptimStats
+from slipstream.trainer.packing import StepBatch, even_rows
 from slipstream.weights.base import NamedWeights
 from slipstream.weights.fingerprint import as_hex, describe
 from slipstream.weights.shards import ShardedWeights

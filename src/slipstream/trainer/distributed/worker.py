@@ -18,15 +18,15 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import TrainingError, ZeroGradientError
-from slipstream.trainer.batching import Row, StepBatch, ValueTargets, micro_batches_of
 from slipstream.trainer.checkpoints.state_files import STATE_PREFIX, read_state, write_shards, write_state
 from slipstream.trainer.distributed.engine_memory import WorkerMemory
 from slipstream.trainer.distributed.fsdp import RankGroup, saved_tensors, shard_dim, shard_of
 from slipstream.trainer.learner import add_gradients, predictions, random_state, restore_state
+from slipstream.trainer.loss import Objective
 from slipstream.trainer.model.layers import text_layers
 from slipstream.trainer.model.policy import PolicyModel
-from slipstream.trainer.objectives import Objective
 from slipstream.trainer.optim.base import Optimizer, OptimStats, local_tensor
+from slipstream.trainer.packing import Row, StepBatch, ValueTargets, micro_batches_of
 from slipstream.weights.adapter_folder import adapter_parameter
 from slipstream.weights.fingerprint import fingerprints
 from slipstream.weights.fingerprint_torch import Slice

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream import records
 from slipstream.errors import one_line
-from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.learner import deterministic_on_cpu
 from slipstream.trainer.model import fused_weight_gradients
 from slipstream.trainer.model.layers import configure_layers, decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.vision_towers import text_config
+from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 
 _TRIAL_LENGTHS = ((40, 24), (24, 16))
 """Prompt and completion tokens of the sequences of two rows: the second length tests dynamic shapes."""

@@ -11,8 +11,8 @@ from slipstream import records
 from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError
 from slipstream.trainer.attention.row_layout import SegmentLayout
-from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.model.vision_towers import text_config
+from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 
 
 class PackedModel(Protocol):

@@ -22,12 +22,12 @@ from slipstream import records
 from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import ConfigError, one_line
 from slipstream.trainer.attention import packed
-from slipstream.trainer.batching import MicroBatch, StepBatch, micro_batches
 from slipstream.trainer.model.layers import Checkpointing, LayerOptions, configure_layers
 from slipstream.trainer.model.lora import Adapter
 from slipstream.trainer.model.packing_check import check_isolation
 from slipstream.trainer.model.rotary_frequencies import fix_rotary
 from slipstream.trainer.model.vision_towers import auto_class, freeze_towers, reads_images, text_config, unusable
+from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.bridges.single_copy import CannotShare
 from slipstream.weights.model_files import stored_parameters

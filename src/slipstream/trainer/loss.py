@@ -22,11 +22,11 @@ from slipstream.algo.importance_sampling import (
     ratio_shares,
 )
 from slipstream.algo.logprobs import HeadLogits, processed_logprobs, token_statistics
-from slipstream.algo.losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
+from slipstream.algo.surrogate_losses import LOSSES, LossFunction, LossInputs, PolicyLoss, kl_estimate, token_weights
 from slipstream.config.planned import PlannedRL
 from slipstream.errors import TrainingError
-from slipstream.trainer.batching import MicroBatch, StepBatch
 from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.packing import MicroBatch, StepBatch
 
 
 class Objective(Protocol):

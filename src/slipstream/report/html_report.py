@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from slipstream.report.headline import headline, identity
-from slipstream.report.html import Child, Html, details, h, join
+from slipstream.report.markup import Child, Html, details, h, join
 from slipstream.report.plot import NUM_COLORS, Scale, figure, step_scale
 from slipstream.report.rollouts import rollouts
 from slipstream.report.sections import (

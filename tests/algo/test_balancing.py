@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.algo.packing import pack, pack_evenly, split
+from slipstream.algo.balancing import pack, pack_evenly, split
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 60))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream import records
-from slipstream.algo.packing import pack, pack_evenly, split
+from slipstream.algo.balancing import pack, pack_evenly, split
 from slipstream.errors import TrainingError
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
 

@@ -1,0 +1,55 @@
+"""Bounded staleness: how far the policy version that generates may be behind the one that is trained.
+
+The batch of step k updates version k. Its first token may be of version k - `training.staleness`, so its rollouts wait
+until that version is released; older tokens are refused, and the age of all others is measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from slipstream.errors import TrainingError
+from slipstream.records import Rollout, Version
+
+
+def oldest_version(step: int, staleness: int, first: int) -> int:
+    """The version whose release the batch of `step` waits for; `first` is the version that the run or its resume began
+    with."""
+    return max(first, step - staleness)
+
+
+def refuse_stale(rollouts: Sequence[Rollout], step: int, lineage: int, staleness: int) -> None:
+    """Raise TrainingError for a token of a version that is older than `staleness` allows, or of another lineage."""
+    allowed = {Version(lineage, k).name for k in range(max(0, step - staleness), step + 1)}
+    for rollout in rollouts:
+        for sequence in rollout.sequences:
+            others = {span.version for span in sequence.versions} - allowed
+            if others:
+                raise TrainingError(
+                    f"rollout {rollout.id} holds tokens of version {', '.join(sorted(others))} in the batch of "
+                    f"step {step}: training.staleness = {staleness} allows only {', '.join(sorted(allowed))}"
+                )
+
+
+def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Staleness of the sampled tokens, in versions behind `step`: mean over tokens, and maximum; and the fraction of
+    rollouts that mix versions."""
+    ages: Counter[int] = Counter()
+    mixed = 0
+    for rollout in rollouts:
+        versions: set[str] = set()
+        for sequence in rollout.sequences:
+            for index, span in enumerate(sequence.versions):
+                end = sequence.versions[index + 1].start if index + 1 < len(sequence.versions) else len(sequence)
+                ages[step - int(span.version.split(".")[1])] += sum(sequence.mask[span.start : end])
+                versions.add(span.version)
+        mixed += len(versions) > 1
+    total = sum(ages.values())
+    if not total:
+        return {}
+    return {
+        "staleness/mean": sum(age * count for age, count in ages.items()) / total,
+        "staleness/max": float(max(ages)),
+        "staleness/mixed_fraction": mixed / max(1, len(rollouts)),
+    }

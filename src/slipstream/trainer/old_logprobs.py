@@ -1,0 +1,57 @@
+"""Log-probabilities that the policy's are compared with: old ones, the denominator of the importance ratio, and the
+reference model's, for the KL term.
+
+With `algorithm.old_policy = "engine"` the old ones are those that the engine returned with the rollout; with "trainer"
+the weights recompute them here, before the batch's first optimizer step (AReaL, arXiv 2505.24298, has both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from slipstream import records
+from slipstream.config.planned import PlannedRL
+from slipstream.trainer.credit_assignment import kl_penalties_of
+from slipstream.trainer.learner import Learner, Scorer
+from slipstream.trainer.packing import StepBatch
+
+
+def fill_logprobs(
+    steps: Sequence[StepBatch],
+    algorithm: PlannedRL,
+    learner: Learner,
+    reference: Scorer | None,
+    sampling: records.SamplingParams,
+) -> None:
+    """Set the log-probabilities that the loss compares the policy's with: the reference model's for a KL term in the
+    loss, and with `old_policy = "trainer"` the current weights', the denominator of the PPO ratio."""
+    if reference is not None and not _kl_in_reward(algorithm):
+        for step in {id(step): step for step in steps}.values():  # epochs repeat the same objects
+            step.reference_logprobs = reference.forward(step.sequences, sampling).logprobs
+    if algorithm.old_policy == "trainer":
+        learner.fill_old_logprobs(steps, sampling)
+
+
+def reward_kl_penalties(
+    batch: records.Batch,
+    algorithm: PlannedRL,
+    learner: Learner,
+    reference: Scorer | None,
+    sampling: records.SamplingParams,
+) -> tuple[list[list[Tensor]] | None, dict[str, float]]:
+    """With `kl_in = "reward"`: `kl_coef * KL(policy || reference)` of each trainable token, by rollout and sequence,
+    float64 `[N]`, which credit assignment subtracts from the rewards; and metrics. None otherwise."""
+    if not _kl_in_reward(algorithm) or reference is None:
+        return None, {}
+    sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]
+    ours = learner.forward(sequences, sampling).logprobs
+    theirs = reference.forward(sequences, sampling).logprobs
+    penalties, mean = kl_penalties_of(batch, ours, theirs, algorithm.kl_estimator, algorithm.kl_coef)
+    return penalties, {"train/kl_reference": mean}
+
+
+def _kl_in_reward(algorithm: PlannedRL) -> bool:
+    """Whether the KL term is subtracted from the rewards rather than added to the loss."""
+    return algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
