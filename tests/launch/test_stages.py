@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.inference.plugin import start_marks
 from slipstream.launch.startup.stages import ENGINE, WAIT, Stages
-from slipstream.report.startup import startup
+from slipstream.report.sections import startup
 from slipstream.runlog import RunLog, read_events, read_run
 from slipstream.view import NullView
 

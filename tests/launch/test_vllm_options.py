@@ -2,8 +2,6 @@
 
 import pytest
 
-from slipstream.config import RLConfig, RunConfig, TrainingConfig, with_values
-from slipstream.config.schema import EnvironmentConfig, ModelConfig
 from slipstream.errors import ConfigError
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.preflight.vllm_options import try_options
@@ -16,14 +14,7 @@ def model(tmp_path_factory):
 
 
 def tried(model, **options):
-    config = RunConfig(
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(name="x"),
-        algorithm=RLConfig(),
-        training=TrainingConfig(steps=1),
-    )
-    settings = EngineSettings(str(model), "", "float32", 64, 4, kv_cache_bytes=1 << 26, options=options)
-    try_options(with_values(config, {"inference.options": options}), settings)
+    try_options(EngineSettings(str(model), "", "float32", 64, 4, kv_cache_bytes=1 << 26, options=options))
 
 
 @pytest.mark.timeout(900)
