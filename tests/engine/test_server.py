@@ -72,6 +72,30 @@ async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(se
     assert "was not begun: applying version 0.1 failed" in (await waiting).error
 
 
+async def test_an_update_waits_for_one_whose_client_gave_up(server, monkeypatch):
+    """It is in a collective that another engine's death broke, and ends when that does."""
+    begun, broken = [], asyncio.Event()
+
+    async def apply(ticket, *, is_running):
+        begun.append(ticket.version.step)
+        if ticket.version.step == 1:
+            await broken.wait()
+            raise RuntimeError("Connection reset by peer")
+        return ApplyReport(ticket.version)
+
+    monkeypatch.setattr(server, "_apply", apply)
+    first, second = (
+        asyncio.create_task(server.apply(Ticket(Version(0, step, "0" * 16), "broadcast", "", ()))) for step in (1, 2)
+    )
+    await asyncio.sleep(0.01)
+    assert (begun, second.done()) == ([1], False)
+    broken.set()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        await first
+    assert (await second).version.step == 2
+    assert server.service.is_serving
+
+
 async def test_an_engine_that_did_not_load_the_plugin_does_not_go_into_service():
     class Host(StandingHost):
         async def rpc(self, method, *args):

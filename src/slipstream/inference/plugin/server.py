@@ -72,6 +72,8 @@ class EngineServer:
         self._stillness = Stillness(host.clock)
         self._adapters = Adapters(host)
         self._request_ended = asyncio.Event()
+        self._updating = asyncio.Lock()
+        """Updates are one at a time: one whose client gave up may be in a collective when the next is asked for."""
         self._computing: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
         """Under in_flight = keep, the task in which vLLM computes each request."""
         self._base_verified = False
@@ -148,8 +150,13 @@ class EngineServer:
         or the update waits for their end first (`EngineSettings.in_flight`). With LoRA a request keeps the adapter that
         it began with; a third adapter waits for the requests of the first. After a failure the engine is out of service
         and paused requests stay paused, until their deadline or until their client goes away. Raises `WeightsError`,
-        with nothing changed, for a delta against any version but the one in service.
+        with nothing changed, for a delta against any version but the one in service. An update that is under way is
+        waited for.
         """
+        async with self._updating:
+            return await self._apply_alone(ticket)
+
+    async def _apply_alone(self, ticket: Ticket) -> ApplyReport:
         check_base(ticket, self.version if self.service.is_serving else None, self.service.reason)
         if ticket.bridge == "lora":
             await self._adapters.until_room()
@@ -208,6 +215,10 @@ class EngineServer:
     async def go_on(self, version: Version) -> None:
         """Resume with the weights that were written in place since the fence, as `version`. Answers with tokens of it
         are held back until `apply` has verified it."""
+        async with self._updating:
+            await self._go_on_alone(version)
+
+    async def _go_on_alone(self, version: Version) -> None:
         self.service.begin_proof(version.name)
         self._begin_stall()
         try:
@@ -273,10 +284,11 @@ class EngineServer:
 
     async def fence(self) -> None:
         """Pause until the next `go_on` or `apply`: the trainer is about to write the weights in place."""
-        self.service.fence()
-        self._begin_stall()
-        await self._pause()
-        await self.host.rpc("slipstream_settle")
+        async with self._updating:
+            self.service.fence()
+            self._begin_stall()
+            await self._pause()
+            await self.host.rpc("slipstream_settle")
 
     async def share(self, parameters: tuple[ParameterSpec, ...]) -> tuple[SharedWeights, ...]:
         """Handles of each worker's live weights, for a trainer that writes them in place. The engine is fenced until
