@@ -321,7 +321,7 @@ def _plan(path: Path) -> None:
     main(["plan", str(path), "--json"])
 
 
-def _try_options(config: Any, settings: Any) -> None:
+def _try_options(settings: Any) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from slipstream.errors import ConfigError
