@@ -11,6 +11,7 @@ import pytest
 import uvloop
 from tests.envs.environments import config, task
 
+from slipstream.config.planned import PlannedEnvironment
 from slipstream.envs.base import MAX_METRICS, RewardFailed, RewardTimeout, Score
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
@@ -41,6 +42,13 @@ async def scorer(request):
     else:
         async with ScorerPool(config()) as pool:
             yield pool
+
+
+async def test_a_planned_section_without_training_tasks_is_graded_by():
+    """SFT on a file beside an environment: `num_train_tasks` has no effect and is 0."""
+    planned = PlannedEnvironment(**{**config().model_dump(), "num_train_tasks": 0, "reward_workers": 1})
+    async with ScorerPool(planned) as pool:
+        assert (await pool.score(task("4"), "4")).reward == 1.0
 
 
 async def test_scores_and_metrics(scorer):

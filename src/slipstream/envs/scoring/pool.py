@@ -123,7 +123,9 @@ class ScorerPool:
         self._start_timeout_s = start_timeout_s
         self._memory_gib = config.reward_memory_gib if memory_limit_gib is None else memory_limit_gib
         passed = given(config.name) if is_python_object(config.name) else None
-        self._setup = Setup(config.model_dump_json(), self._timeout_s, int(self._memory_gib * GIB), passed)
+        # A planned section has values here that mean "no effect" and that no run file may have; a worker needs neither.
+        config_json = config.model_dump_json(exclude={"num_train_tasks", "reward_workers"})
+        self._setup = Setup(config_json, self._timeout_s, int(self._memory_gib * GIB), passed)
         planned = 1 if config.reward_workers == "auto" else config.reward_workers
         self._num_workers = planned if num_workers is None else num_workers
         self._warn = warn
