@@ -23,8 +23,8 @@ from slipstream.algo.advantages import group_advantages, signal_fraction
 from slipstream.algo.balancing import split
 from slipstream.algo.importance_sampling import effective_sample_size, truncated_importance_weights
 from slipstream.algo.logprobs import processed_logits, processed_logprobs
+from slipstream.algo.statistics import wilson_interval
 from slipstream.algo.surrogate_losses import clipped_policy_loss, kl_estimate, token_weights
-from slipstream.orchestrator.evaluate import wilson_interval
 
 ALPHABET = "0123456789=."
 EQUALS, END = 10, 11

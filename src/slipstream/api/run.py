@@ -23,6 +23,8 @@ from slipstream.inference import child_process
 from slipstream.runlog import read_events, read_exit, read_metrics, read_samples, read_settings, summarize
 
 POLL_S = 0.1
+_OUTPUT_S = 10.0
+"""How long the last output of an ended process may take."""
 OnStep = Callable[[int, Mapping[str, Any]], object]
 """Called with the step and its row of metrics after each step, and with step 0 after the first evaluation."""
 
@@ -82,7 +84,7 @@ class Job:
                 while self.process.poll() is None:
                     each()
                     time.sleep(POLL_S)
-                self._reader.join(1.0)
+                self._reader.join(_OUTPUT_S)
                 each()
                 outcome = self._outcome()
                 if not outcome.again:

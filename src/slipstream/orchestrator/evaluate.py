@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 
+from slipstream.algo.statistics import wilson_interval
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
@@ -88,22 +87,3 @@ async def evaluate(
         truncated_fraction=sum(rollout.outcome == "truncated" for rollout in graded) / len(rollouts),
         rollouts=rollouts,
     )
-
-
-def wilson_interval(num_right: int, num_total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a fraction (J. Am. Stat. Assoc. 22, 1927), which holds for small samples and for
-    fractions near 0 or 1. Without samples (0.0, 1.0)."""
-    if not 0 <= num_right <= num_total:
-        raise ValueError(f"num_right {num_right} is not between 0 and num_total {num_total}")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence is {confidence}: use a value between 0 and 1")
-    if num_total == 0:
-        return 0.0, 1.0
-    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
-    fraction = num_right / num_total
-    scale = 1.0 + z * z / num_total
-    centre = (fraction + z * z / (2 * num_total)) / scale
-    half = z / scale * math.sqrt(fraction * (1 - fraction) / num_total + (z / (2 * num_total)) ** 2)
-    low = 0.0 if num_right == 0 else max(0.0, centre - half)
-    high = 1.0 if num_right == num_total else min(1.0, centre + half)
-    return low, high

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.algo import statistics as algo
 from slipstream.report.series import value_of
 from slipstream.runlog import RunRecord
 
@@ -64,14 +64,8 @@ def headline(record: RunRecord) -> Headline:
 
 
 def difference_interval(before: Accuracy, after: Accuracy) -> tuple[float, float, float]:
-    """`after - before` and its 95 % interval, from the two intervals (Newcombe, Statist. Med. 17, 1998, method 10).
-
-    For independent measurements; on the same tasks, as here, it is rather too wide.
-    """
-    difference = after.value - before.value
-    low = difference - math.hypot(after.value - after.low, before.high - before.value)
-    high = difference + math.hypot(after.high - after.value, before.value - before.low)
-    return difference, low, high
+    """`after - before` and its 95 % interval: too wide rather, as both are on the same tasks."""
+    return algo.difference_interval((before.value, before.low, before.high), (after.value, after.low, after.high))
 
 
 def setting(record: RunRecord, name: str) -> str:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.orchestrator.evaluate import wilson_interval
+from slipstream.algo.statistics import wilson_interval
 
 
 def test_by_value():
