@@ -94,6 +94,22 @@ def test_the_name_follows_the_source():
     assert pack_rows(ROWS).name != pack_rows(ROWS[1:]).name
 
 
+def test_another_body_under_the_same_name_is_another_source():
+    def half():
+        def graded(task, completion):
+            return 0.5
+
+        return graded
+
+    def whole():
+        def graded(task, completion):
+            return 1.0
+
+        return graded
+
+    assert pack_environment(tasks, reward=half()).name != pack_environment(tasks, reward=whole()).name
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -33,6 +33,7 @@ from slipstream.config.traits import planned_config
 from slipstream.errors import ConfigError
 from slipstream.launch import DataFacts, Facts, ModelFacts, make_plan, plan_as_json, render_plan
 from slipstream.launch.engines import engine_gpus
+from slipstream.launch.plan import derive
 from slipstream.launch.plan.facts import AdapterFacts
 from slipstream.launch.plan.memory.gpu_shares import num_gpus_needed, place, replicas_that_fit
 from slipstream.launch.plan.memory.sizes import (
@@ -101,6 +102,13 @@ def autos(made, config=GRPO):
     config = with_values(config, {item.name: item.value for item in made.derived})
     reasons = inapplicable(config)
     return [path for path, value in leaves(config) if value == "auto" and not reason_against(path, reasons)]
+
+
+@pytest.mark.parametrize("step", ["_plan_learning_rate", "plan_deadlines", "plan_patches"])
+def test_what_is_left_undecided_becomes_no_default_unseen(monkeypatch, step):
+    monkeypatch.setattr(derive, step, lambda builder: None)
+    with pytest.raises(AssertionError, match="decided nothing for"):
+        plan()
 
 
 def test_every_auto_gets_its_value_and_reason():

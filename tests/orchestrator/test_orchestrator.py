@@ -30,7 +30,7 @@ from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
-from slipstream.orchestrator.staleness import staleness_metrics
+from slipstream.orchestrator.staleness import oldest_version, staleness_metrics
 from slipstream.orchestrator.thread import EventLoopThread, Orchestrator
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import (
@@ -346,6 +346,14 @@ async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
     assert batch.dropped == {"reward_error": 2}
     with pytest.raises(EnvironmentFault, match=r"(?s)2 of 6 rollouts of step 4.*x is not graded"):
         await make_batcher(engine, max_reward_failures=0.3).make(4, Version(0, 4), TASKS)
+
+
+def test_a_batch_waits_for_no_newer_version_than_the_staleness_asks_for():
+    assert [oldest_version(step, 1, first=0) for step in range(4)] == [0, 0, 1, 2]
+    assert [oldest_version(step, 0, first=0) for step in range(4)] == [0, 1, 2, 3]
+    assert [oldest_version(step, 1, first=5) for step in (5, 6, 7)] == [5, 5, 6], (
+        "a resumed run has none before its own"
+    )
 
 
 async def test_a_batch_holds_no_older_tokens_than_the_staleness_allows():

@@ -52,9 +52,10 @@ def test_a_run_is_a_call_that_can_be_stopped_and_resumed(model, tmp_path):
     assert run.metrics["step"].tolist() == list(range(last + 1))
     with pytest.raises(ConfigError, match="exists and is not empty"):
         slipstream.train(model, tasks, reward, steps=last + 1, folder=tmp_path / "run", evaluation=False, **SMALL)
-    again = slipstream.train(
-        model, tasks, reward, steps=last + 1, folder=tmp_path / "run", evaluation=False, resume=True, **SMALL
-    )
+    seen.clear()
+    more = {"steps": last + 1, "folder": tmp_path / "run", "evaluation": False, "resume": True, **SMALL}
+    again = slipstream.train(model, tasks, reward, on_step=on_step, **more)
+    assert [step for step, _ in seen] == [last + 1], "steps of the call before are not told again"
     assert (again.status, again.step, again.summary["steps"]) == ("finished", last + 1, last + 1)
     assert again.weights == tmp_path / "run" / "checkpoints" / f"step-{last + 1:06}" / "weights"
     assert slipstream.load_run(tmp_path / "run").step == last + 1
@@ -62,6 +63,13 @@ def test_a_run_is_a_call_that_can_be_stopped_and_resumed(model, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "slipstream.train(" in done.stderr
+
+
+def test_a_model_is_evaluated_without_a_run(model):
+    found = slipstream.evaluate(model, tasks, lambda task, completion: 1.0, evaluation={"num_tasks": 7}, progress=False)
+    assert (found.accuracy, found.num_tasks) == (1.0, 7)
+    assert found.interval[0] < 1.0 == found.interval[1]
+    assert found.metrics["eval/reward"] == 1.0
 
 
 def test_what_ends_a_run_is_raised_as_its_class(model, tmp_path, capfd):

@@ -14,12 +14,13 @@ from typing import Any, Literal, TypedDict, Unpack
 from slipstream.api.protocol import Call
 from slipstream.api.run import Job, OnStep, Run, error_of
 from slipstream.config import load_settings
-from slipstream.config.python_objects import PythonObject, give
+from slipstream.config.python_objects import PythonObject
 from slipstream.envs.base import Environment
 from slipstream.envs.from_python import RewardFunction, pack_environment, pack_rows
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.runlog import refuse_used
 
+_NEW_MODEL_S = 600.0
 Table = Mapping[str, Any]
 """A section of the run file: its keys and values."""
 Rows = Iterable[Mapping[str, Any]]
@@ -144,7 +145,7 @@ def evaluate(
     **sections: Unpack[Sections],
 ) -> Evaluation:
     """Measure held-out accuracy of `model` with a real engine; nothing is trained. Arguments as in `train`."""
-    tree = _tree(sections, model, "grpo", None, None, seed)
+    tree = _tree(sections, model, "grpo", 1, None, seed)  # every run file has steps; here none is made
     objects = _add_environment(tree, tasks, eval_tasks, reward)
     job = Job(Call("evaluate", tree, tuple(objects), view=_view(progress)), shown=progress)
     outcome = job.follow()
@@ -165,7 +166,10 @@ def new_model(
     options = {"hidden-size": hidden_size, "num-layers": num_layers, "context-length": context_length, "seed": seed}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-P", "-m", "slipstream", "model", "new", str(folder), *flags, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_NEW_MODEL_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{folder}: no model was made within {_NEW_MODEL_S:g} s: is the disk busy or gone?") from None
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("error: "))
     return Path(folder)
@@ -181,8 +185,6 @@ def _run(
     progress: bool,
     wait: bool,
 ) -> Run:
-    for item in objects:
-        give(item)
     loaded = load_settings(tree, algorithm="sft" if command == "sft" else None)  # what is wrong is raised here
     folder = loaded.config.run.folder
     if folder is None:
@@ -195,9 +197,9 @@ def _run(
         refuse_used(folder)
     run = Run(folder, Job(Call(command, tree, tuple(objects), resume, _view(progress)), shown=progress), on_step)
     if wait:
-        run._follow()  # pyright: ignore[reportPrivateUsage]
+        run.follow()
         return run.wait()
-    threading.Thread(target=run._follow, name="slipstream-run", daemon=True).start()  # pyright: ignore[reportPrivateUsage]
+    threading.Thread(target=run.follow, name="slipstream-run", daemon=True).start()
     return run
 
 

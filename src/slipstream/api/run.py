@@ -20,9 +20,10 @@ from slipstream import errors
 from slipstream.api.protocol import Call, Outcome
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.inference import child_process
-from slipstream.runlog import read_events, read_exit, read_metrics, read_samples, read_settings, summarize
+from slipstream.runlog import read_events, read_metrics, read_samples, read_settings, summarize
 
-POLL_S = 0.1
+_POLL_S = 0.1
+_CHUNK = 1 << 16
 _OUTPUT_S = 10.0
 """How long the last output of an ended process may take."""
 OnStep = Callable[[int, Mapping[str, Any]], object]
@@ -42,6 +43,7 @@ class Job:
         source = os.memfd_create("slipstream-call")
         self._result, sink = os.pipe()
         os.set_blocking(self._result, False)
+        self._received = b""
         try:
             with open(source, "wb", closefd=False) as file:
                 file.write(msgspec.msgpack.encode(self._call))
@@ -82,9 +84,11 @@ class Job:
         while True:
             try:
                 while self.process.poll() is None:
+                    self._receive()
                     each()
-                    time.sleep(POLL_S)
+                    time.sleep(_POLL_S)
                 self._reader.join(_OUTPUT_S)
+                self._receive()
                 each()
                 outcome = self._outcome()
                 if not outcome.again:
@@ -94,20 +98,22 @@ class Job:
             except KeyboardInterrupt:
                 self.stop()
 
-    def _outcome(self) -> Outcome:
-        data = b""
+    def _receive(self) -> None:
+        """Read what the child has written of its outcome: a pipe that is full would hold it up."""
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._result, 1 << 16):
-                data += chunk
+            while chunk := os.read(self._result, _CHUNK):
+                self._received += chunk
+
+    def _outcome(self) -> Outcome:
         os.close(self._result)
-        if data:
-            return msgspec.msgpack.decode(data, type=Outcome)
+        if self._received:
+            return msgspec.msgpack.decode(self._received, type=Outcome)
         code = self.process.returncode
-        if self._stop_asked:
-            return Outcome(error="Interrupted", message="ended at once", exit_code=errors.Interrupted.exit_code)
+        if self._stop_asked and code == errors.Interrupted.exit_code:
+            return Outcome(error="Interrupted", message="ended at once", exit_code=code)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         said = f": {' '.join(self._tail[-3:])}" if self._tail else ""
-        return Outcome(error="SlipstreamError", message=f"the run's process ended with {how}{said}", exit_code=1)
+        return Outcome(error="SlipstreamError", message=f"the call's process ended with {how}{said}", exit_code=1)
 
 
 class Run:
@@ -117,11 +123,12 @@ class Run:
         self.folder = folder
         """Everything that the run left: metrics, events, rollouts, settings, checkpoints."""
         self.summary: dict[str, Any] = {}
-        """What `slipstream train --json` prints, once the run has ended by itself."""
+        """What `slipstream train --json` prints, once a run of this program has made all its steps."""
         self._job = job
         self._on_step = on_step
-        self._last_step = -1
-        self._size = -1
+        self._offset = len(_whole_lines(self._metrics_file))
+        """Where in `metrics.jsonl` the rows begin that `on_step` was not called with; those of an earlier call are not
+        of this one."""
         self._error: Exception | None = None
         self._ended = threading.Event()
         if job is None:
@@ -145,7 +152,11 @@ class Run:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The metrics of every step so far, a flat dictionary each; docs/metrics.md explains the names."""
-        return read_metrics(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+        return read_metrics(self.folder) if self._metrics_file.exists() else []
+
+    @property
+    def _metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
 
     @property
     def metrics(self) -> Any:
@@ -203,32 +214,31 @@ class Run:
             raise self._error
         return self
 
-    def _follow(self) -> None:
-        """Until the process ends; in the one thread that does so."""
+    def follow(self) -> None:
+        """Wait for the process and call `on_step` meanwhile; in one thread, once, as `train` does."""
         assert self._job is not None
         try:
             outcome = self._job.follow(self._call_back)
             self.summary = outcome.summary
-            if outcome.error and outcome.error != "Interrupted":
+            if outcome.error and outcome.error != "Interrupted" and self._error is None:
                 self._error = error_of(outcome)
         finally:
             self._ended.set()
 
     def _call_back(self) -> None:
         """Pass new rows to the callback. What it raises stops the run, and `wait` raises it."""
-        file = self.folder / "metrics.jsonl"
-        if self._on_step is None or not file.exists() or file.stat().st_size == self._size:
+        if self._on_step is None:
             return
-        self._size = file.stat().st_size
-        for row in self.rows:
-            if row["step"] > self._last_step:
-                self._last_step = row["step"]
-                try:
-                    self._on_step(int(row["step"]), row)
-                except Exception as error:  # noqa: BLE001 - the caller's code
-                    self._on_step, self._error = None, error
-                    self.stop()
-                    return
+        lines = _whole_lines(self._metrics_file, self._offset)
+        self._offset += len(lines)
+        for line in lines.splitlines():
+            row: dict[str, Any] = msgspec.json.decode(line)
+            try:
+                self._on_step(int(row["step"]), row)
+            except Exception as error:  # noqa: BLE001 - the caller's code
+                self._on_step, self._error = None, error
+                self.stop()
+                return
 
     def __repr__(self) -> str:
         state = "running" if not self._ended.is_set() else self.status
@@ -241,10 +251,18 @@ def load_run(folder: str | Path) -> Run:
     folder = Path(folder).expanduser().resolve()
     if not (folder / "events.jsonl").is_file():
         raise ConfigError(f"{folder} is no run folder: it has no events.jsonl")
-    run = Run(folder)
-    if (report := read_exit(folder)) is not None:
-        run.summary = msgspec.to_builtins(report)
-    return run
+    return Run(folder)
+
+
+def _whole_lines(file: Path, offset: int = 0) -> bytes:
+    """The file's whole lines from `offset` on: the last one may be in the making, or torn by a process that died."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            data = opened.read()
+    except FileNotFoundError:
+        return b""
+    return data[: data.rfind(b"\n") + 1]
 
 
 def error_of(outcome: Outcome) -> SlipstreamError:

@@ -38,6 +38,17 @@ def _decided(section: Section) -> dict[str, Any]:
     return {name: value for name, value in section.model_dump().items() if value != "auto" or name not in narrowed}
 
 
+def undecided(config: RunConfig) -> list[str]:
+    """Keys that are still `auto`, those without an effect included."""
+    sections = ((name, getattr(config, name)) for name in RunConfig.model_fields)
+    return [
+        f"{name}.{key}"
+        for name, section in sections
+        if isinstance(section, Section)
+        for key in section.model_dump().keys() - _decided(section).keys()
+    ]
+
+
 def uses_engine(config: RunConfig) -> bool:
     """Whether the run generates anything at all."""
     return isinstance(config.algorithm, RLConfig) or config.evaluation is not None

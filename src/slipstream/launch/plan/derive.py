@@ -1,9 +1,9 @@
 """Turns a config and measured facts into a plan: every `auto` replaced by a value, each with its reason.
 
-Guarantees: pure, so `slipstream plan` shows what `slipstream train` does. In `Plan.config` no `auto` is left
-in a key that has an effect (under sft without evaluation there is no engine, and its keys stay as they
-are). What cannot work on this machine, model or data is a ConfigError here, before any process starts.
-`run.folder` is left to the launcher.
+Guarantees: pure, so `slipstream plan` shows what `slipstream train` does. `Plan.config` has no `auto`, and only keys
+without an effect (under SFT without evaluation the engine's) have the inert defaults of `config.planned`. What cannot
+work on this machine, model or data is a ConfigError here, before any process starts. `run.folder` is left to the
+launcher.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 
 from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
-from slipstream.config.checks import inapplicable
+from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.recipes import choices
-from slipstream.config.traits import planned_config, uses_critic, uses_engine, usual_reward_workers
+from slipstream.config.traits import planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.bridge import plan_bridge
 from slipstream.launch.plan.builder import PlanBuilder
@@ -113,8 +113,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if config.evaluation is not None:
         builder.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     plan_checkpoints(builder)
-    undecided = builder.config()
-    planned = planned_config(undecided)
+    planned = _decided(builder.config())
     if isinstance(planned.algorithm, RLConfig):
         builder.warnings += rl_warnings(planned, planned.algorithm)
     builder.warnings += [*delta_warnings(planned), *rotary_warnings(planned, facts), *lora_warnings(facts)]
@@ -136,6 +135,14 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         planned_teacher(planned, facts),
         facts.notices,
     )
+
+
+def _decided(config: RunConfig) -> PlannedConfig:
+    """`config` as what runs takes it: no key that has an effect may be left, as it would become a default unseen."""
+    reasons = inapplicable(config)
+    if left := [path for path in undecided(config) if not reason_against(path, reasons)]:
+        raise AssertionError(f"the plan has decided nothing for {', '.join(left)}")
+    return planned_config(config)
 
 
 def _plan_evaluation(builder: PlanBuilder) -> None:

@@ -1,0 +1,84 @@
+"""A call's process as its caller sees it: what it writes, how it ends, and that it goes on in a new one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.api.protocol import Call
+from slipstream.api.run import Job, Run
+from slipstream.inference import child_process
+
+CHILD = """
+import os, signal, sys, time
+import msgspec
+from slipstream.api.protocol import Call, Outcome
+source, sink = map(int, sys.argv[1:])
+os.lseek(source, 0, os.SEEK_SET)
+call = msgspec.msgpack.decode(open(source, "rb").read(), type=Call)
+def end(**outcome):
+    with open(sink, "wb") as file:
+        file.write(msgspec.msgpack.encode(Outcome(**outcome)))
+    os._exit(outcome.get("exit_code", 0))
+"""
+CALL = Call("train", {"model": {"path": "m"}})
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """A job whose child runs a few lines instead of a call."""
+
+    def make(lines, call=CALL):
+        def popen(command, **options):
+            return subprocess.Popen([sys.executable, "-c", CHILD + lines, *command[-2:]], **options)
+
+        monkeypatch.setattr(child_process, "popen", popen)
+        return Job(call, shown=False)
+
+    return make
+
+
+@pytest.mark.timeout(60)
+def test_an_outcome_of_any_size_arrives(job):
+    """More than a pipe holds: the child would wait for ever."""
+    assert len(job("end(summary={'text': 'a' * 1_000_000})").follow().summary["text"]) == 1_000_000
+
+
+def test_it_goes_on_in_a_new_process_with_resume(job):
+    outcome = job("end(summary={'pid': os.getpid()}) if call.resume else end(again=True)").follow()
+    assert outcome.summary["pid"] > 0
+
+
+def test_what_ends_it_unasked_is_an_error_with_its_last_words(job):
+    outcome = job("print('no room left', flush=True); os.kill(os.getpid(), signal.SIGKILL)").follow()
+    assert outcome.error == "SlipstreamError"
+    assert "signal SIGKILL: no room left" in outcome.message
+
+
+@pytest.mark.parametrize(("ending", "error"), [("os._exit(130)", "Interrupted"), ("os.abort()", "SlipstreamError")])
+def test_only_a_wished_end_is_taken_for_one(job, ending, error):
+    made = job(f"signal.signal(signal.SIGINT, lambda *_: {ending})\nprint('ready', flush=True)\ntime.sleep(60)")
+    stopped = []
+
+    def stop():
+        if made._tail and not stopped:
+            stopped.append(made.stop())
+
+    assert made.follow(stop).error == error
+
+
+def test_a_callback_is_given_whole_rows_of_its_own_call(job, tmp_path):
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_text('{"step": 0}\n{"step": 1}\n{"step": 2')  # torn by a process that died
+    seen = []
+    lines = f"""
+rows = open({str(rows)!r}, "rb+", buffering=0)
+rows.truncate(24); rows.seek(24)
+for text in (b'{{"step": 1, "x": 1', b'}}\\n', b'{{"step": 2}}\\n{{"st'):
+    rows.write(text); time.sleep(0.3)
+end()
+"""
+    run = Run(tmp_path, job(lines), lambda step, row: seen.append((step, row.get("x"))))
+    run.follow()
+    assert seen == [(1, 1), (2, None)]
+    assert run.wait() is run

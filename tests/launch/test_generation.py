@@ -1,0 +1,68 @@
+"""Engine and trainer take turns on one GPU: when the engine is put to sleep, and when it is woken."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.launch.engine_sleep import SleepWake
+from slipstream.launch.generation import RunHooks
+from slipstream.orchestrator.thread import EventLoopThread
+
+
+class Engine:
+    def __init__(self):
+        self.calls = []
+
+    async def sleep(self, timeout_s):
+        self.calls.append("sleep")
+
+    async def wake(self, timeout_s):
+        self.calls.append("wake")
+
+
+@pytest.fixture
+def thread():
+    made = EventLoopThread(lambda: False)
+
+    async def nothing():
+        """Nobody is left to be ended."""
+
+    yield made
+    made.stop(nothing())
+
+
+def hooks_of(thread, engine, kind, *, sleeps=True):
+    log = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
+    config = SimpleNamespace(algorithm=SimpleNamespace(kind=kind))
+    run = SimpleNamespace(config=config, log=log, progress=SimpleNamespace())
+    return RunHooks(run, engine, SleepWake(thread, engine, log, sleeps=sleeps, timeout_s=5.0))
+
+
+def step(hooks):
+    """What the orchestrator tells of in a step: a version is published, evaluated and released; a batch is taken."""
+    hooks.before_update()
+    hooks.version_released()
+    hooks.batch_taken()
+
+
+def test_under_rl_it_sleeps_from_the_taken_batch_to_the_next_update(thread):
+    engine = Engine()
+    hooks = hooks_of(thread, engine, "grpo")
+    for _ in range(2):
+        step(hooks)
+    assert engine.calls == ["wake", "sleep"] * 2
+
+
+def test_under_sft_it_sleeps_whenever_its_evaluation_is_over(thread):
+    engine = Engine()
+    hooks = hooks_of(thread, engine, "sft")
+    hooks.before_update()
+    hooks.version_released()
+    assert engine.calls == ["wake", "sleep"]
+
+
+def test_where_nobody_asked_for_it_it_never_sleeps(thread):
+    engine = Engine()
+    step(hooks_of(thread, engine, "grpo", sleeps=False))
+    assert engine.calls == []

@@ -1,0 +1,59 @@
+"""Which log-probabilities a batch is given before its first optimizer step."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slipstream.config import RLConfig
+from slipstream.config.recipes import resolved
+from slipstream.records import Batch, Rollout, SamplingParams, Sequence, Version
+from slipstream.trainer.old_logprobs import fill_logprobs, reward_kl_penalties
+
+SAMPLING = SamplingParams(max_tokens=4)
+SEQUENCE = Sequence([1, 2, 3], [False, True, True], [0.0, -0.5, -0.5])
+
+
+class Model:
+    """Says the same of every token; notes what it was asked for."""
+
+    def __init__(self, value):
+        self.value = value
+        self.filled = []
+
+    def forward(self, sequences, sampling):
+        return SimpleNamespace(logprobs=[torch.full((s.num_trainable,), self.value) for s in sequences])
+
+    def fill_old_logprobs(self, steps, sampling):
+        self.filled += steps
+
+
+def step():
+    return SimpleNamespace(sequences=[SEQUENCE], reference_logprobs=None)
+
+
+@pytest.mark.parametrize(("old_policy", "expected"), [("trainer", 2), ("engine", 0)])
+def test_the_trainer_computes_them_unless_they_are_the_engines(old_policy, expected):
+    learner = Model(-1.0)
+    fill_logprobs([step(), step()], resolved(RLConfig(old_policy=old_policy)), learner, None, SAMPLING)
+    assert len(learner.filled) == expected
+
+
+def test_the_reference_is_asked_where_the_loss_has_the_kl_term():
+    first, algorithm = step(), resolved(RLConfig(kl_coef=0.1, kl_in="loss"))
+    fill_logprobs([first, first], algorithm, Model(-1.0), Model(-2.0), SAMPLING)
+    assert [values.tolist() for values in first.reference_logprobs] == [[-2.0, -2.0]]
+    batch = Batch(0, Version(0, 0), [])
+    assert reward_kl_penalties(batch, algorithm, Model(-1.0), Model(-2.0), SAMPLING) == (None, {})
+
+
+def test_a_kl_term_in_the_reward_is_taken_from_it_and_not_from_the_loss_too():
+    first, algorithm = step(), resolved(RLConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1"))
+    fill_logprobs([first], algorithm, Model(-1.0), Model(-2.0), SAMPLING)
+    assert first.reference_logprobs is None
+    rollout = Rollout("0.0.0", "t", "0.0", [SEQUENCE], 1.0, "done")
+    penalties, metrics = reward_kl_penalties(
+        Batch(0, Version(0, 0), [rollout]), algorithm, Model(-1.0), Model(-2.0), SAMPLING
+    )
+    assert [[values.tolist() for values in of_rollout] for of_rollout in penalties] == [[[0.1, 0.1]]]
+    assert metrics == {"train/kl_reference": 1.0}
