@@ -137,11 +137,12 @@ def test_with_the_required_patches_alone_an_engine_says_the_same(tiny_model, tmp
 
 PLUGIN = """
 def register():
-    from slipstream.inference.plugin import cpu, patches
+    from slipstream.inference.plugin.patches import cpu
+    from slipstream.inference.plugin.patches.patch_table import Absent
     from vllm.model_executor.layers import utils
 
     def gone():
-        raise patches.Absent("dispatch_cpu_unquantized_gemm")
+        raise Absent("dispatch_cpu_unquantized_gemm")
 
     cpu.live_weights, pack = gone, utils.dispatch_cpu_unquantized_gemm
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, remove_weight=False)

@@ -23,6 +23,7 @@ from slipstream.errors import (
 )
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
+from slipstream.orchestrator import thread as thread_module
 from slipstream.orchestrator.batcher import Batcher
 from slipstream.orchestrator.concurrency import all_of, retry_on_restart
 from slipstream.orchestrator.evaluate import evaluate
@@ -550,6 +551,29 @@ def test_a_loop_that_waits_or_is_ours_is_nobodys_fault():
     stack = traceback.extract_stack()
     ours = traceback.FrameSummary(tasks_module.__file__, 1, "all_of")
     assert blame([*stack, ours], 1.0, Odd())[1] is None
+
+
+@pytest.mark.parametrize("receives", ["fails a moment later", "goes on"])
+def test_where_both_sides_of_an_update_fail_the_receiver_says_why(receives, monkeypatch):
+    monkeypatch.setattr(thread_module, "_CAUSE_S", 1.0)
+    thread = EventLoopThread(lambda: False)
+
+    class Receiver:
+        async def apply(self, ticket):
+            await asyncio.sleep(0.3 if receives != "goes on" else 30)
+            raise EngineError("the engine was killed, as it said nothing")
+
+    def publish(step, announce):
+        announce(None)
+        raise WeightsError("version 0.1 could not be sent within 10 s")
+
+    orchestrator = Orchestrator(
+        thread, Receiver(), publish=publish, probe=None, evaluate=None, start=None, waits=None, hooks=Hooks()
+    )
+    expected = (WeightsError, "could not be sent") if receives == "goes on" else (EngineError, "said nothing")
+    with pytest.raises(expected[0], match=expected[1]):
+        orchestrator.update(1)
+    thread.stop(asyncio.sleep(0))
 
 
 def test_seeds_depend_on_all_parts_and_their_order():

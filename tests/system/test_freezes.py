@@ -80,7 +80,8 @@ def test_a_frozen_engine_ends_the_run_as_a_dead_one_does_where_no_file_has_its_w
     command, run_file, tmp_path, bridge
 ):
     folder = tmp_path / "run"
-    run = started(command, run_file, folder, "--weights.bridge", bridge, "--training.steps", "500")
+    once = ("--run.max_restarts", "0")
+    run = started(command, run_file, folder, "--weights.bridge", bridge, "--training.steps", "500", *once)
     freeze(run)
     code, _, err = run.wait()
     report = read_exit(folder)

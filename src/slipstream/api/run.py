@@ -27,7 +27,8 @@ _CHUNK = 1 << 16
 _OUTPUT_S = 10.0
 """How long the last output of an ended process may take."""
 OnStep = Callable[[int, Mapping[str, Any]], object]
-"""Called with the step and its row of metrics after each step, and with step 0 after the first evaluation."""
+"""Called with the step and its row of metrics after each step, and once before the first: with step 0 or, in a run that
+is resumed, with the step that it goes on from."""
 
 
 class Job:

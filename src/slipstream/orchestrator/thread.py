@@ -33,6 +33,8 @@ from slipstream.weights import Announce
 
 T = TypeVar("T")
 _POLL_S = 0.5
+_CAUSE_S = 5.0
+"""How long after a failed send the receiver may take to fail: one of the same deadline does so a moment later."""
 
 
 class EventLoopThread:
@@ -192,10 +194,11 @@ class Orchestrator:
         try:
             ticket = self._publish(step, announce)
         except WeightsError as error:
-            # Where the receiver failed, that is the cause, and the sender's error a consequence.
-            if applying and applying[0].done() and (cause := applying[0].exception()) is not None:
-                raise cause from error
+            # Where the receiver failed too, that is the cause, and the sender's error a consequence.
             for future in applying:
+                cause = _failure_of(future)
+                if cause is not None:
+                    raise cause from error
                 future.cancel()
             raise
         report, sequences = self._thread.wait(
@@ -305,3 +308,11 @@ class RolloutReader:
 
 async def _awaited(function: Callable[[], Awaitable[T]]) -> T:
     return await function()
+
+
+def _failure_of(receiving: Future[Any]) -> BaseException | None:
+    """What the receiver fails with, soon after the sender did; None where it goes on, or had all it needed."""
+    try:
+        return receiving.exception(_CAUSE_S)
+    except FutureTimeout:
+        return None
