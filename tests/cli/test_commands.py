@@ -18,6 +18,7 @@ from slipstream.cli import commands, main, proof
 from slipstream.cli.init_files import FILES
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch import run as launch_local
+from slipstream.records import Rollout, Sequence
 from slipstream.runlog import read_exit
 from slipstream.trainer.model.tiny_qwen3 import new_model
 
@@ -245,6 +246,75 @@ def test_env_test_shows_no_number_for_what_was_not_graded(slipstream, run_file, 
     code, out, _ = slipstream(*command)
     row = next(line for line in out.splitlines() if line.startswith("shuffled"))
     assert (code, row.split()[1:]) == (0, ["-", "-", "0"])
+
+
+def played(rewards, *, group=4):
+    """Rollouts of groups whose completions earn these rewards, in turn."""
+
+    def sample(prepared, progress, num_tasks, group_size):
+        assert (num_tasks, group_size) == (8, group)
+        sequence = Sequence([1, 2, 3], [False, True, True])
+        return [
+            Rollout(f"{g}.{i}", f"t{g}", f"g{g}", [sequence], reward, "done", completion=f"{g} {i}")
+            for g in range(num_tasks)
+            for i, reward in enumerate(rewards)
+        ]
+
+    return sample
+
+
+@pytest.fixture
+def try_model(slipstream, run_file, monkeypatch):
+    """`env test --model` on completions that earn these rewards."""
+    command = ("env", "test", run_file, "--num-tasks", "8", "--model", "--samples", "4")
+
+    def run(rewards, *options):
+        monkeypatch.setattr("slipstream.launch.tools.evaluate.sample_groups", played(rewards))
+        return slipstream(*command, *options)
+
+    return run
+
+
+def test_env_test_with_the_model_says_whether_it_can_learn(try_model):
+    code, out, _ = try_model((1.0, 0.0, 0.0, 0.0))
+    assert code == 0
+    assert "passed: the rewards of" in out
+    assert re.search(r"pass@1 +25\.0 % \(95 % interval 25\.0 to 25\.0\)", out)
+    assert "mean reward         0.25 (gold answers 1, junk 0" in out
+    assert out.splitlines()[-1].startswith("ready for RL: pass@1 25 %, pass@4 100 %")
+    code, out, _ = try_model((0.0,) * 4, "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["passed"]) == (0, "more SFT first", True)
+    assert (found["model"]["pass_at_1"], found["model"]["group_size"]) == (0.0, 4)
+    code, out, err = try_model((2.0, 0.0, 2.0, 2.0), "--json")
+    assert (code, json.loads(out)["verdict"]) == (4, "reward broken")
+    assert "more than the gold answers' 1" in err
+
+
+def test_env_test_with_the_model_needs_no_gold_answers(try_model, tmp_path):
+    source = CONSTANT.replace(', "answer": str(i)', "").replace("return 1.0", "return len(completion) / 9")
+    (tmp_path / "poems.py").write_text(source)
+    code, out, _ = try_model((1.0, 0.5, 0.0, 0.0), "--environment.name", tmp_path / "poems.py")
+    assert code == 0
+    assert "none of 8 tasks has a gold answer" in out
+    assert "ready for RL" in out
+
+
+def test_env_test_does_not_try_the_model_on_a_broken_reward(slipstream, run_file, tmp_path):
+    (tmp_path / "constant.py").write_text(CONSTANT)
+    command = ("env", "test", run_file, "--environment.name", tmp_path / "constant.py", "--num-tasks", "8")
+    code, out, _ = slipstream(*command, "--model", "--json")
+    assert (code, json.loads(out)["verdict"]) == (4, "reward broken")
+    assert "model" not in json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [(("--samples", "4"), "needs --model"), (("--model", "--samples", "1"), "is less than 2")]
+)
+def test_env_test_refuses_samples_that_make_no_groups(slipstream, run_file, options, says):
+    code, _, err = slipstream("env", "test", run_file, *options)
+    assert code == 2
+    assert says in err
 
 
 def test_model_new(slipstream, tmp_path):

@@ -20,7 +20,18 @@ from slipstream.runlog import read_exit
 
 pytestmark = pytest.mark.engine
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
-SMALL = {"training": {"prompts_per_batch": 4, "learning_rate": 1e-3}, "algorithm": {"kind": "grpo", "group_size": 4}}
+SMALL = {
+    "training": {"prompts_per_batch": 4, "learning_rate": 1e-3},
+    "algorithm": {"kind": "grpo", "group_size": 4},
+    "run": {"threads": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request, monkeypatch):
+    """As much as a process needs that is forked, not started."""
+    if request.node.get_closest_marker("real_start") is None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def tasks(split, num_tasks, seed):
@@ -66,7 +77,8 @@ def test_a_run_is_a_call_that_can_be_stopped_and_resumed(model, tmp_path):
 
 
 def test_a_model_is_evaluated_without_a_run(model):
-    found = slipstream.evaluate(model, tasks, lambda task, completion: 1.0, evaluation={"num_tasks": 7}, progress=False)
+    settings = {"evaluation": {"num_tasks": 7}, "run": {"threads": 1}}
+    found = slipstream.evaluate(model, tasks, lambda task, completion: 1.0, progress=False, **settings)
     assert (found.accuracy, found.num_tasks) == (1.0, 7)
     assert found.interval[0] < 1.0 == found.interval[1]
     assert found.metrics["eval/reward"] == 1.0
@@ -108,6 +120,7 @@ print(run.status)
 
 
 @pytest.mark.full
+@pytest.mark.real_start
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_an_interrupt_is_a_wished_end_and_nothing_outlives_its_program(model, tmp_path, ending):
     program = tmp_path / "program.py"

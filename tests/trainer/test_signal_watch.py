@@ -4,6 +4,7 @@ import pytest
 
 from slipstream.config import RunConfig
 from slipstream.config.traits import planned_config
+from slipstream.records import Rollout, Sequence
 from slipstream.trainer.signal_watch import STEPS, SignalWatch
 
 CONFIG = {"model": {"path": "m"}, "environment": {"name": "reasoning_gym/spell_backward"}, "training": {"steps": 9}}
@@ -25,6 +26,27 @@ def said(watch, signal, entropy, reward=0.3):
         row = {"reward/mean": reward, "reward/signal_fraction": part}
         found.append(watch.observe(row if nats is None else row | {"train/entropy": nats}))
     return found
+
+
+def rollouts(*groups):
+    sequence = Sequence([1, 2], [False, True])
+    return [
+        Rollout(f"{g}.{i}", f"t{g}", f"g{g}", [sequence], reward, "done", completion=f"{g} {i}")
+        for g, rewards in enumerate(groups)
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def test_the_first_batch_is_judged_where_groups_are_compared(watch):
+    mixed, none = rollouts((1.0, 0.0), (0.0, 0.0)), rollouts((0.0, 0.0), (0.0, 0.0))
+    assert watch().judge_first(mixed).verdict == "ready for RL"
+    assert watch().judge_first(none).verdict == "more SFT first"
+    partial = rollouts((0.6, 0.2), (0.2, 0.0))
+    assert watch().judge_first(partial).verdict == "more SFT first"
+    assert watch(evaluation={"threshold": 0.5}).judge_first(partial).verdict == "ready for RL"
+    assert watch().judge_first([]) is None
+    for kind, values in (("reinforce_pp", {}), ("dapo", {}), ("sft", {}), ("distill", {"teacher": {"path": "t"}})):
+        assert watch(kind, **values).judge_first(none) is None
 
 
 def test_no_signal_for_several_steps_is_said_once_and_again_after_a_while(watch):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 import slipstream
-from slipstream.cli import chat, commands, output, proof
+from slipstream.cli import chat, commands, environment, output, proof
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain
 from slipstream.inference.child_process import become, leave
@@ -38,7 +38,7 @@ _BEFORE, _TRAIN, _INSPECT, _USE = (
     Group(title, sort_key=place)
     for place, title in enumerate(("Before a run", "Train", "Inspect runs", "Use the trained model"))
 )
-for part in (commands.env_app, commands.model_app):
+for part in (environment.env_app, commands.model_app):
     part.group = (_BEFORE,)
     app.command(part)
 app.command(commands.init, group=_BEFORE)

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from slipstream.cli.output import Json, ignore_closed_pipe, print_json
-from slipstream.errors import ConfigError, DataError, EnvironmentFault, StartsAgain
+from slipstream.errors import ConfigError, StartsAgain
 
 if TYPE_CHECKING:
-    from slipstream.config import RunConfig
-    from slipstream.envs import Environment, Task
     from slipstream.progress import Progress
 
 Overrides = Annotated[
@@ -39,7 +35,6 @@ TrustRemoteCode = Annotated[bool, Parameter(negative="", help="Allow the model f
 
 MIN_SIGNAL = 0.25
 """A run without a gain whose mean fraction of groups with reward variance is lower gets a hint about it."""
-env_app = App(name="env", help="Check an environment before training on it.")
 model_app = App(name="model", help="Create a small model to train.")
 
 
@@ -264,118 +259,6 @@ def report(
     path = write_report([Path(folder) for folder in folders], None if out is None else Path(out))
     print_json({"report": str(path)}) if json else print(f"report: {path}")
     return 0
-
-
-_UNGRADED = {"mean_reward": None, "accuracy": None}
-_SLOW_REWARDS_S = 10.0
-"""A batch whose rewards take longer gets a warning."""
-
-
-@env_app.command(name="test")
-def env_test(
-    run_file: RunFile,
-    /,
-    *overrides: Overrides,
-    num_tasks: Annotated[int, Parameter(help="Training tasks to grade.")] = 64,
-    json: Json = False,
-) -> int:
-    """Grade gold answers and deliberately wrong ones; fail if the rewards cannot tell them apart.
-
-    Also fails if the model's tokenizer has no token for a character that the answers need; a missing model folder skips
-    that check. Prints mean reward and accuracy for each kind of answer.
-    """
-    import asyncio
-
-    from slipstream.config import load_config
-    from slipstream.config.traits import usual_reward_workers
-
-    config = load_config(Path(run_file), overrides).config
-    if config.environment is None:
-        raise ConfigError(f"{run_file} names no environment to test: add [environment] name = ...")
-    from slipstream.config.schema import EvaluationConfig
-    from slipstream.envs.check import check_environment
-    from slipstream.envs.registry import load_environment
-    from slipstream.envs.scoring.pool import ScorerPool
-    from slipstream.envs.single_turn import make_tasks
-    from slipstream.launch.plan.machine import usable_cpus
-
-    section = config.environment
-    environment = load_environment(section)
-    threshold = (config.evaluation or EvaluationConfig()).threshold
-
-    asked = section.reward_workers
-    num_workers = usual_reward_workers(usable_cpus()) if asked == "auto" else asked
-
-    async def check() -> tuple[Any, float]:
-        async with ScorerPool(section, num_workers=num_workers) as scorer:
-            began = monotonic()
-            found = await check_environment(
-                environment, scorer, num_tasks, threshold=threshold, held_out=config.evaluation is not None
-            )
-            return found, monotonic() - began
-
-    result, seconds = asyncio.run(check())
-    rate = sum(r.num_scored + r.num_failed for r in result.results) / seconds
-    notes, unknown = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
-    notes += _slow_reward_warnings(config, rate, num_workers)
-    failures = [*result.failures, *([unknown] if unknown else [])]
-    if json:
-        kinds = [
-            {"kind": r.kind, "num_scored": r.num_scored}
-            | ({"mean_reward": r.mean_reward, "accuracy": r.accuracy} if r.num_scored else _UNGRADED)
-            | {"num_failed": r.num_failed, "num_timeouts": r.num_timeouts, "first_failure": r.first_failure}
-            for r in result.results
-        ]
-        summary = {"environment": result.environment, "passed": not failures, "failures": failures, "notes": notes}
-        figures = {"num_tasks": result.num_tasks, "threshold": result.threshold, "rewards_per_s": rate}
-        print_json({**summary, **figures, "results": kinds})
-    else:
-        from rich.console import Console
-
-        from slipstream.view import render_table
-
-        rows = [
-            {"kind": r.kind, "answers graded": r.num_scored}
-            | ({"mean reward": r.mean_reward, "right, %": 100 * r.accuracy} if r.num_scored else {})
-            for r in result.results
-        ]
-        Console(emoji=False).print(render_table(rows, ["kind", "mean reward", "right, %", "answers graded"]))
-        for text in notes:
-            print(text)
-        if not failures:
-            print(f"passed: the rewards of {environment.name} tell right answers from wrong ones")
-    if failures:
-        raise EnvironmentFault(f"environment {environment.name} cannot be trained on: {'; '.join(failures)}")
-    return 0
-
-
-def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: int) -> list[str]:
-    """Warn if the rewards of one batch, at `rate` per second, take longer than `_SLOW_REWARDS_S`."""
-    from slipstream.config.schema import RLConfig
-
-    group = config.algorithm.group_size if isinstance(config.algorithm, RLConfig) else 1
-    batch = config.training.prompts_per_batch * group
-    if not rate or batch / rate < _SLOW_REWARDS_S:
-        return []
-    return [
-        f"{rate:.3g} rewards a second with environment.reward_workers = {num_workers}: a batch of {batch} takes "
-        f"{batch / rate:.0f} s; use more workers, or a coroutine where a reward waits (environment.reward_concurrency)"
-    ]
-
-
-def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:
-    """Return warnings about characters without a token, and an error (or "") if the tasks cannot be learned."""
-    from slipstream.data.unknown_characters import read_vocabulary
-    from slipstream.launch.preflight.unknown_characters import unknown_in_tasks
-
-    vocabulary = read_vocabulary(Path(config.model.path))
-    if vocabulary is None:
-        missing = f"{config.model.path} has no tokenizer.json here"
-        return [f"{missing}: slipstream plan looks whether the model has a token for every character"], ""
-    try:
-        return [f"warning: {text}" for text in unknown_in_tasks(config, environment, vocabulary, tasks)], ""
-    except DataError as error:
-        return [], str(error)
 
 
 @model_app.command(name="new")

@@ -84,6 +84,7 @@ slipstream env test sft.toml
 slipstream plan sft.toml
 slipstream sft sft.toml --run.folder runs/sft
 slipstream export runs/sft models/after-sft
+slipstream env test rl.toml --model
 slipstream train rl.toml --run.folder runs/rl
 slipstream report runs/rl
 slipstream chat runs/rl --single-turn

@@ -87,6 +87,8 @@ class EnvironmentCheck:
     results: list[KindResult]
     failures: list[str]
     """One sentence each."""
+    without_gold: str = ""
+    """The one among them that says that tasks have no gold answer."""
 
     @property
     def passed(self) -> bool:
@@ -111,7 +113,7 @@ async def check_environment(
     known = [(task, gold) for task, gold in zip(tasks, golds, strict=True) if gold is not None]
     if not known:
         reason = f"none of {len(tasks)} tasks has a gold answer, so the reward cannot be checked: add them"
-        return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason])
+        return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason], reason)
     results: list[KindResult] = []
     for kind, plays in completions(known, seed).items():
         results.append(await _play(kind, plays, scorer, threshold))
@@ -120,9 +122,11 @@ async def check_environment(
     failures = judge_results(results)
     if held_out:
         failures += shared_prompts(tasks, make_tasks(environment, "eval", min(num_tasks, _NUM_HELD_OUT)))
+    reason = ""
     if len(known) < len(tasks):
-        failures.append(f"{len(tasks) - len(known)} of {len(tasks)} tasks have no gold answer: give them")
-    return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures)
+        reason = f"{len(tasks) - len(known)} of {len(tasks)} tasks have no gold answer: give them"
+        failures.append(reason)
+    return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason)
 
 
 def completions(known: Sequence[tuple[Task, str]], seed: int = 0) -> dict[Kind, list[tuple[Task, str]]]:

@@ -262,6 +262,9 @@ class TrainingLoop:
     def _train(self, batch: records.Batch) -> dict[str, float]:
         """Train on one batch and count what came of it; returns its metrics. See `BatchTrainer` for the stages."""
         self._check_version(batch)
+        if batch.step == 0 and (judgement := self._signal_watch.judge_first(batch.rollouts)) is not None:
+            self.log.event("readiness", verdict=judgement.verdict, text=judgement.text)
+            self._tell(f"first batch: {judgement.verdict}: {judgement.text}", is_warning=not judgement.is_ready)
         result = self._trainer.train(batch)
         if result.no_signal is not None:
             return result.metrics | self._skip(batch.step, result.no_signal)
@@ -336,8 +339,7 @@ class TrainingLoop:
             )
         if mean > limits.probe_warn:
             text = f"engine and trainer differ by {mean:.3f} per token at version {self.step} (weights.probe_warn)"
-            self.log.warning(text, step=self.step)
-            self.progress.message(text, "warning")
+            self._tell(text, is_warning=True)
         return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(map(max, differences))}
 
     def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:
@@ -349,8 +351,12 @@ class TrainingLoop:
         present = {name: value for name, value in row.items() if value is not None}
         self.progress.step(self.step, present)
         for text in self._signal_watch.observe(present):
+            self._tell(text, is_warning=True)
+
+    def _tell(self, text: str, *, is_warning: bool) -> None:
+        if is_warning:
             self.log.warning(text, step=self.step)
-            self.progress.message(text, "warning")
+        self.progress.message(text, "warning" if is_warning else "info")
 
     def _observe(self, metrics: Mapping[str, float]) -> None:
         """Pass an evaluation to early stopping; save the best version's checkpoint where `patience` asks for it."""

@@ -1,21 +1,20 @@
-"""Warns, during a run, when its metrics show that little is left to learn: low signal, or collapsed entropy."""
+"""Judges a run's first batch (`algo/readiness.py`), and warns, during the run, when its metrics show that little is
+left to learn: low signal, or collapsed entropy."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from slipstream.algo.readiness import LOW_SIGNAL, SOLVED, Judgement, judge, rehearsal_of
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import EvaluationConfig, RLConfig
+from slipstream.records import Rollout
 
 STEPS = 3
 """Consecutive steps that must be below a limit for a warning."""
-LOW_SIGNAL = 0.1
-"""Fraction of groups with any reward variance; below it there is hardly anything to learn from."""
 COLLAPSED = 0.1
 """Fraction of the run's highest entropy; below it the policy's entropy has collapsed."""
-SOLVED = 0.8
-"""Fraction of the reward that counts as right; from there on low variance and low entropy mean success."""
 _GROUP_BASELINES = ("group_mean", "leave_one_out")
 
 
@@ -27,11 +26,22 @@ class SignalWatch:
         algorithm = config.algorithm
         self._is_rl = isinstance(algorithm, RLConfig) and config.teacher is None
         self._compares = isinstance(algorithm, RLConfig) and algorithm.advantage in _GROUP_BASELINES
-        self._solved = SOLVED * (config.evaluation or EvaluationConfig()).threshold
+        self._threshold = (config.evaluation or EvaluationConfig()).threshold
+        self._solved = SOLVED * self._threshold
+        self._reward_threshold = algorithm.reward_threshold if isinstance(algorithm, RLConfig) else None
+        self._is_refilled = isinstance(algorithm, RLConfig) and algorithm.max_refills != 0
         self._signals: deque[float] = deque(maxlen=STEPS)
         self._entropies: deque[float] = deque(maxlen=STEPS)
         self._highest = 0.0
         self._active: set[str] = set()
+
+    def judge_first(self, rollouts: Sequence[Rollout]) -> Judgement | None:
+        """The verdict on a run's first batch. None where groups are not compared, or where those without signal are
+        replaced."""
+        if not self._compares or not self._is_rl or self._is_refilled:
+            return None
+        found = rehearsal_of(rollouts, self._threshold, self._reward_threshold)
+        return judge(found) if found else None
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Warnings after a step, one sentence each. A warning is repeated only after its condition has ended."""

@@ -1,11 +1,13 @@
-"""Evaluates a model on held-out tasks: an engine and an environment, without a trainer."""
+"""Evaluates a model on held-out tasks, or samples groups of training tasks: an engine and an environment, without a
+trainer."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -17,47 +19,114 @@ from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.signals import StopRequest
+from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
-from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of
 from slipstream.progress import Progress
-from slipstream.records import Version
+from slipstream.records import Rollout, Task, Version
 from slipstream.runlog.temporary import temporary
 
 if TYPE_CHECKING:
     from slipstream.weights.adapter_folder import AdapterConfig
 
 _POLL_S = 0.2
+T = TypeVar("T")
 
 
 def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
     """Start an engine on the run file's model, verify its weights, evaluate the held-out tasks, and stop it."""
-    if prepared.environment is None or prepared.config.evaluation is None:
+    evaluation, section = prepared.config.evaluation, prepared.config.environment
+    if section is None or evaluation is None:
         raise ConfigError(
             "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
         )
+
+    async def work(runner: RolloutRunner) -> Evaluation:
+        progress.phase("evaluate", len(prepared.eval_tasks))
+        return await evaluate(
+            runner,
+            prepared.eval_tasks,
+            sampling=prepared.sampling(evaluation.temperature),
+            threshold=evaluation.threshold,
+            seed=evaluation.seed,
+            max_failures=section.max_reward_failures,
+            on_rollout=progress.advance,
+            warn=lambda text: progress.message(text, "warning"),
+        )
+
+    return _with_engine(prepared, progress, "evaluate", work)
+
+
+def sample_groups(prepared: Prepared, progress: Progress, num_tasks: int, group_size: int) -> list[Rollout]:
+    """Start an engine on the run file's model, verify its weights, sample a group of `group_size` rollouts for each of
+    the first `num_tasks` training tasks as training does, and stop it. Raises `EnvironmentFault` or `EngineError` when
+    more of them fail than a run allows."""
+    section, tasks = prepared.config.environment, prepared.train_tasks[:num_tasks]
+    if section is None or not prepared.uses_engine:
+        raise ConfigError(
+            "the model is tried with the run's own engine, which SFT without [evaluation] does not plan: use the run "
+            "file of the RL run"
+        )
+    if not tasks:
+        raise ConfigError(
+            "the model is tried on training tasks, and this run trains on the file of [data]: use the run file of the "
+            "RL run, or --no-data"
+        )
+    seed, sampling = prepared.config.run.seed, prepared.sampling()
+
+    async def work(runner: RolloutRunner) -> list[Rollout]:
+        progress.phase("generate", len(tasks) * group_size)
+
+        async def attempt(group: int, task: Task, number: int) -> Rollout:
+            name = f"try.{group}"
+            rollout = await runner.run(
+                task,
+                rollout_id=f"{name}.{number}",
+                group_id=name,
+                sampling=sampling,
+                seed=seed_of(seed, "try", group, number),
+            )
+            progress.advance()
+            return rollout
+
+        rollouts = await all_of(
+            attempt(group, task, number) for group, task in enumerate(tasks) for number in range(group_size)
+        )
+        check_failures(rollouts, "the trial", section.max_reward_failures)
+        return rollouts
+
+    return _with_engine(prepared, progress, "try", work)
+
+
+def _with_engine(
+    prepared: Prepared, progress: Progress, purpose: str, work: Callable[[RolloutRunner], Awaitable[T]]
+) -> T:
+    """What `work` makes of rollouts by an engine on the run file's model, which is started for it. Raises `Interrupted`
+    when it is stopped."""
     with StopRequest() as stop, temporary("eval") as logs:
-        progress.start(f"evaluate {Path(prepared.config.model.path).name}", 1)
+        progress.start(f"{purpose} {Path(prepared.config.model.path).name}", 1)
         try:
-            return asyncio.run(_until_stopped(prepared, progress, Path(logs), stop))
+            return asyncio.run(_until_stopped(_on_engine(prepared, progress, Path(logs), work), stop, purpose))
         finally:
             progress.stop()
 
 
-async def _until_stopped(prepared: Prepared, progress: Progress, logs: Path, stop: StopRequest) -> Evaluation:
-    work = asyncio.create_task(_evaluate(prepared, progress, logs))
-    while not work.done():
-        await asyncio.wait([work], timeout=_POLL_S)
+async def _until_stopped(work: Coroutine[Any, Any, T], stop: StopRequest, purpose: str) -> T:
+    task = asyncio.create_task(work)
+    while not task.done():
+        await asyncio.wait([task], timeout=_POLL_S)
         if stop():
-            work.cancel()
-            await asyncio.wait([work])
-            raise Interrupted("the evaluation was stopped: run it again")
-    return work.result()
+            task.cancel()
+            await asyncio.wait([task])
+            raise Interrupted(f"the command was stopped before it could {purpose} the model: run it again")
+    return task.result()
 
 
-async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evaluation:
-    config, evaluation, section = prepared.config, prepared.config.evaluation, prepared.config.environment
+async def _on_engine(
+    prepared: Prepared, progress: Progress, logs: Path, work: Callable[[RolloutRunner], Awaitable[T]]
+) -> T:
+    config, section = prepared.config, prepared.config.environment
     assert prepared.environment is not None
-    assert evaluation is not None
     assert section is not None
     engine = create_engine(
         _run_plan(config, logs),
@@ -78,17 +147,7 @@ async def _evaluate(prepared: Prepared, progress: Progress, logs: Path) -> Evalu
                 request_timeout_s=config.inference.request_timeout_s,
                 run_timeout_s=section.run_timeout_s,
             )
-            progress.phase("evaluate", len(prepared.eval_tasks))
-            return await evaluate(
-                runner,
-                prepared.eval_tasks,
-                sampling=prepared.sampling(evaluation.temperature),
-                threshold=evaluation.threshold,
-                seed=evaluation.seed,
-                max_failures=section.max_reward_failures,
-                on_rollout=progress.advance,
-                warn=lambda text: progress.message(text, "warning"),
-            )
+            return await work(runner)
     finally:
         await engine.stop()
 

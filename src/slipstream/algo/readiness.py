@@ -1,0 +1,165 @@
+"""Whether reinforcement learning can learn from a policy's rollouts: what groups of completions show, and the verdict.
+
+A group's completions teach only where their rewards differ. The limits are those by which a running training is judged
+(`trainer/signal_watch.py`), with one more for a model that is right nearly always.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.records import TRAINABLE_OUTCOMES, Rollout
+
+Verdict = Literal["ready for RL", "more SFT first", "task too easy", "reward broken"]
+
+READY_SIGNAL = 0.25
+"""Fraction of groups with reward variance from which a model is ready."""
+LOW_SIGNAL = 0.1
+"""Fraction of groups with any reward variance; below it there is hardly anything to learn from."""
+SOLVED = 0.8
+"""Fraction of right completions from which little reward variance means success."""
+EASY = 0.95
+"""Fraction of right completions from which a task is too easy to gain from."""
+_MARGIN = 0.05
+"""How much more than gold answers completions may earn, as a fraction of that: style may count a little."""
+_MOSTLY_CUT = 0.5
+_FEW_TEXTS = 0.35
+"""Fraction of a group's completions that are different texts; below it a group without variance is a collapsed one."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a policy's groups of completions show, over those that did not fail."""
+
+    num_groups: int
+    group_size: int
+    num_failed: int
+    pass_at_1: float
+    """Probability that a completion is right: its reward reaches the threshold."""
+    pass_at_1_interval: tuple[float, float]
+    """Its 95 % interval over tasks (normal approximation)."""
+    pass_at_k: float
+    """Fraction of the groups with a right completion: pass@k (arXiv 2107.03374) for k = `group_size`."""
+    signal_fraction: float
+    """Fraction of the groups with reward variance."""
+    mean_reward: float
+    mean_length: float
+    """In tokens."""
+    truncated_fraction: float
+    distinct_fraction: float
+    """Mean fraction of a group's completions that are different texts."""
+
+    def as_dict(self) -> dict[str, float | tuple[float, float]]:
+        """The figures by name."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict with its reason and what to do, one sentence."""
+
+    verdict: Verdict
+    text: str
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether to begin RL."""
+        return self.verdict == "ready for RL"
+
+
+def rehearsal_of(
+    rollouts: Sequence[Rollout], threshold: float, reward_threshold: float | None = None
+) -> Rehearsal | None:
+    """Sum up `rollouts`, grouped by `group_id`; None if all failed. A completion is right from a reward of `threshold`
+    on. `reward_threshold`: `algorithm.reward_threshold`, by which rewards count as 1 or 0 in training."""
+    usable = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
+    if not usable:
+        return None
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in usable:
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    right = [statistics.fmean(each.reward >= threshold for each in group) for group in groups.values()]
+    pass_at_1 = statistics.fmean(right)
+    half = 1.96 * statistics.stdev(right) / math.sqrt(len(right)) if len(right) > 1 else 1.0
+
+    def differs(group: list[Rollout]) -> bool:
+        cut = reward_threshold
+        return len({each.reward if cut is None else each.reward >= cut for each in group}) > 1
+
+    return Rehearsal(
+        num_groups=len(groups),
+        group_size=max(map(len, groups.values())),
+        num_failed=len(rollouts) - len(usable),
+        pass_at_1=pass_at_1,
+        pass_at_1_interval=(max(0.0, pass_at_1 - half), min(1.0, pass_at_1 + half)),
+        pass_at_k=statistics.fmean(part > 0 for part in right),
+        signal_fraction=statistics.fmean(map(differs, groups.values())),
+        mean_reward=statistics.fmean(each.reward for each in usable),
+        mean_length=statistics.fmean(each.num_sampled for each in usable),
+        truncated_fraction=statistics.fmean(each.outcome == "truncated" for each in usable),
+        distinct_fraction=statistics.fmean(
+            len({each.completion for each in group}) / len(group) for group in groups.values()
+        ),
+    )
+
+
+def judge(found: Rehearsal, gold_reward: float | None = None) -> Judgement:
+    """The verdict on a policy that made these rollouts. `gold_reward`: the mean reward of the gold answers, if known:
+    a policy that earns more is rewarded for something else."""
+    signal, solved = _percent(found.signal_fraction), _percent(found.pass_at_1)
+    passes = f"pass@1 {solved}, pass@{found.group_size} {_percent(found.pass_at_k)}"
+    with_signal = f"{signal} of the groups have better and worse completions"
+    if gold_reward is not None and found.mean_reward > gold_reward + _MARGIN * abs(gold_reward):
+        return Judgement(
+            "reward broken",
+            f"the model's completions earn {found.mean_reward:.3g} on average, more than the gold answers' "
+            f"{gold_reward:.3g}: the reward pays for something else than a right answer; correct it",
+        )
+    if found.pass_at_1 >= EASY:
+        return Judgement(
+            "task too easy", f"{passes}: there is hardly anything left to gain; use harder tasks or a smaller model"
+        )
+    if found.signal_fraction >= READY_SIGNAL:
+        if found.pass_at_k == 0.0:
+            return Judgement(
+                "more SFT first",
+                f"no completion is right ({passes}), and the groups differ by partial credit alone, which is then all "
+                "that the model would learn: more training.steps of SFT, or easier tasks",
+            )
+        return Judgement("ready for RL", f"{passes}; {with_signal}")
+    if found.pass_at_1 >= SOLVED:
+        return Judgement(
+            "task too easy",
+            f"{passes}, and only {with_signal}: use harder tasks, or keep the groups that teach "
+            '(algorithm.kind = "dapo")',
+        )
+    if found.truncated_fraction >= _MOSTLY_CUT:
+        return Judgement(
+            "more SFT first",
+            f"{_percent(found.truncated_fraction)} of the completions are cut at sampling.max_tokens ({passes}): raise "
+            "it, or teach the model to end by more SFT",
+        )
+    if found.distinct_fraction < _FEW_TEXTS:
+        return Judgement(
+            "more SFT first",
+            f"only {with_signal}, as the model says nearly the same in each "
+            f"({_percent(found.distinct_fraction)} of a group's completions are different texts; {passes}): use a "
+            "model from earlier in its SFT, a higher sampling.temperature, or SFT on more tasks",
+        )
+    if found.signal_fraction >= LOW_SIGNAL:
+        return Judgement(
+            "ready for RL",
+            f"{passes}; only {with_signal}, so it learns slowly: more training.steps of SFT first, a larger "
+            'algorithm.group_size, or algorithm.kind = "dapo" (keeps the groups that teach) is faster',
+        )
+    return Judgement("more SFT first", f"{passes}, and only {with_signal}: more training.steps of SFT, or easier tasks")
+
+
+def _percent(fraction: float) -> str:
+    return (
+        f"{100 * fraction:.0f} %" if fraction in (0.0, 1.0) or 0.01 <= fraction <= 0.99 else f"{100 * fraction:.1f} %"
+    )

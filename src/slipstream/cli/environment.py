@@ -1,0 +1,252 @@
+"""The commands that look at an environment before a run: `env test`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from slipstream.cli.commands import Overrides, Plain, RunFile
+from slipstream.cli.output import Json, print_json
+from slipstream.errors import ConfigError, DataError, EnvironmentFault
+
+if TYPE_CHECKING:
+    from slipstream.algo.readiness import Judgement, Rehearsal
+    from slipstream.config import Loaded, RunConfig
+    from slipstream.envs import Environment, Task
+    from slipstream.envs.check import EnvironmentCheck
+
+env_app = App(name="env", help="Check an environment before training on it.")
+_UNGRADED = {"mean_reward": None, "accuracy": None}
+_SLOW_REWARDS_S = 10.0
+"""A batch whose rewards take longer gets a warning."""
+_SAMPLES = 8
+"""Completions for each task, where training samples one."""
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What the rewards made of gold answers and junk."""
+
+    result: EnvironmentCheck
+    failures: list[str]
+    notes: list[str]
+    rewards_per_s: float
+
+    @property
+    def gold_reward(self) -> float | None:
+        """Mean reward of the gold answers, if any were graded."""
+        return next((r.mean_reward for r in self.result.results if r.kind == "gold" and r.num_scored), None)
+
+    @property
+    def junk_reward(self) -> float | None:
+        """Mean reward of the junk, if any was graded."""
+        rewards = [reward for r in self.result.results if r.kind != "gold" for reward in r.rewards]
+        return sum(rewards) / len(rewards) if rewards else None
+
+
+@env_app.command(name="test")
+def env_test(
+    run_file: RunFile,
+    /,
+    *overrides: Overrides,
+    num_tasks: Annotated[int, Parameter(help="Training tasks to grade.")] = 64,
+    model: Annotated[
+        bool, Parameter(negative="", help="Also sample the run file's model, and judge whether RL can learn.")
+    ] = False,
+    samples: Annotated[
+        int | None, Parameter(help="With --model: completions for each task; default: algorithm.group_size.")
+    ] = None,
+    plain: Plain = False,
+    json: Json = False,
+) -> int:
+    """Grade gold answers and deliberately wrong ones; fail if the rewards cannot tell them apart.
+
+    Also fails if the model's tokenizer has no token for a character that the answers need; a missing model folder skips
+    that check. Prints mean reward and accuracy for each kind of answer.
+
+    With --model, vLLM samples completions of the run file's model as training does, which prints pass@1, pass@k, the
+    groups with signal, and a verdict: ready for RL, more SFT first, task too easy, or reward broken.
+    """
+    from slipstream.config import load_config
+
+    if samples is not None and (samples < 2 or not model):
+        raise ConfigError(f"--samples {samples} {'is less than 2' if model else 'needs --model'}: see --help")
+    loaded = load_config(Path(run_file), overrides)
+    if loaded.config.environment is None:
+        raise ConfigError(f"{run_file} names no environment to test: add [environment] name = ...")
+    checked = _check(loaded.config, num_tasks)
+    failures, notes = checked.failures, checked.notes
+    if model and checked.result.without_gold:
+        # The rewards of completions tell enough.
+        failures = [text for text in failures if text != checked.result.without_gold]
+        notes = [*notes, checked.result.without_gold]
+    if not json:
+        _print_check(checked, notes, passed=not failures)
+    tried = None
+    if model and not failures:
+        tried = _try_model(loaded, num_tasks, samples, checked, "none" if json else "plain" if plain else "auto")
+    verdict = "reward broken" if failures else tried[1].verdict if tried else ""
+    if json:
+        _print_json(checked, failures, notes, tried, verdict if model else "")
+    elif tried:
+        _print_trial(*tried, checked)
+    if verdict == "reward broken":
+        text = "; ".join(failures) or (tried[1].text if tried else "")
+        raise EnvironmentFault(f"environment {checked.result.environment} cannot be trained on: {text}")
+    return 0
+
+
+def _check(config: RunConfig, num_tasks: int) -> _Checked:
+    """Grade gold answers and junk of `num_tasks` training tasks."""
+    from slipstream.config.schema import EvaluationConfig
+    from slipstream.config.traits import usual_reward_workers
+    from slipstream.envs.check import check_environment
+    from slipstream.envs.registry import load_environment
+    from slipstream.envs.scoring.pool import ScorerPool
+    from slipstream.envs.single_turn import make_tasks
+    from slipstream.launch.plan.machine import usable_cpus
+
+    section = config.environment
+    assert section is not None
+    environment = load_environment(section)
+    threshold = (config.evaluation or EvaluationConfig()).threshold
+    asked = section.reward_workers
+    num_workers = usual_reward_workers(usable_cpus()) if asked == "auto" else asked
+
+    async def check() -> tuple[EnvironmentCheck, float]:
+        async with ScorerPool(section, num_workers=num_workers) as scorer:
+            began = monotonic()
+            found = await check_environment(
+                environment, scorer, num_tasks, threshold=threshold, held_out=config.evaluation is not None
+            )
+            return found, monotonic() - began
+
+    result, seconds = asyncio.run(check())
+    rate = sum(r.num_scored + r.num_failed for r in result.results) / seconds
+    notes, unknown = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
+    notes += _slow_reward_warnings(config, rate, num_workers)
+    return _Checked(result, [*result.failures, *([unknown] if unknown else [])], notes, rate)
+
+
+def _try_model(
+    loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Literal["auto", "plain", "none"]
+) -> tuple[Rehearsal, Judgement]:
+    """Sample the model on training tasks and judge what came."""
+    from slipstream.algo.readiness import judge, rehearsal_of
+    from slipstream.config.schema import RLConfig
+    from slipstream.launch.prepare import prepare
+    from slipstream.launch.tools.evaluate import sample_groups
+    from slipstream.view import make_view
+
+    algorithm = loaded.config.algorithm
+    group_size = algorithm.group_size if isinstance(algorithm, RLConfig) and algorithm.group_size > 1 else _SAMPLES
+    rollouts = sample_groups(prepare(loaded), make_view(view), num_tasks, samples or group_size)
+    reward_threshold = algorithm.reward_threshold if isinstance(algorithm, RLConfig) else None
+    found = rehearsal_of(rollouts, checked.result.threshold, reward_threshold)
+    if found is None:
+        raise EnvironmentFault(f"all of {len(rollouts)} rollouts failed; the first: {rollouts[0].error}")
+    return found, judge(found, checked.gold_reward)
+
+
+def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> None:
+    from rich.console import Console
+
+    from slipstream.view import render_table
+
+    rows = [
+        {"kind": r.kind, "answers graded": r.num_scored}
+        | ({"mean reward": r.mean_reward, "right, %": 100 * r.accuracy} if r.num_scored else {})
+        for r in checked.result.results
+    ]
+    if rows:
+        Console(emoji=False).print(render_table(rows, ["kind", "mean reward", "right, %", "answers graded"]))
+    for text in notes:
+        print(text)
+    if passed:
+        print(f"passed: the rewards of {checked.result.environment} tell right answers from wrong ones")
+
+
+def _print_trial(found: Rehearsal, judgement: Judgement, checked: _Checked) -> None:
+    low, high = (100 * bound for bound in found.pass_at_1_interval)
+    lines = [
+        ("pass@1", f"{100 * found.pass_at_1:.1f} % (95 % interval {low:.1f} to {high:.1f})"),
+        (f"pass@{found.group_size}", f"{100 * found.pass_at_k:.1f} % of {found.num_groups} tasks"),
+        ("groups with signal", f"{100 * found.signal_fraction:.1f} % have better and worse completions"),
+        ("mean reward", f"{found.mean_reward:.3g}{_between(checked)}"),
+        (
+            "length",
+            f"{found.mean_length:.1f} tokens; {100 * found.truncated_fraction:.1f} % cut at sampling.max_tokens",
+        ),
+        ("different texts", f"{100 * found.distinct_fraction:.1f} % of a group's completions"),
+    ]
+    if found.num_failed:
+        lines.append(("failed", f"{found.num_failed} rollouts"))
+    for name, text in lines:
+        print(f"{name:<20}{text}")
+    print(f"{judgement.verdict}: {judgement.text}")
+
+
+def _between(checked: _Checked) -> str:
+    """The gold answers' reward and the junk's, as a scale."""
+    if checked.gold_reward is None or checked.junk_reward is None:
+        return ""
+    return f" (gold answers {checked.gold_reward:.3g}, junk {checked.junk_reward:.3g})"
+
+
+def _print_json(
+    checked: _Checked,
+    failures: Sequence[str],
+    notes: Sequence[str],
+    tried: tuple[Rehearsal, Judgement] | None,
+    verdict: str,
+) -> None:
+    result = checked.result
+    kinds = [
+        {"kind": r.kind, "num_scored": r.num_scored}
+        | ({"mean_reward": r.mean_reward, "accuracy": r.accuracy} if r.num_scored else _UNGRADED)
+        | {"num_failed": r.num_failed, "num_timeouts": r.num_timeouts, "first_failure": r.first_failure}
+        for r in result.results
+    ]
+    summary: dict[str, Any] = {"environment": result.environment, "passed": not failures}
+    summary |= {"failures": failures, "notes": notes, "num_tasks": result.num_tasks, "threshold": result.threshold}
+    summary |= {"rewards_per_s": checked.rewards_per_s, "results": kinds}
+    if verdict:
+        summary["verdict"] = verdict
+    if tried is not None:
+        summary["model"] = {**tried[0].as_dict(), "text": tried[1].text}
+    print_json(summary)
+
+
+def _slow_reward_warnings(config: RunConfig, rate: float, num_workers: int) -> list[str]:
+    """Warn if the rewards of one batch, at `rate` per second, take longer than `_SLOW_REWARDS_S`."""
+    from slipstream.config.schema import RLConfig
+
+    group = config.algorithm.group_size if isinstance(config.algorithm, RLConfig) else 1
+    batch = config.training.prompts_per_batch * group
+    if not rate or batch / rate < _SLOW_REWARDS_S:
+        return []
+    return [
+        f"{rate:.3g} rewards a second with environment.reward_workers = {num_workers}: a batch of {batch} takes "
+        f"{batch / rate:.0f} s; use more workers, or a coroutine where a reward waits (environment.reward_concurrency)"
+    ]
+
+
+def _unknown_characters(config: RunConfig, environment: Environment, tasks: Sequence[Task]) -> tuple[list[str], str]:
+    """Return warnings about characters without a token, and an error (or "") if the tasks cannot be learned."""
+    from slipstream.data.unknown_characters import read_vocabulary
+    from slipstream.launch.preflight.unknown_characters import unknown_in_tasks
+
+    vocabulary = read_vocabulary(Path(config.model.path))
+    if vocabulary is None:
+        missing = f"{config.model.path} has no tokenizer.json here"
+        return [f"{missing}: slipstream plan looks whether the model has a token for every character"], ""
+    try:
+        return [f"warning: {text}" for text in unknown_in_tasks(config, environment, vocabulary, tasks)], ""
+    except DataError as error:
+        return [], str(error)

@@ -1,0 +1,89 @@
+"""What groups of completions say about the chances of reinforcement learning."""
+
+import itertools
+import math
+
+import pytest
+
+from slipstream.algo.readiness import Rehearsal, judge, rehearsal_of
+from slipstream.records import Rollout, Sequence
+
+
+def rollout(group, reward, *, text="", outcome="done", length=3):
+    sequence = Sequence(list(range(length + 1)), [False] + [True] * length)
+    return Rollout(f"r{group}", f"t{group}", f"g{group}", [sequence], reward, outcome, completion=text or str(reward))
+
+
+def test_the_figures():
+    """Four groups of four: all right, half right, all wrong with two texts, and one with a failed rollout."""
+    rollouts = [
+        *(rollout(0, 1.0, text="a") for _ in range(4)),
+        *(rollout(1, reward, text=f"b{i}") for i, reward in enumerate((1.0, 0.0, 1.0, 0.5))),
+        *(rollout(2, 0.25, text="cd"[i % 2], outcome="truncated", length=7) for i in range(4)),
+        *(rollout(3, 0.0, text="e") for _ in range(3)),
+        rollout(3, 1.0, outcome="reward_error"),
+    ]
+    found = rehearsal_of(rollouts, threshold=1.0)
+    assert (found.num_groups, found.group_size, found.num_failed) == (4, 4, 1)
+    assert found.pass_at_1 == (1 + 0.5 + 0 + 0) / 4
+    assert found.pass_at_k == 2 / 4
+    assert found.signal_fraction == 1 / 4
+    assert found.mean_reward == (4 + 2.5 + 1) / 15
+    assert found.truncated_fraction == 4 / 15
+    assert found.mean_length == (11 * 3 + 4 * 7) / 15
+    assert found.distinct_fraction == pytest.approx((1 / 4 + 1 + 2 / 4 + 1 / 3) / 4)
+    deviation = math.sqrt(sum((x - 0.375) ** 2 for x in (1, 0.5, 0, 0)) / 3)
+    assert found.pass_at_1_interval == pytest.approx((0.0, 0.375 + 1.96 * deviation / 2))
+    assert rehearsal_of(rollouts, threshold=0.25).pass_at_1 == (1 + 0.75 + 1 + 0) / 4
+    assert set(found.as_dict()) >= {"pass_at_1", "pass_at_k", "signal_fraction"}
+
+
+def test_a_threshold_of_rewards_decides_which_groups_differ():
+    rollouts = [rollout(0, 0.2), rollout(0, 0.4), rollout(1, 0.2), rollout(1, 0.9)]
+    assert rehearsal_of(rollouts, 1.0).signal_fraction == 1.0
+    assert rehearsal_of(rollouts, 1.0, reward_threshold=0.5).signal_fraction == 0.5
+
+
+def test_without_a_usable_rollout_there_is_nothing_to_say():
+    assert rehearsal_of([rollout(0, 0.0, outcome="engine_error")], 1.0) is None
+    assert rehearsal_of([rollout(0, 1.0)], 1.0).pass_at_1_interval == (0.0, 1.0)
+
+
+def found(pass_at_1, signal, *, pass_at_k=None, truncated=0.0, distinct=0.9, reward=None):
+    k = pass_at_1 if pass_at_k is None else pass_at_k
+    return Rehearsal(64, 8, 0, pass_at_1, (0.0, 1.0), k, signal, reward or pass_at_1, 5.0, truncated, distinct)
+
+
+@pytest.mark.parametrize(
+    ("rehearsal", "verdict", "says"),
+    [
+        (found(0.3, 0.6, pass_at_k=0.7), "ready for RL", "pass@1 30 %, pass@8 70 %; 60 % of the groups"),
+        (found(0.05, 0.15, pass_at_k=0.15), "ready for RL", "learns slowly"),
+        (found(0.0, 0.0), "more SFT first", "more training.steps of SFT"),
+        (found(0.0, 0.9), "more SFT first", "partial credit alone"),
+        (found(0.0, 0.05, truncated=0.9), "more SFT first", "cut at sampling.max_tokens"),
+        (found(0.3, 0.05, distinct=0.13), "more SFT first", "says nearly the same"),
+        (found(0.96, 0.3), "task too easy", "hardly anything left"),
+        (found(0.85, 0.2), "task too easy", "only 20 % of the groups"),
+        (found(0.85, 0.4), "ready for RL", "pass@1 85 %"),
+    ],
+)
+def test_the_verdicts(rehearsal, verdict, says):
+    judgement = judge(rehearsal, gold_reward=1.0)
+    assert judgement.verdict == verdict
+    assert says in judgement.text
+    assert judgement.is_ready == (verdict == "ready for RL")
+
+
+def test_a_model_that_earns_more_than_the_gold_answers_is_paid_for_something_else():
+    assert judge(found(0.3, 0.6, reward=1.2), gold_reward=1.0).verdict == "reward broken"
+    assert judge(found(0.3, 0.6, reward=1.04), gold_reward=1.0).verdict == "ready for RL", "style may count a little"
+    assert judge(found(0.3, 0.6, reward=1.2)).verdict == "ready for RL"
+
+
+def test_every_policy_gets_one_verdict():
+    grid = [i / 10 for i in range(11)]
+    for right, signal, cut, distinct in itertools.product(grid, grid, (0.0, 0.7), (0.1, 0.9)):
+        judgement = judge(found(right, signal, truncated=cut, distinct=distinct), gold_reward=1.0)
+        assert judgement.text.count("\n") == 0
+        assert signal < 0.25 or right >= 0.95 or right == 0 or judgement.is_ready
