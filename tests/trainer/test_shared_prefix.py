@@ -54,7 +54,7 @@ OBJECTIVES = {
 
 def make_groups(seed=0):
     """Prompts of uneven lengths, one of them once; completions of 1 to 30 tokens, some of several turns, two alike;
-    a prompt that is the beginning of another."""
+    a prompt that is the beginning of another; and rows of one instruction, each of which goes on by itself."""
     rng = random.Random(seed)
     long = [rng.randrange(1, 64) for _ in range(70)]
     prompts = [long, long[:20], [rng.randrange(1, 64) for _ in range(33)], [5], [6, 7, 8]]
@@ -67,6 +67,10 @@ def make_groups(seed=0):
             logprobs = [rng.uniform(-6.0, -3.0) if trained else 0.0 for trained in mask]
             sequences.append(records.Sequence(ids, mask, logprobs))
     sequences.append(sequences[1])
+    instruction = [rng.randrange(1, 64) for _ in range(24)]
+    for size in (1, 2, 5, 9, 12):
+        ids = instruction + [rng.randrange(1, 64) for _ in range(2 * size)]
+        sequences.append(records.Sequence(ids, [False] * (24 + size) + [True] * size, [-4.0] * len(ids)))
     rng.shuffle(sequences)
     return StepBatch(sequences, [rng.gauss(0, 1) for _ in sequences])
 
@@ -125,6 +129,33 @@ def test_a_prompt_is_held_once():
     assert micro.predict_index_N.tolist().count(69) == 8
     assert sum(micro.counts) == 48
     assert sum(len(micro.token_ids_T) for micro in micro_batches(batch, 10_000, packing=False)) == 8 * 75
+
+
+def test_the_common_beginning_of_different_prompts_is_held_once():
+    """As rows of SFT begin: one instruction, then each its own question and answer."""
+    instruction, rows = list(range(100, 140)), [3, 4, 5, 6]
+    batch = StepBatch(
+        [records.Sequence([*instruction, *[size] * size, 7, 8], [False] * (40 + size) + [True] * 2) for size in rows]
+    )
+    (micro,) = micro_batches(batch, 10_000)
+    assert micro.layout.lengths[0] == 40
+    assert sorted(micro.layout.lengths[1:]) == [size + 1 for size in rows]
+    assert len(micro.token_ids_T) == 40 + sum(size + 1 for size in rows)
+    assert sorted(micro.token_ids_T[micro.predict_index_N].tolist()) == sorted([*rows, *[7] * 4])
+    few = StepBatch([records.Sequence([1, 2, *[size] * 30, 8], [False] * 32 + [True]) for size in rows])
+    (micro,) = micro_batches(few, 10_000)
+    assert set(micro.layout.prefixes) == {None}, "two tokens are not worth it"
+
+
+def test_a_long_instruction_with_short_answers_gathers_a_bounded_number_of_keys():
+    sequences = [records.Sequence([*[1] * 900, size, 3], [False] * 901 + [True]) for size in range(64)]
+    (micro,) = micro_batches(StepBatch(sequences), 100_000)
+    keys = sum(
+        length + (0 if prefix is None else micro.layout.lengths[prefix])
+        for length, prefix in zip(micro.layout.lengths, micro.layout.prefixes, strict=True)
+    )
+    assert len(micro.token_ids_T) < 64 * 901 / 6
+    assert keys <= (8 + 1) * len(micro.token_ids_T)
 
 
 def test_sequences_that_share_nothing_stay_whole(make_batch):

@@ -1,9 +1,9 @@
 """From sequences to micro-batches of tensors.
 
 Guarantees: every trainable token of every sequence appears exactly once; a sequence is never split; tokens after the
-last trainable one, which influence no loss, are left out; a prompt that several sequences of a micro-batch share is
-computed once, where that is faster. The number of micro-batches changes rounding only: the divisors are those of the
-step.
+last trainable one, which influence no loss, are left out; a prompt that several sequences of a micro-batch share, or
+its common beginning, is computed once, where that is faster. The number of micro-batches changes rounding only: the
+divisors are those of the step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.algo.balancing import pack, pack_evenly, split
+from slipstream.algo.prefixes import common_prefix, prefix_groups
 from slipstream.errors import TrainingError
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
 
 _LONGEST_SHARING = 256
 """Tokens of a continuation beyond which sharing a prompt is slower on a CPU: its causal attention kernel skips masked
 positions, the kernel with an explicit mask does not (measured with a model of 0.8 million parameters)."""
+_MIN_SAVED = 0.2
+"""Fraction of a group's tokens that sharing the beginning of different prompts must save: each continuation's attention
+then reads keys from two places."""
+_MOST_KEYS = 8
+"""Keys that a group of different prompts may gather, as a multiple of its tokens: each continuation reads the shared
+ones again, which takes memory in every attention layer."""
 _SILENT_SAMPLE = 8
 """One in this many rollouts of advantage 0 is computed all the same, for the metrics."""
 
@@ -149,7 +156,7 @@ def micro_batches(
     used = [index for index, target in enumerate(targets) if target.length]
     if packing:
         groups = _prompt_groups(batch, targets, used, max_tokens, _longest_sharing(device))
-        rows = pack([_cost([targets[index] for index in group]) for group in groups], max_tokens)
+        rows = pack([_cost(batch, targets, group) for group in groups], max_tokens)
     else:
         groups = [[index] for index in used]
         rows = [[place] for place in range(len(groups))]
@@ -172,7 +179,7 @@ def even_rows(
     total, longest = sum(targets[index].length for index in used), max((targets[i].length for i in used), default=1)
     most = min(max_tokens, max(longest, -(-total // parts)))
     groups = _prompt_groups(batch, targets, used, most, _longest_sharing(device))
-    passes = pack_evenly([_cost([targets[index] for index in group]) for group in groups], max_tokens, parts)
+    passes = pack_evenly([_cost(batch, targets, group) for group in groups], max_tokens, parts)
     return [[[groups[place] for place in row] for row in step] for step in passes]
 
 
@@ -198,28 +205,57 @@ def _longest_sharing(device: torch.device | str) -> int | None:
 def _prompt_groups(
     batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, longest: int | None
 ) -> list[list[int]]:
-    """Group sequences of equal prompts, each group at most `max_tokens` tokens. A sequence with another prompt is a
-    group alone, and so is one whose continuation exceeds `longest` tokens plus twice its prompt."""
+    """Group sequences of equal prompts, and of the others those whose prompts begin alike where that saves enough; each
+    group at most `max_tokens` tokens. A sequence whose continuation exceeds `longest` tokens plus twice what it shares
+    is a group alone."""
     alike: dict[tuple[int, ...], list[int]] = {}
-    groups: list[list[int]] = []
     for index in used:
-        prompt = targets[index].prompt
-        if longest is not None and targets[index].length - prompt > longest + 2 * prompt:
-            groups.append([index])
-        else:
-            alike.setdefault(tuple(batch.sequences[index].token_ids[:prompt]), []).append(index)
-    for prompt, members in alike.items():
-        room = max_tokens - len(prompt) + 1
-        parts = pack([targets[index].length - len(prompt) + 1 for index in members], max(1, room))
-        groups += [[members[place] for place in part] for part in parts]
+        alike.setdefault(tuple(batch.sequences[index].token_ids[: targets[index].prompt]), []).append(index)
+    single = [members[0] for members in alike.values() if len(members) == 1]
+    prompts = [batch.sequences[index].token_ids[: targets[index].prompt] for index in single]
+    similar = [[single[place] for place in group] for group in prefix_groups(prompts)]
+    groups: list[list[int]] = []
+    for members in (*(members for members in alike.values() if len(members) > 1), *similar):
+        shared = _shared(batch, targets, members)
+        kept = [i for i in members if longest is None or targets[i].length <= longest + 3 * shared]
+        is_equal = all(targets[index].prompt == shared for index in kept)
+        if not is_equal and (len(kept) - 1) * shared < _MIN_SAVED * sum(targets[index].length for index in kept):
+            kept = []
+        alone = set(members).difference(kept)
+        groups += [[index] for index in members if index in alone]
+        size = len(kept) if is_equal else _most_members([targets[index].length for index in kept], shared)
+        for start in range(0, len(kept), max(1, size)):
+            some = kept[start : start + size]
+            parts = pack([targets[index].length - shared + 1 for index in some], max(1, max_tokens - shared + 1))
+            groups += [[some[place] for place in part] for part in parts]
     return groups
 
 
-def _cost(group: list[_Targets]) -> int:
-    """Tokens of a prompt group. The prompt's last token counts for each member, because it predicts each one's first
-    token: so a row has no more predictions than its cost."""
-    prompt = group[0].prompt
-    return prompt - 1 + sum(target.length - prompt + 1 for target in group)
+def _most_members(lengths: list[int], shared: int) -> int:
+    """How many sequences of these lengths may share their first `shared` tokens; see `_MOST_KEYS`."""
+    own = sum(length - shared for length in lengths) / max(1, len(lengths))
+    if shared <= _MOST_KEYS * own:
+        return len(lengths)
+    return int(_MOST_KEYS * shared / (shared - _MOST_KEYS * own))
+
+
+def _shared(batch: StepBatch, targets: list[_Targets], group: list[int]) -> int:
+    """Number of tokens that a group's sequences share: at most their prompts; 0 for one alone."""
+    if len(group) == 1:
+        return 0
+    ids = batch.sequences[group[0]].token_ids[: min(targets[index].prompt for index in group)]
+    for index in group[1:]:
+        theirs = batch.sequences[index].token_ids
+        if theirs[: len(ids)] != ids:
+            ids = ids[: common_prefix(ids, theirs)]
+    return len(ids)
+
+
+def _cost(batch: StepBatch, targets: list[_Targets], group: list[int]) -> int:
+    """Tokens of a group, at most. The last shared token counts for each member, because it may predict each one's
+    first: so a row has no more predictions than its cost."""
+    shared = _shared(batch, targets, group)
+    return shared - 1 + sum(targets[index].length - shared + 1 for index in group)
 
 
 def _micro_batch(
@@ -242,7 +278,7 @@ def _micro_batch(
 
     for group in groups:
         origin, segment = len(token_ids), len(lengths)
-        shared = all_targets[group[0]].prompt if len(group) > 1 else 0
+        shared = _shared(batch, all_targets, group)
         add(batch.sequences[group[0]].token_ids, 0, shared, None)
         for index in group:
             target, ids = all_targets[index], batch.sequences[index].token_ids
