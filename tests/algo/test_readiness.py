@@ -9,9 +9,11 @@ from slipstream.algo.readiness import Rehearsal, judge, rehearsal_of
 from slipstream.records import Rollout, Sequence
 
 
-def rollout(group, reward, *, text="", outcome="done", length=3):
+def rollout(group, reward, *, text="", outcome="done", length=3, answer=""):
     sequence = Sequence(list(range(length + 1)), [False] + [True] * length)
-    return Rollout(f"r{group}", f"t{group}", f"g{group}", [sequence], reward, outcome, completion=text or str(reward))
+    made = Rollout(f"r{group}", f"t{group}", f"g{group}", [sequence], reward, outcome, completion=text or str(reward))
+    made.answer = answer
+    return made
 
 
 def test_the_figures():
@@ -73,6 +75,26 @@ def test_the_verdicts(rehearsal, verdict, says):
     assert judgement.verdict == verdict
     assert says in judgement.text
     assert judgement.is_ready == (verdict == "ready for RL")
+
+
+def test_a_model_that_guesses_the_usual_answer_has_to_learn_more_first():
+    """Three of five tasks have the answer 1; the completions do not depend on the task."""
+    answers = ["1", "1", "2", "1", "3"]
+    rollouts = [
+        rollout(g, float(said == answer), text=said, answer=answer)
+        for g, answer in enumerate(answers)
+        for said in "1123"
+    ]
+    found = rehearsal_of(rollouts, 1.0)
+    assert (found.usual_answer, found.usual_fraction) == ("1", 0.6)
+    assert found.pass_at_1 == pytest.approx(0.4)
+    judgement = judge(found, 1.0)
+    assert judgement.verdict == "more SFT first"
+    assert "always answering '1' would be right in 60 % of the tasks" in judgement.text
+    knows = [rollout(g, 1.0 if i < 3 else 0.0, answer=a, text=str(i)) for g, a in enumerate(answers) for i in range(4)]
+    assert judge(rehearsal_of(knows, 1.0), 1.0).verdict == "ready for RL"
+    different = [rollout(g, 1.0, answer=str(g)) for g in range(5)]
+    assert rehearsal_of(different, 1.0).usual_answer == ""
 
 
 def test_a_model_that_earns_more_than_the_gold_answers_is_paid_for_something_else():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,8 @@ EASY = 0.95
 """Fraction of right completions from which a task is too easy to gain from."""
 _MARGIN = 0.05
 """How much more than gold answers completions may earn, as a fraction of that: style may count a little."""
+_USUAL = 0.1
+"""Fraction of the tasks from which an answer is a usual one."""
 _MOSTLY_CUT = 0.5
 _FEW_TEXTS = 0.35
 """Fraction of a group's completions that are different texts; below it a group without variance is a collapsed one."""
@@ -52,8 +55,17 @@ class Rehearsal:
     truncated_fraction: float
     distinct_fraction: float
     """Mean fraction of a group's completions that are different texts."""
+    usual_answer: str = ""
+    """The gold answer that most tasks have; empty where no two tasks have the same, or none has one."""
+    usual_fraction: float = 0.0
+    """The fraction of the tasks that it answers: what a policy reaches that does not read the question."""
 
-    def as_dict(self) -> dict[str, float | tuple[float, float]]:
+    @property
+    def is_guessing(self) -> bool:
+        """Whether it is right no more often than one that always gives the usual answer."""
+        return self.usual_fraction >= _USUAL and self.pass_at_1 <= self.usual_fraction
+
+    def as_dict(self) -> dict[str, float | str | tuple[float, float]]:
         """The figures by name."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
@@ -86,6 +98,9 @@ def rehearsal_of(
     pass_at_1 = statistics.fmean(right)
     half = 1.96 * statistics.stdev(right) / math.sqrt(len(right)) if len(right) > 1 else 1.0
 
+    answers = Counter(group[0].answer for group in groups.values() if group[0].answer)
+    usual, num_usual = max(answers.items(), key=lambda item: item[1], default=("", 0))
+
     def differs(group: list[Rollout]) -> bool:
         cut = reward_threshold
         return len({each.reward if cut is None else each.reward >= cut for each in group}) > 1
@@ -104,6 +119,8 @@ def rehearsal_of(
         distinct_fraction=statistics.fmean(
             len({each.completion for each in group}) / len(group) for group in groups.values()
         ),
+        usual_answer=usual if num_usual > 1 else "",
+        usual_fraction=num_usual / len(groups) if num_usual > 1 else 0.0,
     )
 
 
@@ -122,6 +139,13 @@ def judge(found: Rehearsal, gold_reward: float | None = None) -> Judgement:
     if found.pass_at_1 >= EASY:
         return Judgement(
             "task too easy", f"{passes}: there is hardly anything left to gain; use harder tasks or a smaller model"
+        )
+    if found.is_guessing and found.pass_at_k > 0.0:
+        return Judgement(
+            "more SFT first",
+            f"{passes}, and always answering {found.usual_answer!r} would be right in {_percent(found.usual_fraction)} "
+            "of the tasks: the model guesses, and RL would teach it that one answer; more training.steps of SFT until it "
+            "is right more often than that, or easier tasks",
         )
     if found.signal_fraction >= READY_SIGNAL:
         if found.pass_at_k == 0.0:

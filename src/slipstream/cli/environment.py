@@ -185,6 +185,11 @@ def _print_trial(found: Rehearsal, judgement: Judgement, checked: _Checked) -> N
         ),
         ("different texts", f"{100 * found.distinct_fraction:.1f} % of a group's completions"),
     ]
+    if found.usual_fraction > 0.0:
+        text = (
+            f"{found.usual_answer!r} answers {100 * found.usual_fraction:.1f} % of the tasks: a guess is right as often"
+        )
+        lines.append(("usual answer", text))
     if found.num_failed:
         lines.append(("failed", f"{found.num_failed} rollouts"))
     for name, text in lines:
