@@ -144,8 +144,8 @@ def judge(found: Rehearsal, gold_reward: float | None = None) -> Judgement:
         return Judgement(
             "more SFT first",
             f"{passes}, and always answering {found.usual_answer!r} would be right in {_percent(found.usual_fraction)} "
-            "of the tasks: the model guesses, and RL would teach it that one answer; more training.steps of SFT until it "
-            "is right more often than that, or easier tasks",
+            "of the tasks: the model guesses, and RL would teach it that one answer; more training.steps of SFT until "
+            "it is right more often than that, or easier tasks",
         )
     if found.signal_fraction >= READY_SIGNAL:
         if found.pass_at_k == 0.0:
