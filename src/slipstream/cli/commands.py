@@ -289,6 +289,9 @@ def model_new(
 
     The folder must be new or empty. Prints it.
     """
+    from slipstream.launch.preflight.torch_builds import check_torch_builds
+
+    check_torch_builds()
     from slipstream.trainer.model.tiny_qwen3 import new_model
 
     path = new_model(

@@ -29,6 +29,7 @@ from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
 from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
+from slipstream.launch.preflight.torch_builds import check_torch_builds
 from slipstream.launch.preflight.unknown_characters import unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.tools.deployable import with_weights_folder
@@ -87,6 +88,7 @@ class Prepared:
 def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan. Without `weights`, those of a hub id are
     not downloaded: enough for a plan, not for a run."""
+    check_torch_builds()
     loaded = with_weights_folder(loaded)
     config = loaded.config
     require_sinks(config.run.sinks)

@@ -1,0 +1,36 @@
+"""Checks that torch and the packages with operators for it were built for the same machine.
+
+vLLM's CPU build asks for torch's CPU build and for any torchvision, torchaudio and torchcodec. Where an index has CPU
+builds of torch alone, pip takes those that were built for CUDA, and neither transformers nor vLLM can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable
+
+from slipstream.errors import ConfigError
+
+_WITH_OPERATORS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def check_torch_builds(version_of: Callable[[str], str] = importlib.metadata.version) -> None:
+    """Raise ConfigError where packages for CUDA are beside a torch for the CPU.
+
+    A CPU build's version ends with `+cpu`; a version without a suffix is the default build, on x86-64 that for CUDA.
+    """
+    versions: dict[str, str] = {}
+    for name in ("torch", *_WITH_OPERATORS):
+        try:
+            versions[name] = version_of(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    torch = versions.pop("torch", "")
+    for_cuda = [name for name, version in versions.items() if "+" not in version]
+    if for_cuda and torch.endswith("+cpu") and platform.machine() == "x86_64":
+        found = ", ".join(f"{name} {versions[name]}" for name in for_cuda)
+        raise ConfigError(
+            f"{found} cannot be loaded beside torch {torch}, because they were built for CUDA: run "
+            f"`pip uninstall {' '.join(for_cuda)}` (models of text need none of them), or install their CPU builds"
+        )
