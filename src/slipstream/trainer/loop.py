@@ -79,7 +79,7 @@ class Log(Protocol):
         ...
 
     def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning."""
+        """Log a warning and show it."""
         ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
@@ -290,7 +290,11 @@ class TrainingLoop:
         self._steps_without_signal += 1
         self._no_signal = no_signal
         limit = self.config.run.max_steps_without_signal
-        self.log.warning(f"step {step} teaches nothing: {no_signal.reason}", step=step)
+        text = f"step {step} teaches nothing: {no_signal.reason}"
+        if self._steps_without_signal == 1:
+            self.log.warning(text, step=step)
+        else:  # said once for steps in a row; the terminal's line of each says that it was skipped
+            self.log.event("skipped", step=step, reason=no_signal.reason)
         if self._steps_without_signal >= limit:
             raise TrainingError(
                 f"{no_signal.reason} in {self._steps_without_signal} consecutive steps (run.max_steps_without_signal = "
@@ -337,7 +341,6 @@ class TrainingLoop:
         if mean > limits.probe_warn:
             text = f"engine and trainer differ by {mean:.3f} per token at version {self.step} (weights.probe_warn)"
             self.log.warning(text, step=self.step)
-            self.progress.message(text, "warning")
         return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(map(max, differences))}
 
     def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:
@@ -350,7 +353,6 @@ class TrainingLoop:
         self.progress.step(self.step, present)
         for text in self._signal_watch.observe(present):
             self.log.warning(text, step=self.step)
-            self.progress.message(text, "warning")
 
     def _observe(self, metrics: Mapping[str, float]) -> None:
         """Pass an evaluation to early stopping; save the best version's checkpoint where `patience` asks for it."""
