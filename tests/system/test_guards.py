@@ -153,6 +153,9 @@ def test_no_reward_variance_ends_the_run_at_the_limit(scripted):
     assert "max_steps_without_signal = 2" in report.message
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[-1]["reward/signal_fraction"] == 0.0
+    (warning,), (skipped,) = scripted.events("warning"), scripted.events("skipped")
+    assert warning["message"] == f"step 0 teaches nothing: {skipped['reason']}"
+    assert skipped["step"] == 1
 
 
 def test_a_whole_short_run_without_reward_variance_has_failed(scripted):

@@ -104,6 +104,8 @@ def train(
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
         with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
             log.listen(sinks.put)
+            if prepared.config.run.sink_samples:
+                log.on_sample(sinks.put_sample)
             log.listen(stages.on_row)
             stages.attach(log, progress)
             progress.start(title_of(prepared.config), prepared.config.training.steps, step)
