@@ -248,14 +248,16 @@ def test_trackio_keeps_every_row_in_its_local_store(tmp_path):
     run_apart(folder, "trackio", TRACKIO_DIR=str(tmp_path / "store"))
     program = (
         "import json; from trackio.sqlite_storage import SQLiteStorage as S; "
-        "print(json.dumps([(r['step'], r['reward/mean']) for r in S.get_logs('sorting', 'the first')]))"
+        "rows = S.get_logs('sorting', 'the first'); "
+        "print(json.dumps([(r['step'], r.get('reward/mean'), 'samples' in r) for r in rows]))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False,
         env={**os.environ, "HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "store")},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == [[0, 0.25], [1, 0.5], [2, 0.75]]
+    rows = [[0, 0.25, False], [1, 0.5, False], [2, 0.75, False], [2, None, True]]
+    assert json.loads(result.stdout) == rows
 
 
 def test_a_failing_sink_is_one_warning_and_the_others_go_on(run):
