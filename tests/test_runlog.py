@@ -279,6 +279,19 @@ def test_rows_of_one_step_are_merged(tmp_path):
     assert (row["reward/mean"], row["eval/accuracy"]) == (0.5, 1.0)
 
 
+def test_warnings_and_samples_are_told_to_who_listens(tmp_path):
+    told, samples = [], []
+    with RunLog.create(tmp_path / "run") as log:
+        log.on_warning(told.append)
+        log.on_sample(samples.append)
+        log.resolved('[environment]\napi_key = "hunter2-secret"\n')
+        log.warning("look", step=3)
+        log.metrics(1, {"train/loss": math.nan})
+        log.sample({"step": 1, "completion": "hunter2-secret"})
+    assert told == ["look", "not finite in step 1: train/loss"]
+    assert samples == [{"step": 1, "completion": "<redacted>"}]
+
+
 def test_numbers_that_are_not_finite_become_null_and_a_warning(tmp_path):
     with RunLog.create(tmp_path / "run") as log:
         log.metrics(1, {"loss/policy": math.nan, "optim/grad_norm": math.inf, "reward/mean": 1.0})

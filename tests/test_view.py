@@ -197,6 +197,17 @@ def test_rich_keeps_the_last_warnings_and_counts_the_others(rich):
     assert "scrolls by" in rich.console.file.getvalue()
 
 
+def test_rich_prints_warnings_for_which_there_is_no_picture(clock):
+    view = RichView(terminal(), clock)
+    view.message("before the start", "warning")
+    view.start(TITLE, 2)
+    view.stop()
+    view.message("after the end", "warning")
+    lines = lines_of(view.console)
+    assert "warning: before the start" in lines[0]
+    assert "warning: after the end" in lines[-1]
+
+
 def test_rich_shows_the_phases_of_several_threads(rich):
     def orchestrate():
         rich.phase("generate", 100)
@@ -402,6 +413,11 @@ def test_a_step_without_loss_says_why(plain, rich, clock):
     assert "loss       -" in skipped
     assert "skipped: no group" in skipped
     assert "skipped: no group" in picture_of(rich)
+    for why, row in (("every completion was cut off", {"rollout/truncated_fraction": 1.0}),
+                     ("no token had a gradient", {"reward/signal_fraction": 0.5})):  # fmt: skip
+        clock.now += 3
+        plain.step(3, {"train/skipped": 1.0, **row})
+        assert f"skipped: {why}" in lines_of(plain.console)[-1]
     clock.now += 3
     rich.step(3, ROW)
     assert "skipped" not in picture_of(rich)

@@ -148,6 +148,8 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The task's gold answer, for samples and reports; empty if it has none."""
     error: str = ""
     num_turns: int = 1
+    turns: list[Message] = []
+    """The messages after the task's prompt in an episode of several turns, for samples and reports."""
     seconds: float = 0.0
     num_thinking: int = 0
     """Sampled tokens up to the last `</think>`, of the turn with the most; all tokens of a turn that never closes

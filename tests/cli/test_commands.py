@@ -86,6 +86,24 @@ def test_help(slipstream, command):
     assert f"slipstream {command}" in out
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed_for_a_shell(slipstream, tmp_path, monkeypatch, shell):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, out, err = slipstream("--install-completion", "--shell", shell, "--output", tmp_path / "script")
+    assert (code, err) == (0, "")
+    assert "installed" in out
+    script = (tmp_path / "script").read_text()
+    assert all(command.split()[0] in script for command in COMMANDS)
+    assert "intermediate-size" in script
+    if shell == "bash":
+        program = (
+            "source ./script; COMP_WORDS=(slipstream model new --tok) COMP_CWORD=3; _slipstream; echo ${COMPREPLY[@]}"
+        )
+        result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert result.stdout.strip() == "--tokenizer"
+        assert "script" in (tmp_path / ".bashrc").read_text()
+
+
 def test_the_real_command_answers_without_heavy_imports():
     program = "import sys; sys.argv[1:] = ['--help']; from slipstream.cli import main; main()"
     report = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"

@@ -81,6 +81,16 @@ def test_a_failure_is_json_where_json_was_asked_for(slipstream, arguments, kind)
     assert err.split() == ["error:", *found["message"].split()]
 
 
+def test_a_bug_is_json_too_and_keeps_its_traceback(capsys, monkeypatch):
+    def broken(*arguments, **options):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("slipstream.runlog.list_runs", broken)
+    with pytest.raises(KeyError):
+        main(["runs", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"error": "KeyError", "message": "KeyError: 'a bug'", "exit_code": 1}
+
+
 def test_a_json_line_that_others_follow_is_not_the_result(capsys, monkeypatch):
     monkeypatch.setattr(output.Printed, "json", False)
     output.print_json({"answer": "höher 😀"}, is_result=False)

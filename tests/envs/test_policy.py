@@ -54,6 +54,7 @@ async def test_turns_that_extend_each_other_are_one_sequence():
     assert sequence.logprobs == [0, 0, -0.5, -0.5, -0.5, 0, 0, -0.5, -0.5]
     assert sequence.versions == [VersionSpan(2, "0.1"), VersionSpan(7, "0.2")]
     assert policy.num_turns == 2
+    assert policy.conversation == [user("a"), assistant("bc"), user("d"), assistant("e")]
     assert not policy.truncated
 
 

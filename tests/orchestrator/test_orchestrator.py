@@ -45,6 +45,7 @@ from slipstream.records import (
     Version,
     VersionSpan,
 )
+from slipstream.runlog import sample_of
 
 END = 0
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(END,))
@@ -229,6 +230,25 @@ async def test_a_turn_that_lost_its_engine_is_asked_for_again_and_the_environmen
     rollout = await attempt(make_runner(engine, Twice()))
     assert (rollout.outcome, begun, engine.num_restarts) == ("done", ["t0"], 1)
     assert [len(sequence) for sequence in rollout.sequences] == [4, 4]
+
+
+class Dialogue(Odd):
+    async def run(self, task, policy):
+        reply = await policy.chat(task.prompt)
+        await policy.chat([*task.prompt, Message("assistant", reply.text), Message("user", "again")])
+        return Episode(reply.text, num_turns=2)
+
+
+async def test_the_turns_of_an_episode_are_kept_for_its_sample():
+    rollout = await attempt(make_runner(ScriptedEngine(say("b")), Dialogue()))
+    assert [(turn.role, turn.content) for turn in rollout.turns] == [
+        ("assistant", "b"), ("user", "again"), ("assistant", "b")
+    ]  # fmt: skip
+    assert (await attempt(make_runner(ScriptedEngine(say("b"))))).turns == []
+    rollout.metrics = {"in_place": 0.5}
+    sample = sample_of(rollout, 3, "0.3")
+    assert (sample["metrics"], sample["num_turns"]) == ({"in_place": 0.5}, 2)
+    assert sample["turns"][1] == {"role": "user", "content": "again"}
 
 
 class Leaking(Odd):

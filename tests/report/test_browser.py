@@ -54,6 +54,24 @@ KEYS = """
   return [first, second, last];
 })()
 """
+BROWSE = """
+(() => {
+  const browser = document.querySelector(".browser"), [step, grade] = browser.querySelectorAll("select");
+  const [back, next] = browser.querySelectorAll("button"), search = browser.querySelector("input");
+  const told = () => browser.querySelector("output").textContent;
+  const open = () => [...browser.querySelectorAll("[open]")].map(entry => entry.dataset.step);
+  const choose = (field, value) => { field.value = value; field.dispatchEvent(new Event("change")); };
+  const write = text => { search.value = text; search.dispatchEvent(new Event("input")); };
+  const found = [told()];
+  next.click(); next.click(); found.push(told(), open());
+  back.click(); found.push(told(), open());
+  choose(step, "3"); found.push(told(), open());
+  choose(step, ""); choose(grade, "right"); found.push(told());
+  choose(grade, ""); write("held/1"); found.push(told());
+  write("nowhere"); next.click(); found.push(told(), open());
+  return found;
+})()
+"""
 
 
 async def check(page, path, width, *, dark=False):
@@ -94,6 +112,9 @@ async def test_a_real_run_in_a_real_browser(model, run_file, tmp_path, write):  
                 assert first.startswith("step 1")
                 assert second.startswith("step 2")
                 assert last.startswith("step 6")
+                assert await page.ask(BROWSE) == [
+                    "6", "2 / 6", ["0"], "1 / 6", ["0"], "2 of 6", [], "0 of 6", "3 of 6", "0 of 6", []
+                ]  # fmt: skip
         await check(page, tmp_path / "crafted.html", 1280, dark=True)
         light, dark = [], []
         for colors, is_dark in ((light, False), (dark, True)):

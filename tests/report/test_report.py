@@ -13,7 +13,8 @@ from slipstream.report import write_report
 from slipstream.report.headline import Accuracy, difference_interval
 from slipstream.report.markup import data, h, key, number
 from slipstream.report.plot import linear_scale, log_scale, step_scale
-from slipstream.report.series import MAX_POINTS, PANELS, Line, series_of
+from slipstream.report.rollouts import _cut
+from slipstream.report.series import GROUPS, MAX_POINTS, Line, series_of
 from slipstream.report.timeline import MAX_BARS, step_times
 from slipstream.runlog import read_run
 from tests.report.conftest import HOSTILE
@@ -69,10 +70,11 @@ def test_a_finished_run_is_told_whole(write, tmp_path):
     text, page = report(tmp_path, write("one"))
     for words in ("one", "finished", "reasoning_gym/spell_backward", "+60.0", "of 6", "0.6"):
         assert words in page.words, words
-    for title in ("Reward", "Held-out accuracy", "Probe difference", "Behaviour mismatch", "Entropy", "Loss",
-                  "Completion length", "Throughput", "Signal fraction", "Outcomes dropped", "Gradient norm",
+    for title in ("Reward", "Held-out accuracy", "Probe difference", "Entropy", "Throughput", "Outcomes dropped",
                   "Learning rate", "Every step", "An ordinary step"):  # fmt: skip
         assert f"<h3>{title}</h3>" in text, title
+    assert re.findall(r"<h2>(.*?)</h2>", text)[:5] == ["Learning", "Rollouts", "Policy", "Numerics", "Speed"]
+    assert "2 warnings, listed below (How it ended)." in page.words
     assert "derived: few parameters" in page.words
     assert "something to know <b>" in page.words
     assert "0000000000000006" in page.words
@@ -82,7 +84,10 @@ def test_a_finished_run_is_told_whole(write, tmp_path):
 def test_it_needs_nothing_from_outside(write, tmp_path):
     text, page = report(tmp_path, write("one"))
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags) - {"link"}
-    assert {value for name, value in page.attributes if name in ("src", "href")} == {"data:,"}
+    links = {value for name, value in page.attributes if name in ("src", "href")}
+    inside = {value for value in links if value.startswith("#")}
+    assert links - inside == {"data:,"}
+    assert {f'id="{value[1:]}"' in text for value in inside} == {True}
     assert re.findall(r"https?://|@import|url\(", text) == []
 
 
@@ -123,7 +128,7 @@ def test_unfinished_runs(write, tmp_path, options, expected):
 
 def test_a_failed_run_says_why_at_once(write, tmp_path, failed):
     _, page = report(tmp_path, write("one", steps=2, error=failed))
-    assert page.words.index("the engine died") < page.words.index("Curves")
+    assert page.words.index("the engine died") < page.words.index("Does the policy get better")
     assert "with exit code 5" in page.words
 
 
@@ -154,9 +159,9 @@ def test_several_runs_are_compared(write, tmp_path):
     text, page = report(tmp_path, write("a/one"), write("b/one", learns=False, task="chain_sum"), write("two", total=9))
     assert "a/one" in page.words
     assert "b/one" in page.words
-    differing = text[text.index("Settings that differ") :]
+    differing = page.words[page.words.index("Settings that differ") :]
     assert "reasoning_gym/chain_sum" in differing
-    assert text.count('class="line mark"') > 3 * 10
+    assert text.count('class="line mark"') > 3 * 6
     assert "not sure" not in page.words
 
 
@@ -230,7 +235,7 @@ def test_the_ranges_of_the_ratio_are_those_that_are_measured():
         ("Histogram of the policy ratio", "train"),
         ("Histogram of the importance weights", "mismatch"),
     ):
-        (panel,) = [panel for panel in PANELS if panel.title == title]
+        (panel,) = [panel for group in GROUPS for panel in group.panels if panel.title == title]
         assert [line.metric for line in panel.lines] == [f"{group}/ratio_{name}" for name in names]
 
 
@@ -242,15 +247,35 @@ def rewrite(folder, name, change):
 
 
 def test_parts_of_the_users_reward_stand_right_after_the_reward(write, tmp_path):
-    own = {"reward/in_place": 0.5, "reward/turns": 2.0, "reward/overlong": -0.1}
-    folder = rewrite(write("one"), "metrics.jsonl", lambda row: row | own if row["step"] else row)
+    def change(row):
+        own = dict.fromkeys(("reward/in_place", "reward/turns", "reward/overlong"), row["step"] / 10)
+        return row | own if row["step"] else row
+
+    folder = rewrite(write("one"), "metrics.jsonl", change)
     text, _ = report(tmp_path, folder)
     titles = re.findall(r"<h3>(.*?)</h3>", text)
     place = titles.index("Reward")
     assert titles[place : place + 3] == ["Reward", "Reward: in_place", "Reward: turns"]
     assert titles.count("Shaped rewards") == 1
     assert "Reward: overlong" not in titles
-    assert "All other metrics" not in text
+    assert "reward/" not in text[text.index("All other metrics") :]
+
+
+def test_curves_that_do_not_vary_are_one_line_with_their_numbers(write, tmp_path):
+    flat = {"staleness/mean": 0.0, "staleness/max": 1.0, "memory/gib": 2.5}
+    folder = rewrite(write("one"), "metrics.jsonl", lambda row: row | flat)
+    text, page = report(tmp_path, folder)
+    for title in ("Gradient norm", "Staleness", "Signal fraction"):
+        assert f"<h3>{title}</h3>" not in text
+    words = page.words.replace("\u00a0", " ")
+    assert "Signal fraction 50.0 %" in words
+    assert "Staleness largest 1" in words
+    assert "memory/gib 2.5" in words
+    assert "All other metrics (3)" in words
+    folder = rewrite(write("other"), "metrics.jsonl", lambda row: row | {"train/grad_norm": 0.75})
+    text, _ = report(tmp_path, tmp_path / "one", folder)
+    assert "<h3>Gradient norm</h3>" in text, "it is not the same in both runs"
+    assert "<h3>Reward</h3>" in report(tmp_path, write("third", learns=False))[0]
 
 
 def test_a_reward_with_very_many_parts_does_not_push_the_curves_away(write, tmp_path):
@@ -258,7 +283,7 @@ def test_a_reward_with_very_many_parts_does_not_push_the_curves_away(write, tmp_
     change = lambda row: row | dict.fromkeys(own, row["step"]) if row["step"] else row  # noqa: E731
     text, _ = report(tmp_path, rewrite(write("one"), "metrics.jsonl", change))
     assert text.index("<h3>Held-out accuracy</h3>") < text.index("part_100")
-    assert "All other metrics (292)" in text
+    assert "All other metrics (294)" in text
 
 
 @pytest.mark.parametrize("rewards", [(0, 0, 0, 1), (1, 1, 1, 0), (0.2, 0.9, 1, 1), (-3, 5, 5, 5)])
@@ -266,7 +291,7 @@ def test_the_band_ends_where_rewards_do(rewards):
     values = torch.tensor(rewards, dtype=torch.float64)
     mean, std = values.mean().item(), values.std(correction=0).item()
     row = {"step": 1, "reward/mean": mean, "reward/std": std}
-    line = PANELS[0].lines[0]
+    line = GROUPS[0].panels[0].lines[0]
     found = series_of([row | {"reward/min": min(rewards), "reward/max": max(rewards)}], line, "mean", 0)
     assert found.low == [pytest.approx(max(mean - std, min(rewards)))]
     assert found.high == [pytest.approx(min(mean + std, max(rewards)))]
@@ -290,10 +315,41 @@ def test_rollouts_that_changed_come_first_with_the_right_answer(write, tmp_path)
     lines.sort(key=lambda line: line["step"])
     (folder / "samples.jsonl").write_text("".join(json.dumps({"time": 1.0} | line) + "\n" for line in lines))
     _, page = report(tmp_path, folder)
-    places = [page.words.index(f"ask {task}") for task in ("better", "words", "same")]
-    assert places == sorted(places)
-    assert "right answer: gold better" in page.words
-    assert "eval.6.0" in page.words
+    pairs, _, every = page.words.partition("All kept rollouts")
+    assert pairs.index("ask better") < pairs.index("ask words")
+    assert "1 more of them got the same answer both times" in pairs
+    assert "right answer: gold better" in pairs
+    assert "eval.6.0" in pairs
+    assert every.count("ask same") == 2, "and the excerpts leave out what all prompts begin with"
+
+
+def test_every_kept_rollout_can_be_read_with_its_parts_and_turns(write, tmp_path):
+    turns = [{"role": "assistant", "content": "first guess"}, {"role": "user", "content": "too low"}]
+    shared = {"time": 1.0, "lineage": 0, "task": "t", "prompt": "ask", "outcome": "done", "answer": "gold"}
+    lines = [
+        shared | {"step": step, "id": f"{step}.0.0", "completion": f"text {step}", "reward": reward}
+        for step, reward in enumerate((0.0, 0.9, 1.0))
+    ]
+    lines[1] |= {"metrics": {"in_place": 0.75}, "num_turns": 2, "turns": turns, "outcome": "truncated"}
+    folder = write("one")
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text, page = report(tmp_path, folder)
+    assert re.findall(r'data-step="(\d+)" data-kind="(\S+)" data-grade="(\w+)"', text) == [
+        ("0", "training", "wrong"), ("1", "training", "wrong"), ("2", "training", "right")
+    ]  # fmt: skip
+    assert [f"text {step}" in page.words for step in range(3)] == [True] * 3
+    assert "reward 0.9 · in_place 0.75 · truncated · 2 turns · 1.0.0" in page.words.replace("0.9000", "0.9").replace(
+        "0.7500", "0.75"
+    )
+    assert page.words.index("first guess") < page.words.index("too low")
+
+
+def test_a_long_text_loses_its_middle():
+    shown = _cut("a" * 500 + "answer", 100)
+    assert shown.startswith("a" * 50)
+    assert shown.endswith("answer")
+    assert "(406 characters left out)" in shown
+    assert _cut("short", 100) == "short"
 
 
 def test_a_run_in_which_nothing_was_lost_says_so_in_full(write, tmp_path):

@@ -1,5 +1,6 @@
 """Every sink gets every row and can be read back; one that fails, hangs or is missing costs the run nothing."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,9 +12,9 @@ import time
 
 import pytest
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineError, Interrupted, StartsAgain
 from slipstream.runlog import RunLog, read_events, read_metrics
-from slipstream.sinks import MetricSinks, Run, require_sinks, run_of
+from slipstream.sinks import MAX_SAMPLES, MetricSinks, Run, require_sinks, run_of
 
 ROWS = [{"reward/mean": 0.25, "train/loss": -1.5}, {"reward/mean": 0.5, "train/loss": None}, {"reward/mean": 0.75}]
 
@@ -23,7 +24,7 @@ class Broken:
 
     def __init__(self, on_write):
         self.on_write = on_write
-        self.rows = []
+        self.rows, self.samples, self.exit_code = [], None, None
 
     def __call__(self, run):
         return self
@@ -32,8 +33,11 @@ class Broken:
         self.on_write(step)
         self.rows.append((step, values))
 
-    def close(self):
-        pass
+    def write_samples(self, step, when, samples):
+        self.samples = (step, [sample["completion"] for sample in samples])
+
+    def close(self, exit_code):
+        self.exit_code = exit_code
 
 
 class Log:
@@ -49,7 +53,7 @@ class Log:
 
 @pytest.fixture
 def run(tmp_path):
-    return Run("one", tmp_path, 0, {"training.steps": 3})
+    return Run(tmp_path, 0, {"training.steps": 3}, "abc")
 
 
 def put_all(sinks, rows=ROWS, first=0):
@@ -75,6 +79,65 @@ def test_tensorboard_reads_what_was_written(run):
         "reward/mean": [(0, 0.25), (1, 0.5), (2, 0.75)],
         "train/loss": [(0, -1.5)],
     }
+
+
+SAMPLE = {
+    "step": 0,
+    "task": "t",
+    "prompt": "Sort: 31\n# no heading",
+    "completion": "13",
+    "reward": 1.0,
+    "outcome": "done",
+}
+
+
+def test_tensorboard_shows_samples_as_text(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricSinks(["tensorboard"], run, Log()) as sinks:
+        sinks.put_sample(SAMPLE)
+        put_all(sinks)
+    reader = EventAccumulator(str(run.folder / "tensorboard"))
+    reader.Reload()
+    (event,) = reader.Tensors("samples")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 2
+    assert "step 0, train, reward 1.0, done" in text
+    assert "    Sort: 31\n    # no heading" in text
+    assert reader.SummaryMetadata("samples").plugin_data.plugin_name == "text"
+
+
+def test_samples_go_with_an_evaluation_and_at_the_end(run):
+    sink = Broken(lambda step: None)
+    with MetricSinks(["x"], run, Log(), targets={"x": sink}) as sinks:
+        for number in range(100):
+            sinks.put_sample({"completion": number})
+        sinks.put(0, {"train/loss": 1.0})
+        sinks.put(1, {"eval/accuracy": 1.0})
+        wait_until(lambda: sink.samples)
+        assert sink.samples == (1, [*range(100 - MAX_SAMPLES, 100)])
+        sinks.put_sample({"completion": "last"})
+        sinks.put(2, {"train/loss": 1.0})
+    assert sink.samples == (2, ["last"])
+    assert len(sink.rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(None, 0), (EngineError("x"), 5), (Interrupted("x"), 130), (StartsAgain("x"), 0)]
+)
+def test_a_sink_is_told_how_the_run_ended(run, error, exit_code):
+    sink = Broken(lambda step: None)
+    with contextlib.suppress(Exception), MetricSinks(["x"], run, Log(), targets={"x": sink}):
+        if error:
+            raise error
+    assert sink.exit_code == exit_code
+
+
+def wait_until(reached):
+    until = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_tensorboard_forgets_what_was_made_again(run):
@@ -106,37 +169,41 @@ import json, sys
 from pathlib import Path
 from slipstream.runlog import RunLog, read_settings
 from slipstream.sinks import MetricSinks, run_of
-folder = Path(sys.argv[1])
-with RunLog.create(folder) as log:
-    log.resolved('[environment]\\napi_key = "hunter2-secret"  # command line\\n[training]\\nsteps = 3  # default\\n')
+folder, first = Path(sys.argv[1]), int(sys.argv[4])
+with RunLog.create(folder, resume=first > 0) as log:
+    log.resolved('[environment]\\napi_key = "hunter2-secret"  # command line\\n[training]\\nsteps = 3  # default\\n'
+                 '[run]\\nproject = "sorting"  # default\\nname = "the first"  # default\\nentity = "us"  # default\\n')
     with MetricSinks([sys.argv[2]], run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
         log.listen(sinks.put)
-        for step, row in enumerate(json.loads(sys.argv[3])):
+        log.on_sample(sinks.put_sample)
+        log.sample({"step": first, "completion": "hunter2-secret is out", "prompt": "say", "reward": 1.0})
+        for step, row in enumerate(json.loads(sys.argv[3]), start=first):
             log.metrics(step, row)
+        if first:
+            sys.exit(3)
 """
 
 
-def run_apart(folder, name, **environment):
+def run_apart(folder, name, first=0, **environment):
     """A run with one sink in a process of its own, for libraries that keep global state; its command has a secret."""
     rows = [{name: value for name, value in row.items() if value is not None} for row in ROWS]
     result = subprocess.run(
-        [sys.executable, "-c", OFFLINE, folder, name, json.dumps(rows), "--key", "hunter2-secret"],
+        [sys.executable, "-c", OFFLINE, folder, name, json.dumps(rows), str(first), "--key", "hunter2-secret"],
         capture_output=True, text=True, timeout=200, check=False,
         env={**os.environ, "HOME": str(folder.parent), **environment},
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == (3 if first else 0), result.stderr
     told = {event["kind"]: event for event in read_events(folder)}
     assert "warning" not in told, told["warning"]
     assert told["sink"]["num_written"] == 3
 
 
-def test_wandb_offline_keeps_every_row_and_no_secret(tmp_path):
+def wandb_records(folder, pattern):
+    """Rows, the run, and its exit code."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    folder = tmp_path / "run"
-    run_apart(folder, "wandb", WANDB_API_KEY="", WANDB_MODE="offline")
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    rows, config = [], {}
+    (path,) = folder.glob(pattern)
+    rows, run, exit_code = [], None, None
     for data in leveldb_records(path.read_bytes(), 7):
         record = Record()
         record.ParseFromString(data)
@@ -144,14 +211,35 @@ def test_wandb_offline_keeps_every_row_and_no_secret(tmp_path):
             items = record.history.item
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
         elif record.WhichOneof("record_type") == "run":
-            config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            run = record.run
+        elif record.WhichOneof("record_type") == "exit":
+            exit_code = record.exit.exit_code
+    return rows, run, exit_code
+
+
+def test_wandb_offline_keeps_every_row_and_no_secret(tmp_path):
+    folder = tmp_path / "run"
+    run_apart(folder, "wandb", WANDB_API_KEY="", WANDB_MODE="offline")
+    rows, run, exit_code = wandb_records(folder, "wandb/offline-run-*/*.wandb")
     assert [row["reward/mean"] for row in rows] == [0.25, 0.5, 0.75]
     assert [row["_step"] for row in rows] == [0, 1, 2]
+    assert (run.project, run.display_name, run.entity, exit_code) == ("sorting", "the first", "us", 0)
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["training.steps"] == 3
     assert config["environment.api_key"] == "<redacted>"
     for file in folder.rglob("*"):
         if file.is_file():
             assert b"hunter2-secret" not in file.read_bytes(), file
+    (table,) = folder.glob("wandb/offline-run-*/files/media/table/*.json")
+    table = json.loads(table.read_text())
+    (line,) = (dict(zip(table["columns"], row, strict=True)) for row in table["data"])
+    assert (line["prompt"], line["completion"], line["reward"]) == ("say", "<redacted> is out", 1.0)
+    time.sleep(1.1)  # a process's folder is named after the second in which it began
+    run_apart(folder, "wandb", first=2, WANDB_API_KEY="", WANDB_MODE="offline")
+    paths = sorted(folder.glob("wandb/offline-run-*"))
+    assert len(paths) == 2
+    _, resumed, exit_code = wandb_records(paths[1], "*.wandb")
+    assert (resumed.run_id, exit_code) == (run.run_id, 3)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
@@ -160,14 +248,16 @@ def test_trackio_keeps_every_row_in_its_local_store(tmp_path):
     run_apart(folder, "trackio", TRACKIO_DIR=str(tmp_path / "store"))
     program = (
         "import json; from trackio.sqlite_storage import SQLiteStorage as S; "
-        "print(json.dumps([(r['step'], r['reward/mean']) for r in S.get_logs('slipstream', 'run')]))"
+        "rows = S.get_logs('sorting', 'the first'); "
+        "print(json.dumps([(r['step'], r.get('reward/mean'), 'samples' in r) for r in rows]))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False,
         env={**os.environ, "HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "store")},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == [[0, 0.25], [1, 0.5], [2, 0.75]]
+    rows = [[0, 0.25, False], [1, 0.5, False], [2, 0.75, False], [2, None, True]]
+    assert json.loads(result.stdout) == rows
 
 
 def test_a_failing_sink_is_one_warning_and_the_others_go_on(run):

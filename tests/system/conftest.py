@@ -96,8 +96,8 @@ class Scripted:
         scores = score(self._load(location), [sequence], request.sampling, micro_batch_tokens=256)
         return scores.logprobs[0].tolist()
 
-    def run(self, *overrides, script=None, change=lambda engine: None, resume=False):
-        """Train; returns how it ended. `change` sets what is to go wrong."""
+    def run(self, *overrides, script=None, change=lambda engine: None, resume=False, view=None):
+        """Train; returns how it ended. `change` sets what is to go wrong, `view` shows the run."""
 
         def make_engine(plan, logs, on_event):
             self.engine = ScriptedEngine(
@@ -112,7 +112,7 @@ class Scripted:
         prepared = prepare(load_config(self._run_file, overrides))
         self.error = None
         try:
-            train(prepared, self.folder, make_view("none"), resume=resume, make_engine=make_engine)
+            train(prepared, self.folder, view or make_view("none"), resume=resume, make_engine=make_engine)
         except SlipstreamError as error:
             self.error = error
         report = read_exit(self.folder)

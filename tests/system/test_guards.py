@@ -1,6 +1,7 @@
 """Each guard of a run, provoked: judged by the exit report, the metrics and the events."""
 
 import gc
+import io
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 
 import pytest
+from rich.console import Console
 
 from slipstream.config import load_config
 from slipstream.errors import ConfigError, DataError
@@ -151,6 +153,9 @@ def test_no_reward_variance_ends_the_run_at_the_limit(scripted):
     assert "max_steps_without_signal = 2" in report.message
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[-1]["reward/signal_fraction"] == 0.0
+    (warning,), (skipped,) = scripted.events("warning"), scripted.events("skipped")
+    assert warning["message"] == f"step 0 teaches nothing: {skipped['reason']}"
+    assert skipped["step"] == 1
 
 
 def test_a_whole_short_run_without_reward_variance_has_failed(scripted):
@@ -298,9 +303,17 @@ def test_an_engine_that_holds_other_weights_than_were_published(scripted):
 
 
 def test_a_small_probe_difference_warns(scripted):
-    report = scripted.run(*WITHOUT_EVALUATION, change=lambda engine: setattr(engine, "logprob_offset", 0.1))
+    console = Console(file=io.StringIO())
+    report = scripted.run(
+        *WITHOUT_EVALUATION,
+        change=lambda engine: setattr(engine, "logprob_offset", 0.1),
+        view=make_view("plain", console),
+    )
     assert report.status == "finished"
-    assert [event["step"] for event in scripted.events("warning")] == [0, 1, 2, 3]
+    warnings = scripted.events("warning")
+    assert [event["step"] for event in warnings] == [0, 1, 2, 3]
+    lines = console.file.getvalue().splitlines()
+    assert [f"warning: {event['message']}" in lines for event in warnings] == [True] * 4
     assert scripted.metrics[-1]["probe/abs_logprob_diff"] == pytest.approx(0.1, abs=1e-4)
 
 

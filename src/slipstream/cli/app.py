@@ -16,7 +16,7 @@ from rich.text import Text
 import slipstream
 from slipstream.cli import chat, commands, environment, output, proof
 from slipstream.cli.init_files import COMMANDS
-from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain
+from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.inference.child_process import become, leave
 from slipstream.runlog.redaction import hide_userinfo
 
@@ -34,9 +34,9 @@ app = App(
 {commands}
     """.format(commands=textwrap.indent(COMMANDS.rstrip(), 8 * " ")),
 )
-_BEFORE, _TRAIN, _INSPECT, _USE = (
+_BEFORE, _TRAIN, _INSPECT, _USE, _SHELL = (
     Group(title, sort_key=place)
-    for place, title in enumerate(("Before a run", "Train", "Inspect runs", "Use the trained model"))
+    for place, title in enumerate(("Before a run", "Train", "Inspect runs", "Use the trained model", "Shell"))
 )
 for part in (environment.env_app, commands.model_app):
     part.group = (_BEFORE,)
@@ -53,6 +53,9 @@ app.command(proof.verify, group=_INSPECT)
 app.command(chat.chat, group=_USE)
 app.command(commands.export, group=_USE)
 app.command(chat.serve_model, group=_USE)
+app.register_install_completion_command(
+    group=_SHELL, help="Complete commands and options with Tab in bash, zsh or fish; --shell names one."
+)
 
 
 def main(arguments: list[str] | None = None) -> Any:
@@ -87,6 +90,8 @@ def _run(arguments: list[str]) -> int:
         _check_process()
         code = app(arguments, exit_on_error=False, print_error=False)
         output.flush()
+    except StartsAgain:
+        raise
     except CycloptsError as error:
         return _fail(arguments, error, f"{str(error).strip()}  (slipstream --help)", USAGE_EXIT_CODE)
     except SlipstreamError as error:
@@ -101,6 +106,9 @@ def _run(arguments: list[str]) -> int:
         if not isinstance(error, OSError) or (explanation := output.explain_os_error(error)) is None:
             raise
         return _fail(arguments, error, *explanation)
+    except Exception as error:
+        _print_json_error(arguments, error, one_line(error), SlipstreamError.exit_code)
+        raise  # a bug, which shows its traceback
     return code if isinstance(code, int) else 0
 
 
@@ -110,11 +118,15 @@ def _fail(arguments: list[str], error: BaseException, message: str, exit_code: i
     by_user = isinstance(error, (KeyboardInterrupt, Interrupted))
     text = Text(message) if by_user else Text.assemble(("error:", "red"), " ", message)
     Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(text)
+    _print_json_error(arguments, error, message, exit_code)
+    return exit_code
+
+
+def _print_json_error(arguments: list[str], error: BaseException, message: str, exit_code: int) -> None:
     if "--json" in arguments and not output.Printed.json:
         with contextlib.suppress(OSError):
             output.print_json({"error": type(error).__name__, "message": message, "exit_code": exit_code})
             output.flush()
-    return exit_code
 
 
 def _check_process() -> None:

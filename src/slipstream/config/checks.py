@@ -43,6 +43,13 @@ _OF_REWARDS = (
     *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "fresh_worker"),
     "max_reward_failures",
 )
+_OF_SINKS = {
+    "sink_samples": {"tensorboard", "wandb", "trackio"},
+    "project": {"wandb", "trackio"},
+    "name": {"wandb", "trackio"},
+    "entity": {"wandb"},
+}
+"""Keys of [run] and the sinks that use them."""
 
 
 def inapplicable(config: RunConfig) -> dict[str, str]:
@@ -58,6 +65,9 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
     if not uses_critic(config):
         found["critic"] = 'has no effect without algorithm.advantage = "gae", the recipe ppo'
+    for name, users in _OF_SINKS.items():
+        if not users & set(config.run.sinks):
+            found[f"run.{name}"] = f"has no effect without {' or '.join(sorted(users))} in run.sinks"
     if config.teacher is not None and config.teacher.url is None:
         for name in ("name", "key_variable"):
             found[f"teacher.{name}"] = "has no effect without teacher.url"

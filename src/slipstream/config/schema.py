@@ -451,6 +451,14 @@ class RunSection(Section):
     process may use."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
     """Where each step's metrics go beside the run folder; each is an extra to install."""
+    sink_samples: bool = True
+    """Send the kept rollouts there too, with each evaluation: a table in W&B and Trackio, text in TensorBoard."""
+    project: str = ""
+    """Project in W&B and Trackio. Not set: WANDB_PROJECT or TRACKIO_PROJECT, or else `slipstream`."""
+    name: str = ""
+    """The run's name there. Not set: WANDB_NAME in W&B, or else the name of the run folder."""
+    entity: str = ""
+    """Team or user in W&B. Not set: WANDB_ENTITY, or else your default one."""
     max_steps_without_signal: bounds.Items = 20
     """Consecutive steps in which the rewards taught nothing, after which the run fails: no group's differed, or under
     `batch_mean` no two in the batch. A critic (`ppo`) and a teacher find something to teach in every batch."""

@@ -45,6 +45,8 @@ class RecordingPolicy:
         self.sequences: list[TokenSequence] = []
         """The tokens so far, see `records.Sequence`."""
         self.num_turns = 0
+        self.conversation: list[Message] = []
+        """All messages of the last turn, its reply included."""
         self.truncated = False
         """Whether any turn reached its token limit."""
         self._is_closed = False
@@ -74,6 +76,7 @@ class RecordingPolicy:
         # Some templates append `<think>` to the prompt; the graded text must include it.
         if self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN):
             text = THINK_OPEN + text
+        self.conversation = [*messages, Message("assistant", text)]
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
         return Reply(text, completion.finish_reason)
 

@@ -16,7 +16,6 @@ from typing import Self
 from slipstream.config import PlannedConfig
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
-from slipstream.launch.messages import warn
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.launch.signals import StopRequest
@@ -53,7 +52,7 @@ class RunContext:
 
     def warn(self, text: str) -> None:
         """Write a warning into `events.jsonl` and show it."""
-        warn(self.log, self.progress, text)
+        self.log.warning(text)
 
 
 class Children:
@@ -114,7 +113,7 @@ class Children:
     def launch_teacher(self) -> RunTeacher:
         """Begin to start the teacher."""
         run = self._run
-        self.teacher = launch_teacher(run.prepared, run.folder, run.log, run.progress, run.make_engine)
+        self.teacher = launch_teacher(run.prepared, run.folder, run.log, run.make_engine)
         self.at_exit(self.teacher.kill)
         return self.teacher
 

@@ -1,4 +1,4 @@
-"""Messages of a run: warnings go to the terminal and to `events.jsonl`, log records of the trainer become events."""
+"""Messages of a run: its title, and the trainer's log records as events."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ from pathlib import Path
 
 from slipstream.config import RunConfig
 from slipstream.launch.preflight.model_folder import hub_id
-from slipstream.progress import Progress
 from slipstream.runlog import RunLog
 
 _LOGGER = logging.getLogger("slipstream.trainer")
-
-
-def warn(log: RunLog, progress: Progress, text: str) -> None:
-    """Write a warning into `events.jsonl` and show it."""
-    log.warning(text)
-    progress.message(text, "warning")
 
 
 def title_of(config: RunConfig) -> str:
@@ -28,23 +21,23 @@ def title_of(config: RunConfig) -> str:
 
 
 class _EventHandler(logging.Handler):
-    def __init__(self, log: RunLog, progress: Progress) -> None:
+    def __init__(self, log: RunLog) -> None:
         super().__init__(logging.INFO)
-        self._log, self._progress = log, progress
+        self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.levelno < logging.WARNING:
             self._log.event("trainer", message=text)
         else:
-            warn(self._log, self._progress, text)
+            self._log.warning(text)
 
 
 @contextmanager
-def trainer_logs_as_events(log: RunLog, progress: Progress) -> Generator[None]:
+def trainer_logs_as_events(log: RunLog) -> Generator[None]:
     """Inside, log records of `slipstream.trainer` from level INFO on (which kernels compute, what falls back to another
-    way) become events; warnings are shown too."""
-    handler, level = _EventHandler(log, progress), _LOGGER.level
+    way) become events, or warnings of the run."""
+    handler, level = _EventHandler(log), _LOGGER.level
     _LOGGER.addHandler(handler)
     _LOGGER.setLevel(logging.INFO)
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from slipstream.launch.build import (
 from slipstream.launch.children import Children, RunContext
 from slipstream.launch.engines import EngineMaker, create_engine
 from slipstream.launch.generation import attach_orchestrator
-from slipstream.launch.messages import title_of, trainer_logs_as_events, warn
+from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import rank_threads
@@ -85,8 +84,9 @@ def train(
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
-        trainer_logs_as_events(log, progress),
+        trainer_logs_as_events(log),
     ):
+        log.on_warning(lambda text: progress.message(text, "warning"))
         before = read_settings(folder) if resume else {}
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
         changed = changed_settings(before, read_settings(folder)) if before else []
@@ -104,18 +104,19 @@ def train(
             progress.message(f"resumed with other settings than before: {'; '.join(changed)}", "warning")
         with MetricSinks(prepared.config.run.sinks, run_of(folder, log.lineage, read_settings(folder)), log) as sinks:
             log.listen(sinks.put)
+            if prepared.config.run.sink_samples:
+                log.on_sample(sinks.put_sample)
             log.listen(stages.on_row)
             stages.attach(log, progress)
             progress.start(title_of(prepared.config), prepared.config.training.steps, step)
             try:
-                with persistent_caches(partial(warn, log, progress)):
+                with persistent_caches(log.warning):
                     return with_fallbacks(
                         prepared,
                         lambda planned: _carry_out(
                             RunContext(planned, log, progress, stages, stop, make_engine), resume
                         ),
                         log,
-                        progress,
                     )
             except WeightsLost as lost:
                 start_again(lost, log, progress, prepared.config.run.max_restarts, stop)

@@ -18,7 +18,6 @@ from slipstream.launch.engines import EngineMaker, EnginePlan, RunEngine
 from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherMemory
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
-from slipstream.progress import Progress
 from slipstream.records import ParameterSpec, Rollout, Version
 from slipstream.runlog import RunLog
 
@@ -126,18 +125,16 @@ class RunTeacher:
             self._engine.kill()
 
 
-def launch_teacher(
-    prepared: Prepared, folder: Path, log: RunLog, progress: Progress, make_engine: EngineMaker
-) -> RunTeacher:
+def launch_teacher(prepared: Prepared, folder: Path, log: RunLog, make_engine: EngineMaker) -> RunTeacher:
     """Create the teacher of a run in `folder` and start it, without waiting."""
     config, plan = prepared.config, prepared.plan
     teacher = RunTeacher(config, plan.teacher, prepared.tokenizer, log, folder / "logs", make_engine)
     teacher.launch()
-    log.listen(agreement_warning(log, lambda text: progress.message(text, "warning")))
+    log.listen(agreement_warning(log))
     return teacher
 
 
-def agreement_warning(log: RunLog, show: Callable[[str], None]) -> Callable[[int, Mapping[str, float | None]], None]:
+def agreement_warning(log: RunLog) -> Callable[[int, Mapping[str, float | None]], None]:
     """Return a listener to metrics rows that warns once, when teacher and policy differ no more than engine and trainer
     do on the same policy."""
     warned = False
@@ -153,7 +150,6 @@ def agreement_warning(log: RunLog, show: Callable[[str], None]) -> Callable[[int
             f"{noise:.2g} on the same policy: the teacher has nothing more to teach"
         )
         log.warning(text, step=step)
-        show(text)
 
     return listener
 

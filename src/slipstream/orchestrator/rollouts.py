@@ -166,6 +166,8 @@ class RolloutRunner:
                 episode = await self._environment.run(task, policy)
         finally:
             policy.close()
+            if policy.num_turns > 1:
+                rollout.turns = policy.conversation[len(task.prompt) :]
         rollout.completion = episode.completion
         rollout.num_turns = episode.num_turns
         rollout.num_thinking = policy.num_thinking

@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from importlib import resources
 
+from slipstream.report.curves import curves
 from slipstream.report.headline import headline, identity
 from slipstream.report.markup import Child, Html, details, h, join
-from slipstream.report.plot import NUM_COLORS, Scale, figure, step_scale
+from slipstream.report.plot import NUM_COLORS
 from slipstream.report.rollouts import rollouts
 from slipstream.report.sections import (
     before_and_after,
@@ -20,11 +21,12 @@ from slipstream.report.sections import (
     state,
     tiles,
     versions,
+    warnings_of,
 )
-from slipstream.report.series import Panel, Series, panels_of, series_of
 from slipstream.report.timeline import timeline
 from slipstream.runlog import RunRecord
 
+_ENDING = "How it ended"
 TITLE_END = " - Slipstream report"
 """Marks a file as a report."""
 
@@ -58,6 +60,18 @@ def page(records: Sequence[RunRecord]) -> str:
 def _single(record: RunRecord) -> Html:
     head = headline(record)
     facts = [h("span", h("span", f"{name} ", class_="note"), value, class_="fact") for name, value in identity(record)]
+    learning, *others = curves([record], [""]).items()
+    sections: list[tuple[str, Html | None]] = [
+        learning,
+        ("Rollouts", rollouts(record)),
+        *others,
+        ("Who waited for whom", timeline(record)),
+        ("Start-up", startup(record)),
+        (_ENDING, ending(record)),
+        ("Settings", settings(record)),
+        ("Versions and digests", versions(record, head)),
+    ]
+    shown = [(title, content) for title, content in sections if content is not None]
     return join(
         h(
             "header",
@@ -66,14 +80,9 @@ def _single(record: RunRecord) -> Html:
             _alarm(record),
             tiles(record, head),
             before_and_after(head),
+            h("nav", [h("a", title, href=f"#{_anchor(title)}") for title, _ in shown], aria_label="sections"),
         ),
-        _section("Curves", _plots([record], [""])),
-        _section("Start-up", begun) if (begun := startup(record)) else None,
-        _section("Who waited for whom", timeline(record)),
-        _section("Rollouts", rollouts(record)),
-        _section("How it ended", ending(record)),
-        _section("Settings", settings(record)),
-        _section("Versions and digests", versions(record, head)),
+        [_section(title, content) for title, content in shown],
     )
 
 
@@ -85,6 +94,8 @@ def _alarm(record: RunRecord) -> Html | None:
         alerts.append(f"Parts of the run folder cannot be read ({len(record.damage)} problems, listed below).")
     elif record.damage:
         alerts.append(record.damage[0])
+    if num_warnings := len(warnings_of(record.events)):
+        alerts.append(f"{num_warnings} warning{'s' * (num_warnings > 1)}, listed below ({_ENDING}).")
     return h("p", " ".join(alerts), class_="alert") if alerts else None
 
 
@@ -95,7 +106,7 @@ def _several(records: Sequence[RunRecord], names: Sequence[str]) -> Html:
     return join(
         h("header", h("h1", f"{len(records)} runs"), h("p", keys, class_="legend")),
         _section("Compared", comparison(records, keys)),
-        _section("Curves", _plots(records, names)),
+        [_section(title, content) for title, content in curves(records, names).items()],
         [_section(name, _rest(record)) for name, record in zip(names, records, strict=True)],
     )
 
@@ -106,70 +117,21 @@ def _rest(record: RunRecord) -> Html:
     return join(
         h("p", state(record.summary)),
         _alarm(record),
-        details("Start-up", begun) if (begun := startup(record)) else None,
-        details("Who waited for whom", timeline(record)),
         details("Rollouts", rollouts(record)),
+        details("Who waited for whom", timeline(record)),
+        details("Start-up", begun) if (begun := startup(record)) else None,
         details("How it ended", ending(record)),
         details("Settings", settings(record)),
         details("Versions and digests", versions(record, head)),
     )
 
 
-def _plots(records: Sequence[RunRecord], names: Sequence[str]) -> Html:
-    """A plot for each panel that has numbers; with several runs, only the panel's first metric."""
-    all_rows = [record.rows for record in records]
-    known, others = panels_of(all_rows)
-    steps = [float(row["step"]) for rows in all_rows for row in rows]
-    across = step_scale(steps or [0.0])
-
-    def drawn(panels: Sequence[Panel]) -> list[Html]:
-        return [shown for panel in panels if (shown := _plot(panel, records, names, across)) is not None]
-
-    figures = drawn(known)
-    if not figures:
-        return h("p", "No step has been finished yet, so there is nothing to draw.", class_="missing")
-    more = drawn(others)
-    rest = details(f"All other metrics ({len(more)})", h("div", more, class_="plots")) if more else None
-    return join(h("div", figures, class_="plots"), _unmeasured(known, records), rest)
-
-
-def _plot(panel: Panel, records: Sequence[RunRecord], names: Sequence[str], across: Scale) -> Html | None:
-    found: list[Series | None]
-    note = ""
-    if len(records) == 1:
-        found = [series_of(records[0].rows, line, line.label, color) for color, line in enumerate(panel.lines)]
-    else:
-        line = panel.lines[0]
-        found = [
-            series_of(record.rows, line, name, color)
-            for color, (record, name) in enumerate(zip(records, names, strict=True))
-        ]
-        note = f"Shown: {line.label}." if len(panel.lines) > 1 else ""
-    series = [line for line in found if line is not None]
-    if not series:
-        return None
-    # The axis covers the steps that have the metric; all steps of longer runs would compress it.
-    shared = across if len(records) == 1 else step_scale([x for line in series for x in line.x])
-    return figure(panel, series, shared, note=note, named=len(records) > 1)
-
-
-def _unmeasured(known: Sequence[Panel], records: Sequence[RunRecord]) -> Html | None:
-    """Common metrics that this run did not record."""
-    shown = {panel.title for panel in known}
-    missing = [
-        f"{what}: {why}"
-        for what, why in (
-            ("Held-out accuracy", "evaluation is off, or none has been made yet"),
-            ("Probe difference", "nothing was generated"),
-            ("Outcomes dropped", "no rollout was dropped" if "Reward" in shown else "no rollouts were made"),
-        )
-        if what not in shown
-    ]
-    return h("p", "Not drawn: " + "; ".join(missing) + ".", class_="note") if missing and records else None
-
-
 def _section(title: str, content: Child) -> Html:
-    return h("section", h("h2", title), content)
+    return h("section", h("h2", title), content, id=_anchor(title))
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 NONE = "\u2013"
 """Shown in the place of a missing number."""
-_VOID = frozenset({"meta", "br", "wbr", "line", "rect", "polyline", "path"})
+_VOID = frozenset({"meta", "br", "wbr", "line", "rect", "polyline", "path", "input"})
 # Control characters are shown by their Unicode pictures, and lone surrogates cannot be written as UTF-8.
 _SHOWN = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
@@ -65,8 +65,13 @@ def text(value: str) -> Html:
 
 def key(name: str) -> Html:
     """The name of a setting, with line breaks allowed only between words."""
-    parts = re.split(r"(?<=[._])", name)
-    return h("code", [join(h("wbr") if place else None, part) for place, part in enumerate(parts)], class_="name")
+    return h("code", breakable(name, "._"), class_="name")
+
+
+def breakable(value: str, after: str = "/._-") -> Html:
+    """Text such as a path, with line breaks preferred between its parts."""
+    parts = re.split(f"(?<=[{re.escape(after)}])", value)
+    return join([join(h("wbr") if place else None, part) for place, part in enumerate(parts)])
 
 
 def data(value: Any) -> Html:

@@ -55,3 +55,39 @@ for (const plot of document.querySelectorAll("figure.plot")) {
     show(moves[event.key]);
   });
 }
+// The kept rollouts: filters, a search, and steps to the next and the previous entry.
+for (const browser of document.querySelectorAll(".browser")) {
+  const bar = browser.querySelector(".filters"), list = browser.querySelector(".entries");
+  const search = bar.querySelector("input"), choices = [...bar.querySelectorAll("select")];
+  const entries = [...list.children], texts = entries.map((entry) => entry.textContent.toLowerCase());
+  const shown = () => entries.filter((entry) => !entry.hidden);
+
+  const tell = () => {
+    const found = shown(), at = found.findIndex((entry) => entry.open);
+    const all = found.length < entries.length ? found.length + " of " + entries.length : String(found.length);
+    bar.querySelector("output").textContent = at < 0 ? all : at + 1 + " / " + all;
+  };
+  const filter = () => {
+    const wanted = search.value.trim().toLowerCase();
+    entries.forEach((entry, place) => {
+      const differs = choices.some((choice) => choice.value && entry.dataset[choice.dataset.by] !== choice.value);
+      entry.hidden = differs || !texts[place].includes(wanted);
+      entry.open &&= !entry.hidden;
+    });
+    tell();
+  };
+  const move = (by) => {
+    const found = shown(), at = found.findIndex((entry) => entry.open);
+    const next = found[at < 0 ? (by > 0 ? 0 : found.length - 1) : at + by];
+    if (!next) return;
+    for (const entry of entries) entry.open = entry === next;
+    list.scrollTop = next.offsetTop;
+    tell();
+  };
+  for (const button of bar.querySelectorAll("button")) button.addEventListener("click", () => move(+button.dataset.move));
+  for (const choice of choices) choice.addEventListener("change", filter);
+  search.addEventListener("input", filter);
+  for (const entry of entries) entry.addEventListener("toggle", tell);
+  bar.hidden = false;
+  filter();
+}

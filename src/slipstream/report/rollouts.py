@@ -1,17 +1,24 @@
-"""Shows rollouts from the start and the end of a run side by side: the same tasks if possible, those whose reward
-changed first, each with its gold answer if known."""
+"""Shows what the model wrote: the same tasks answered before and after training, and every kept rollout to browse.
+
+Both work without script, the second as a list of folded entries; the script adds filters, a search, and steps to the
+next and the previous entry.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.report.markup import Html, h, join, number
+from slipstream.report.headline import setting
+from slipstream.report.markup import Child, Html, h, join, number
 from slipstream.runlog import RunRecord
 from slipstream.runlog.samples import sample_id
 
-_MAX_SHOWN = 6
-_MAX_CHARACTERS = 4000
+_MAX_PAIRS = 6
+_MAX_CHARACTERS, _MIN_CHARACTERS = 4000, 300
+_ALL_CHARACTERS = 6_000_000
+"""About how much text all entries together may have; of longer texts the middle is left out."""
+_EXCERPT_CHARACTERS = 120
 
 Sample = dict[str, Any]
 
@@ -21,19 +28,35 @@ def rollouts(record: RunRecord) -> Html:
     samples = [sample for sample in record.samples if isinstance(sample.get("completion"), str)]
     if not samples:
         return h("p", "This run kept no rollouts.", class_="missing")
+    return join(_before_and_after(samples), h("h3", "All kept rollouts"), _browser(samples, _threshold(record)))
+
+
+def _threshold(record: RunRecord) -> float:
+    """The reward from which an answer counts as right."""
+    try:
+        return float(setting(record, "evaluation.threshold"))
+    except ValueError:
+        return 1.0
+
+
+def _before_and_after(samples: Sequence[Sample]) -> Html | None:
+    """The same tasks early and late, those whose reward changed first; None if no task was kept at two such steps."""
     held_out = [sample for sample in samples if sample.get("split") == "eval"]
     trained = [sample for sample in samples if sample.get("split") != "eval"]
+    words = "Held-out tasks, answered by the first and by the last version"
     pairs = _pairs(held_out, lambda first, last: first < last)
-    if pairs:
-        return join(h("p", "Held-out tasks, answered by the first and by the last version.", class_="note"),
-                    [_pair(before, after) for before, after in pairs[:_MAX_SHOWN]])  # fmt: skip
-    steps = [sample["step"] for sample in trained or held_out]
-    span = max(steps) - min(steps)
-    pairs = _pairs(trained, lambda first, last: last - first > span / 2)
-    if pairs:
-        return join(h("p", "The same training tasks, early and late.", class_="note"),
-                    [_pair(before, after) for before, after in pairs[:_MAX_SHOWN]])  # fmt: skip
-    return _ends(trained or held_out)
+    if not pairs and trained:
+        words = "The same training tasks, early and late"
+        steps = [sample["step"] for sample in trained]
+        span = max(steps) - min(steps)
+        pairs = _pairs(trained, lambda first, last: last - first > span / 2)
+    if not pairs:
+        return None
+    changed = [pair for pair in pairs if _change(pair) < 2]
+    same = len(pairs) - len(changed)
+    note = f"{words}. {same} more of them got the same answer both times." if changed and same else f"{words}."
+    shown = [_pair(before, after) for before, after in (changed or pairs)[:_MAX_PAIRS]]
+    return join(h("h3", "Before and after"), h("p", note, class_="note"), shown)
 
 
 def _pairs(samples: Sequence[Sample], apart: Callable[[int, int], bool]) -> list[tuple[Sample, Sample]]:
@@ -55,52 +78,128 @@ def _change(pair: tuple[Sample, Sample]) -> int:
     return 0 if before.get("reward") != after.get("reward") else int(before["completion"] == after["completion"]) + 1
 
 
-def _ends(samples: Sequence[Sample]) -> Html:
-    """Rollouts of the first and the last step side by side, of different tasks: none was kept at both."""
-    first, last = samples[0]["step"], samples[-1]["step"]
-    if first == last:
-        shown = [sample for sample in samples if sample["step"] == last][:_MAX_SHOWN]
-        return join(h("p", f"Rollouts of step {last}.", class_="note"), h("div", [_one(sample) for sample in shown]))
+def _pair(before: Sample, after: Sample) -> Html:
     columns = [
+        h("div", h("p", f"{word}, step {sample['step']}", class_="note"), h("pre", _cut(sample["completion"])),
+          h("p", _facts(sample), class_="note"), class_="attempt")
+        for word, sample in (("before", before), ("after", after))
+    ]  # fmt: skip
+    return h("article", _prompt(after), _answer(after), h("div", columns, class_="pair"), class_="rollout")
+
+
+def _browser(samples: Sequence[Sample], threshold: float) -> Html:
+    """Every kept rollout as a folded entry, in the order of their steps."""
+    ordered = sorted(samples, key=lambda sample: (sample["step"], sample.get("split") != "eval"))
+    limit = min(_MAX_CHARACTERS, max(_MIN_CHARACTERS, _ALL_CHARACTERS // (2 * len(ordered))))
+    steps = dict.fromkeys(sample["step"] for sample in ordered)
+    kinds = [name for name in ("held-out", "training") if any(_kind(sample) == name for sample in ordered)]
+    filters = [
+        _choice("step", [(str(step), f"step {step}") for step in steps], "all steps"),
+        _choice("kind", [(name, name) for name in kinds], "held-out and training") if len(kinds) > 1 else None,
+        _choice("grade", [("right", "right"), ("wrong", "wrong")], "right and wrong"),
+        h("input", type="search", placeholder="search", aria_label="search prompts, completions and answers"),
+        h("button", "previous", type="button", data_move=-1),
+        h("button", "next", type="button", data_move=1),
+        h("output", class_="note", aria_live="polite"),
+    ]
+    shared = _shared_start([str(sample.get("prompt", "")) for sample in ordered])
+    entries = [_entry(sample, threshold, limit, shared) for sample in ordered]
+    note = f"Right: a reward of at least {number(threshold)}."
+    return join(
+        h("p", note, class_="note"),
         h(
             "div",
-            h("h3", f"{word}, step {step}"),
-            [_one(sample, named=True) for sample in samples if sample["step"] == step][:_MAX_SHOWN],
-        )
-        for word, step in (("Before", first), ("After", last))
-    ]
-    return join(
-        h("p", "Training tasks of the first and of the last step; no task was kept at both.", class_="note"),
-        h("div", columns, class_="pair"),
+            h("div", filters, class_="filters", hidden=True),
+            h("div", entries, class_="entries", tabindex=0, role="region", aria_label="kept rollouts"),
+            class_="browser",
+        ),
     )
 
 
-def _pair(before: Sample, after: Sample) -> Html:
-    columns = [_one(sample, word) for word, sample in (("before", before), ("after", after))]
-    return h("article", _task(after), h("div", columns, class_="pair"), class_="rollout")
+def _choice(name: str, options: Sequence[tuple[str, str]], every: str) -> Html:
+    shown = [h("option", text, value=value) for value, text in [("", every), *options]]
+    return h("select", shown, data_by=name, aria_label=f"which {name}", autocomplete="off")
 
 
-def _task(sample: Sample) -> Html:
+def _shared_start(prompts: Sequence[str]) -> int:
+    """Number of characters, up to the end of a word, with which all prompts begin and which tell none from another."""
+    first, last = min(prompts), max(prompts)
+    end = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    return first.rfind(" ", 0, end) + 1
+
+
+def _entry(sample: Sample, threshold: float, limit: int, shared: int) -> Html:
+    grade = "right" if isinstance(reward := sample.get("reward"), int | float) and reward >= threshold else "wrong"
+    summary = h(
+        "summary",
+        h("span", f"step {sample['step']}, {_kind(sample)}", class_="when"),
+        h("span", grade, class_=f"grade {grade}"),
+        h("span", _excerpt(str(sample.get("prompt", ""))[shared:]), class_="excerpt"),
+        h("span", _excerpt(sample["completion"]), class_="excerpt answer"),
+    )
+    turns = sample.get("turns")
+    body = join(
+        _prompt(sample, limit),
+        [_turn(turn, limit) for turn in turns] if isinstance(turns, list) else None,
+        h("div", _block("completion", sample["completion"], limit),
+          _block("right answer", sample.get("answer"), limit), class_="pair"),
+        h("p", _facts(sample), class_="note"),
+    )  # fmt: skip
+    return h("details", summary, h("div", body, class_="entry"), name="rollout", data_step=sample["step"],
+             data_kind=_kind(sample), data_grade=grade)  # fmt: skip
+
+
+def _excerpt(text: str) -> str:
+    """The first line's worth of a text."""
+    return " ".join(text.split())[:_EXCERPT_CHARACTERS]
+
+
+def _kind(sample: Sample) -> str:
+    return "held-out" if sample.get("split") == "eval" else "training"
+
+
+def _turn(turn: Any, limit: int) -> Html | None:
+    """One message of an episode of several turns."""
+    if not isinstance(turn, dict):
+        return None
+    return _block(str(turn.get("role", "")), str(turn.get("content", "")), limit)
+
+
+def _block(name: str, text: object, limit: int) -> Html | None:
+    if not isinstance(text, str):
+        return None
+    return h("div", h("p", name, class_="note"), h("pre", _cut(text, limit) or h("i", "empty")))
+
+
+def _prompt(sample: Sample, limit: int = _MAX_CHARACTERS) -> Html:
     prompt = sample.get("prompt")
-    answer = sample.get("answer")
     name = h("p", str(sample.get("task", "")), class_="task")
-    right = h("p", "right answer: ", h("code", _cut(answer)), class_="note") if isinstance(answer, str) else None
-    return join(name, h("pre", _cut(prompt), class_="prompt") if isinstance(prompt, str) and prompt else None, right)
+    return join(name, h("pre", _cut(prompt, limit), class_="prompt") if isinstance(prompt, str) and prompt else None)
 
 
-def _one(sample: Sample, word: str = "", named: bool = False) -> Html:
-    reward = sample.get("reward")
-    parts = [
-        f"{word}, step {sample['step']}" if word else "",
+def _answer(sample: Sample) -> Html | None:
+    answer = sample.get("answer")
+    return h("p", "right answer: ", h("code", _cut(answer)), class_="note") if isinstance(answer, str) else None
+
+
+def _facts(sample: Sample) -> Child:
+    """Reward with its parts, outcome, turns and id, on one line."""
+    reward, parts, turns = sample.get("reward"), sample.get("metrics"), sample.get("num_turns")
+    measured = parts.items() if isinstance(parts, dict) else ()
+    facts = [
         f"reward {number(float(reward))}" if isinstance(reward, int | float) else "",
+        *(f"{name} {number(float(value))}" for name, value in measured if isinstance(value, int | float)),
         "" if sample.get("outcome") == "done" else str(sample.get("outcome", "")),
+        f"{turns} turns" if isinstance(turns, int) and turns > 1 else "",
+        f"advantage {number(float(gain))}" if isinstance(gain := sample.get("advantage"), int | float) else "",
         sample_id(str(sample.get("id", "")), sample["step"]),
     ]
-    facts = h("p", " · ".join(filter(None, parts)), class_="note")
-    return h("div", _task(sample) if named else None, h("pre", _cut(sample["completion"])), facts, class_="attempt")
+    return " · ".join(filter(None, facts))
 
 
-def _cut(text: str) -> str:
-    if len(text) <= _MAX_CHARACTERS:
+def _cut(text: str, limit: int = _MAX_CHARACTERS) -> str:
+    """The text without its middle if it is too long: the end of a completion holds its answer."""
+    if len(text) <= limit:
         return text
-    return f"{text[:_MAX_CHARACTERS]} … ({len(text) - _MAX_CHARACTERS:,} more characters)"
+    head = limit // 2
+    return f"{text[:head]}\n\u2026 ({len(text) - limit:,} characters left out) \u2026\n{text[-(limit - head) :]}"

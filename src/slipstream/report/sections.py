@@ -6,11 +6,12 @@ from __future__ import annotations
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.report.headline import Accuracy, Headline, headline, identity, setting
-from slipstream.report.markup import NONE, Child, Html, details, duration, h, join, key, number, table
+from slipstream.report.markup import NONE, Child, Html, breakable, details, duration, h, join, key, number, table
 from slipstream.report.plot import linear_scale
 from slipstream.runlog import RunRecord, RunSummary
 
@@ -157,22 +158,26 @@ def _replicas(metrics: Sequence[Mapping[str, float | None]]) -> Html | None:
     return join(h("h3", "Engines"), table(head, rows, caption="What each engine did"))
 
 
+def warnings_of(events: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The run's warnings in their order, with how often each was given."""
+    found = [str(event.get("message", "")) for event in events if event["kind"] == "warning"]
+    found += [str(text) for event in events if event["kind"] == "start" for text in _listed(event.get("warnings"))]
+    return Counter(found)
+
+
 def _warnings(events: Sequence[dict[str, Any]]) -> Html:
-    warnings = [str(event.get("message", "")) for event in events if event["kind"] == "warning"]
+    found = warnings_of(events)
     for event in events:
         if event["kind"] == "start":
-            warnings += [str(text) for text in [*_listed(event.get("warnings")), *_listed(event.get("changed"))]]
-    restarts = [event for event in events if event["kind"] == "engine_restart"]
-    resumes = [event for event in events if event["kind"] == "resume"]
-    if restarts:
-        warnings.append(f"The engine was restarted {len(restarts)} times.")
-    if attempts := [event for event in events if event["kind"] == "restart"]:
-        warnings.append(f"The run was restarted {len(attempts)} times because an engine died with its weights.")
-    warnings += [f"Resumed after step {event['step']}." for event in resumes]
-    if not warnings:
+            found |= {str(text): 1 for text in _listed(event.get("changed"))}
+    if restarts := sum(event["kind"] == "engine_restart" for event in events):
+        found[f"The engine was restarted {restarts} times."] = 1
+    if attempts := sum(event["kind"] == "restart" for event in events):
+        found[f"The run was restarted {attempts} times because an engine died with its weights."] = 1
+    found |= {f"Resumed after step {event['step']}.": 1 for event in events if event["kind"] == "resume"}
+    if not found:
         return h("p", "No warnings.")
-    counted = {text: warnings.count(text) for text in warnings}
-    lines = [h("li", text, f" ({count} times)" if count > 1 else None) for text, count in counted.items()]
+    lines = [h("li", text, f" ({count} times)" if count > 1 else None) for text, count in found.items()]
     more = len(lines) - _MAX_WARNINGS
     return join(
         h("h3", "Warnings and changes"),
@@ -188,7 +193,7 @@ def settings(record: RunRecord) -> Html:
 
     def rows(wanted: bool) -> list[list[Child]]:
         return [
-            [key(item.name), h("code", item.value or "not set"), item.origin]
+            [key(item.name), h("code", breakable(item.value or "not set")), item.origin]
             for item in record.settings
             if wanted == (item.applies and item.origin != "default")
         ]
@@ -245,7 +250,7 @@ def comparison(records: Sequence[RunRecord], names: Sequence[Html]) -> Html:
         ("rollouts dropped", [str(head.dropped) for head in heads]),
     ]
     facts += [
-        (name, [dict(identity(record)).get(name, NONE) for record in records])
+        (name, [breakable(dict(identity(record)).get(name, NONE)) for record in records])
         for name in ("model", "environment", "data", "algorithm")
         if any(name in dict(identity(record)) for record in records)
     ]
@@ -256,7 +261,7 @@ def comparison(records: Sequence[RunRecord], names: Sequence[Html]) -> Html:
         else h("p", "All settings are the same.")
     )
     return join(
-        table(["", *names], [[name, *cells] for name, cells in facts], caption="Runs compared"),
+        table(["", *names], [[name, *cells] for name, cells in facts], numbers=False, caption="Runs compared"),
         h("h3", "Settings that differ"),
         settings_table,
     )
@@ -268,7 +273,7 @@ def _differing(records: Sequence[RunRecord]) -> list[list[Child]]:
     for name in names:
         values = [setting(record, name) for record in records]
         if len(set(values)) > 1:
-            found.append([key(name), *(h("code", value) if value else NONE for value in values)])
+            found.append([key(name), *(h("code", breakable(value)) if value else NONE for value in values)])
     return found
 
 

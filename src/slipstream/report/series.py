@@ -1,11 +1,11 @@
-"""Defines the panels of plots, and extracts their series from a run's rows."""
+"""Defines the groups of plots, and extracts their series from a run's rows."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_POINTS = 400
@@ -45,6 +45,19 @@ class Panel:
     from_zero: bool = False
     dots: bool = False
     """Measured at a few steps only: each is drawn as a dot."""
+    always: bool = False
+    """Drawn even if it does not vary."""
+    missing: str = ""
+    """Why it may not have been recorded, for panels that a reader looks for."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Panels that answer one question."""
+
+    title: str
+    note: str
+    panels: tuple[Panel, ...]
 
 
 @dataclass(frozen=True)
@@ -69,65 +82,79 @@ def _ratio_lines(group: str) -> tuple[Line, ...]:
     return (first, *inner, last)
 
 
-PANELS = (
-    Panel("Reward", "Mean over a step's rollouts; the band is one standard deviation, as far as rewards went.",
-          (Line("reward/mean", "mean", spread="reward/std", least="reward/min", most="reward/max"),)),
-    Panel("Held-out accuracy", "Part of the held-out tasks solved, with its 95 % interval.",
-          (Line("eval/accuracy", "accuracy", low="eval/accuracy_low", high="eval/accuracy_high"),), "%", dots=True),
-    Panel("Probe difference", "Engine against trainer on the same tokens and weights, in log-probability a token.",
-          (Line("probe/abs_logprob_diff", "mean"), Line("probe/max_logprob_diff", "largest")), log=True),
-    Panel("Behaviour mismatch", "Log-probability of the trained tokens: engine against trainer.",
-          (Line("mismatch/abs_logprob_diff", "mean"),), log=True),
-    Panel("KL of the engine from the trainer", "Estimated on the trained tokens: numerics, and staleness.",
-          (Line("mismatch/kl", "KL"),), log=True),
-    Panel("Effective sample size", "Of the weights from what sampled to what is trained: 1 is on-policy.",
-          (Line("train/effective_sample_size", "part of the tokens"),), "%", from_zero=True),
-    Panel("Importance weights", "Engine to trainer: the ratio's 1 % and 99 % quantiles, before any bound.",
-          (Line("mismatch/ratio_p99", "99 %"), Line("mismatch/ratio_p01", "1 %"))),
-    Panel("Histogram of the importance weights", "Part of the tokens in each range of the ratio, before any bound.",
-          _ratio_lines("mismatch"), "%", from_zero=True),
-    Panel("Bounded weights", "Part of the tokens whose importance weight was cut or masked.",
-          (Line("train/importance_capped_fraction", "tokens"),), "%", from_zero=True),
-    Panel("Policy ratio", "What the clip acts on: 1 % and 99 % quantiles.",
-          (Line("train/ratio_p99", "99 %"), Line("train/ratio", "mean"), Line("train/ratio_p01", "1 %"))),
-    Panel("Histogram of the policy ratio", "Part of the tokens in each range of what the clip acts on.",
-          _ratio_lines("train"), "%", from_zero=True),
-    Panel("KL to the reference", "Estimated on the trained tokens.", (Line("train/kl_reference", "KL"),)),
-    Panel("Staleness", "How many versions old the trained tokens are.",
-          (Line("staleness/mean", "mean"), Line("staleness/max", "largest")), from_zero=True),
-    Panel("Entropy", "Of the policy, in nats a token.", (Line("train/entropy", "entropy"),), from_zero=True),
-    Panel("Completion length", "Tokens sampled for a completion.",
-          (Line("rollout/length", "mean"), Line("rollout/length_max", "longest")), from_zero=True),
-    Panel("Throughput", "Tokens a second, while generating.",
-          (Line("throughput/generated_tokens_per_s", "generated"),), from_zero=True),
-    Panel("Stall of generation", "How long an update held up the requests that were running, its proof included.",
-          (Line("update/stall_s", "last token before to first after"),), "s", from_zero=True),
-    Panel("Signal fraction", "Groups whose rewards differ: only these teach anything.",
-          (Line("reward/signal_fraction", "groups"),), "%", from_zero=True),
-    Panel("Loss", "As it was minimised.", (Line("train/loss", "loss"),)),
-    Panel("Critic", "Part of the returns' variance that its predictions explain, before they are trained on them.",
-          (Line("value/explained_variance", "explained variance"),)),
-    Panel("Critic's loss", "Half the squared error of its predictions.", (Line("value/loss", "loss"),), from_zero=True),
-    Panel("Token accuracy", "Part of the trained tokens that greedy decoding would choose.",
-          (Line("train/token_accuracy", "accuracy"),), "%"),
-    Panel("Gradient norm", "Before clipping.", (Line("train/grad_norm", "norm"),), from_zero=True),
-    Panel("Learning rate", "Mean over a step's updates.", (Line("train/learning_rate", "rate"),), from_zero=True),
-    Panel("Changed weights", "Part of the elements that differ from the version before, under weights.delta.",
-          (Line("update/changed_fraction", "elements"),), "%", from_zero=True),
-    Panel("Clipped tokens", "Part of the tokens whose ratio left the clip range.",
-          (Line("train/clip_fraction_high", "above"), Line("train/clip_fraction_low", "below"),
-           Line("train/clip_fraction_dual", "above clip_dual")), "%", from_zero=True),
-    Panel("Shaped rewards", "What length adds to the mean reward, or takes from it.",
-          (Line("reward/overlong", "over-long"), Line("reward/length", "length in the group"),
-           Line("reward/thinking", "thinking"))),
+GROUPS = (
+    Group("Learning", "Does the policy get better at the task?", (
+        Panel("Reward", "Mean over a step's rollouts; the band is one standard deviation, as far as rewards went.",
+              (Line("reward/mean", "mean", spread="reward/std", least="reward/min", most="reward/max"),), always=True),
+        Panel("Held-out accuracy", "Part of the held-out tasks solved, with its 95 % interval.",
+              (Line("eval/accuracy", "accuracy", low="eval/accuracy_low", high="eval/accuracy_high"),), "%", dots=True,
+              always=True, missing="evaluation is off, or none has been made yet"),
+        Panel("Signal fraction", "Groups whose rewards differ: only these teach anything.",
+              (Line("reward/signal_fraction", "groups"),), "%", from_zero=True),
+        Panel("Loss", "As it was minimised. Under RL it says little: it is near 0 by construction.",
+              (Line("train/loss", "loss"),)),
+        Panel("Token accuracy", "Part of the trained tokens that greedy decoding would choose.",
+              (Line("train/token_accuracy", "accuracy"),), "%"),
+        Panel("Completion length", "Tokens sampled for a completion.",
+              (Line("rollout/length", "mean"), Line("rollout/length_max", "longest")), from_zero=True),
+        Panel("Truncated completions", "Part of the completions that reached the token limit.",
+              (Line("rollout/truncated_fraction", "completions"),), "%", from_zero=True),
+        Panel("Shaped rewards", "What length adds to the mean reward, or takes from it.",
+              (Line("reward/overlong", "over-long"), Line("reward/length", "length in the group"),
+               Line("reward/thinking", "thinking"))),
+        Panel("Critic", "Part of the returns' variance that its predictions explain, before they are trained on them.",
+              (Line("value/explained_variance", "explained variance"),)),
+        Panel("Critic's loss", "Half the squared error of its predictions.", (Line("value/loss", "loss"),),
+              from_zero=True),
+    )),
+    Group("Policy", "How far do the updates move the policy, and how random is it still?", (
+        Panel("Entropy", "Of the policy, in nats a token.", (Line("train/entropy", "entropy"),), from_zero=True),
+        Panel("KL to the reference", "Estimated on the trained tokens.", (Line("train/kl_reference", "KL"),)),
+        Panel("Policy ratio", "What the clip acts on: 1 % and 99 % quantiles.",
+              (Line("train/ratio_p99", "99 %"), Line("train/ratio", "mean"), Line("train/ratio_p01", "1 %"))),
+        Panel("Histogram of the policy ratio", "Part of the tokens in each range of what the clip acts on.",
+              _ratio_lines("train"), "%", from_zero=True),
+        Panel("Clipped tokens", "Part of the tokens whose ratio left the clip range.",
+              (Line("train/clip_fraction_high", "above"), Line("train/clip_fraction_low", "below"),
+               Line("train/clip_fraction_dual", "above clip_dual")), "%", from_zero=True),
+        Panel("Gradient norm", "Before clipping.", (Line("train/grad_norm", "norm"),), from_zero=True),
+        Panel("Learning rate", "Mean over a step's updates.", (Line("train/learning_rate", "rate"),), from_zero=True),
+        Panel("Changed weights", "Part of the elements that differ from the version before, under weights.delta.",
+              (Line("update/changed_fraction", "elements"),), "%", from_zero=True),
+    )),
+    Group("Numerics", "Do engine and trainer compute the same policy?", (
+        Panel("Probe difference", "Engine against trainer on the same tokens and weights, in log-probability a token.",
+              (Line("probe/abs_logprob_diff", "mean"), Line("probe/max_logprob_diff", "largest")), log=True),
+        Panel("Behaviour mismatch", "Log-probability of the trained tokens: engine against trainer.",
+              (Line("mismatch/abs_logprob_diff", "mean"),), log=True),
+        Panel("KL of the engine from the trainer", "Estimated on the trained tokens: numerics, and staleness.",
+              (Line("mismatch/kl", "KL"),), log=True),
+        Panel("Staleness", "How many versions old the trained tokens are.",
+              (Line("staleness/mean", "mean"), Line("staleness/max", "largest")), from_zero=True),
+        Panel("Importance weights", "Engine to trainer: the ratio's 1 % and 99 % quantiles, before any bound.",
+              (Line("mismatch/ratio_p99", "99 %"), Line("mismatch/ratio_p01", "1 %"))),
+        Panel("Histogram of the importance weights", "Part of the tokens in each range of the ratio, before any bound.",
+              _ratio_lines("mismatch"), "%", from_zero=True),
+        Panel("Bounded weights", "Part of the tokens whose importance weight was cut or masked.",
+              (Line("train/importance_capped_fraction", "tokens"),), "%", from_zero=True),
+        Panel("Effective sample size", "Of the weights from what sampled to what is trained: 1 is on-policy.",
+              (Line("train/effective_sample_size", "part of the tokens"),), "%", from_zero=True),
+    )),
+    Group("Speed", "Where does the time go?", (
+        Panel("Throughput", "Tokens a second, while generating.",
+              (Line("throughput/generated_tokens_per_s", "generated"),), from_zero=True),
+        Panel("Stall of generation", "How long an update held up the requests that were running, its proof included.",
+              (Line("update/stall_s", "last token before to first after"),), "s", from_zero=True),
+    )),
 )  # fmt: skip
 _OWN = "What your reward returned under this name, or your environment measured: mean over a step's rollouts."
 _MAX_OWN = 8
-"""Most panels of reward components among the first panels; the others are with all other metrics."""
-DROPPED = Panel("Outcomes dropped", "Rollouts that could not be trained on, by reason.", (), from_zero=True)
+"""Most panels of reward components in the first group; the others are with all other metrics."""
+_DROPPED = "dropped/"
+_OTHER = Group("All other metrics", "", ())
 _TIMES = "time/"
 _REWARD = "reward/"
-_NOT_OWN = ("reward/drawn_mean",)
+_NOT_OWN = ("reward/drawn_mean", "reward/non_finite", "reward/metrics_left_out")
 
 
 def value_of(row: dict[str, Any], name: str) -> float | None:
@@ -138,21 +165,29 @@ def value_of(row: dict[str, Any], name: str) -> float | None:
     return float(value)
 
 
-def panels_of(runs: Sequence[list[dict[str, Any]]]) -> tuple[list[Panel], list[Panel]]:
-    """Panels for which any of the runs has numbers, reward components right after the reward; and one for each metric
-    that no panel shows."""
+def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
+    """The groups with the panels for which any of the runs has numbers: reward components right after the reward, what
+    was dropped at the end of the first group; and a last group of the metrics that no panel shows."""
     present = {name for rows in runs for row in rows for name in row if "/" in name}
-    known = [panel for panel in PANELS if any(line.metric in present for line in panel.lines)]
-    reasons = sorted(name for name in present if name.startswith("dropped/"))
-    if reasons:
-        lines = tuple(Line(name, name.removeprefix("dropped/").replace("_", " "), absent=0.0) for name in reasons)
-        known.append(Panel(DROPPED.title, DROPPED.note, lines, from_zero=True))
-    shown = {name for panel in known for line in panel.lines for name in line.metrics}
-    rest = sorted(name for name in present - shown if not name.startswith(_TIMES))
+    shown = {name for group in GROUPS for panel in group.panels for line in panel.lines for name in line.metrics}
+    rest = sorted(name for name in present - shown if not name.startswith((_TIMES, _DROPPED)))
     own = [name for name in rest if name.startswith(_REWARD) and name not in _NOT_OWN][:_MAX_OWN]
-    place = next((place + 1 for place, panel in enumerate(known) if panel.lines[0].metric == "reward/mean"), 0)
-    known[place:place] = [_panel_of(name, f"Reward: {name.removeprefix(_REWARD)}", _OWN) for name in own]
-    return known, [_panel_of(name, name, "") for name in rest if name not in own and _varies(runs, name)]
+    found: list[Group] = []
+    for group in GROUPS:
+        panels = [panel for panel in group.panels if any(line.metric in present for line in panel.lines)]
+        if group is GROUPS[0]:
+            panels[1:1] = [_panel_of(name, f"Reward: {name.removeprefix(_REWARD)}", _OWN) for name in own]
+            panels += _dropped(present)
+        found.append(replace(group, panels=tuple(panels)))
+    others = tuple(_panel_of(name, name, "") for name in rest if name not in own)
+    return [*found, replace(_OTHER, panels=others)]
+
+
+def _dropped(present: Iterable[str]) -> list[Panel]:
+    reasons = sorted(name for name in present if name.startswith(_DROPPED))
+    lines = tuple(Line(name, name.removeprefix(_DROPPED).replace("_", " "), absent=0.0) for name in reasons)
+    note = "Rollouts that could not be trained on, by reason."
+    return [Panel("Outcomes dropped", note, lines, from_zero=True)] if lines else []
 
 
 def _panel_of(name: str, title: str, note: str) -> Panel:
@@ -206,6 +241,6 @@ def _thinned(points: list[tuple[float, float, float, float]]) -> list[tuple[floa
     ]
 
 
-def _varies(runs: Iterable[list[dict[str, Any]]], name: str) -> bool:
-    values = [value for rows in runs for row in rows if (value := value_of(row, name)) is not None]
-    return len(values) > 1 and max(values) - min(values) > 1e-4 * max(map(abs, values))
+def varies(series: Sequence[Series]) -> bool:
+    """Whether a line has two different numbers, as far as one can see in a plot; with one number it has not."""
+    return any(max(line.y) - min(line.y) > 1e-4 * max(map(abs, line.y)) for line in series)

@@ -35,7 +35,7 @@ from slipstream.runlog.reader import (
 from slipstream.runlog.record import RunRecord, Setting, read_run
 from slipstream.runlog.redaction import REDACTED
 from slipstream.runlog.samples import read_tickets, sample_of
-from slipstream.runlog.writer import RunLog, refuse_used, versions
+from slipstream.runlog.writer import RunLog, exit_code_of, refuse_used, versions
 
 __all__ = [
     "ACCURACY",
@@ -48,6 +48,7 @@ __all__ = [
     "RunStatus",
     "RunSummary",
     "Setting",
+    "exit_code_of",
     "is_running",
     "list_runs",
     "read_events",

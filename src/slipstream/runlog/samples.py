@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import DataError
-from slipstream.records import Rollout, Sequence, Ticket
+from slipstream.records import Message, Rollout, Sequence, Ticket
 from slipstream.runlog.files import disk_errors, write_whole
 
 TICKETS = "tickets"
@@ -29,10 +29,18 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
         **({"answer": rollout.answer} if rollout.answer else {}),
         "completion": rollout.completion,
         "reward": rollout.reward,
+        **({"metrics": rollout.metrics} if rollout.metrics else {}),
         "outcome": rollout.outcome,
+        **({"num_turns": rollout.num_turns} if rollout.num_turns > 1 else {}),
+        **({"turns": [_turn_of(message) for message in rollout.turns]} if rollout.turns else {}),
         "version": version,
         "sequences": [_tokens_of(sequence) for sequence in rollout.sequences],
     }
+
+
+def _turn_of(message: Message) -> dict[str, Any]:
+    calls = {"tool_calls": list(message.tool_calls)} if message.tool_calls else {}
+    return {"role": message.role, "content": message.content, **calls}
 
 
 def sample_id(rollout_id: str, step: int) -> str:

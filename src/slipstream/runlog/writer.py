@@ -56,6 +56,8 @@ class RunLog:
         self._step = 0
         self._has_exit = False
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
+        self._warning_listeners: list[Callable[[str], None]] = []
+        self._sample_listeners: list[Callable[[Mapping[str, Any]], None]] = []
         events = read_lines(folder / _EVENTS)
         rows = [*events, *read_lines(folder / _METRICS)]
         self.num_restarts = sum(event.get("kind") == "restart" for event in events)
@@ -122,8 +124,10 @@ class RunLog:
             self.event("publish", version=ticket.version.name, digest=ticket.version.digest, **fields)
 
     def warning(self, message: str, **fields: Any) -> None:
-        """Writes an event of kind `warning`."""
+        """Writes an event of kind `warning`, and passes the message to those who show warnings."""
         self.event("warning", message=message, **fields)
+        for show in self._warning_listeners:
+            show(message)
 
     def resumed(self, step: int, **fields: Any) -> None:
         """Records that this lineage continues after `step`: later steps of earlier lineages are superseded."""
@@ -141,11 +145,11 @@ class RunLog:
             self._phase_seconds.clear()
             self._noted.clear()
             bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
-            if bad:
-                self.warning(f"not finite in step {step}: {', '.join(bad)}", step=step, metrics=bad)
             row = {name: None if name in bad else value for name, value in numbers.items()}
             self._write(_METRICS, {"step": step, **row})
             self._step = max(self._step, step)
+        if bad:
+            self.warning(f"not finite in step {step}: {', '.join(bad)}", step=step, metrics=bad)
         for listener in self._listeners:
             listener(step, row)
         return row
@@ -159,9 +163,20 @@ class RunLog:
         """Calls `listener` with every later row of metrics; it must neither block nor raise."""
         self._listeners.append(listener)
 
+    def on_warning(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with the text of every later warning; it must neither block nor raise."""
+        self._warning_listeners.append(listener)
+
+    def on_sample(self, listener: Callable[[Mapping[str, Any]], None]) -> None:
+        """Calls `listener` with every later sample, without secrets; it must neither block nor raise."""
+        self._sample_listeners.append(listener)
+
     def sample(self, record: Mapping[str, Any] | msgspec.Struct) -> None:
         """Keeps a rollout for people to read, with the `step` of its batch (from 0)."""
-        self._write(_SAMPLES, cast(dict[str, Any], msgspec.to_builtins(record, enc_hook=str)))
+        fields = self._scrubbed(cast(dict[str, Any], msgspec.to_builtins(record, enc_hook=str)))
+        self._write(_SAMPLES, fields)
+        for listener in self._sample_listeners:
+            listener(fields)
 
     def resolved(self, toml: str) -> None:
         """Writes `resolved.toml` without its secrets, which are then removed from every line, too."""
@@ -185,7 +200,7 @@ class RunLog:
     def exit(self, error: BaseException | None = None, step: int | None = None) -> ExitReport:
         """Writes `exit.json` and an event: finished, or why not. `step`: if not that of the last metrics. Raises
         `SlipstreamError` if the disk is full; even then a short `exit.json` is written."""
-        status, exit_code = _judge(error)
+        status, exit_code = _status_of(error), exit_code_of(error)
         is_bug = status == "failed" and not isinstance(error, SlipstreamError)
         report = ExitReport(
             status=status,
@@ -236,10 +251,13 @@ class RunLog:
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         with self._guard:
-            if self._secrets:
-                fields = cast(dict[str, Any], map_text(fields, lambda text: scrub(text, self._secrets)))
-            row = {"time": _now(), "lineage": self.lineage, **fields}
+            row = {"time": _now(), "lineage": self.lineage, **self._scrubbed(fields)}
             self._files[name].append(_encode(row))
+
+    def _scrubbed(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if not self._secrets:
+            return fields
+        return cast(dict[str, Any], map_text(fields, lambda text: scrub(text, self._secrets)))
 
 
 def versions() -> dict[str, str]:
@@ -268,14 +286,25 @@ def refuse_used(folder: Path) -> None:
         raise ConfigError(f"{folder} exists and is not empty: continue it with --resume or use another folder")
 
 
-def _judge(error: BaseException | None) -> tuple[ExitStatus, int]:
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return "finished", 0
+def _status_of(error: BaseException | None) -> ExitStatus:
     if isinstance(error, Interrupted | KeyboardInterrupt):
-        return "interrupted", Interrupted.exit_code
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return "failed", error.code
-    return "failed", error.exit_code if isinstance(error, SlipstreamError) else SlipstreamError.exit_code
+        return "interrupted"
+    return "failed" if exit_code_of(error) else "finished"
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Exit code of a run that ends with `error`, or without one."""
+    match error:
+        case None:
+            return 0
+        case KeyboardInterrupt():
+            return Interrupted.exit_code
+        case SlipstreamError():
+            return error.exit_code
+        case SystemExit() if not error.code or isinstance(error.code, int):
+            return error.code or 0
+        case _:
+            return SlipstreamError.exit_code
 
 
 def _indented(report: ExitReport) -> bytes:

@@ -1,8 +1,8 @@
 """Metric sinks: send each step's metrics to TensorBoard, Weights & Biases or Trackio, beside the run folder.
 
-`put` never blocks and never raises. Each sink has its own thread and bounded queue; a row that it cannot accept is
-dropped and counted, and its first failure is one warning. `close` has a deadline. Only the run folder's record is
-complete.
+`put` and `put_sample` never block and never raise. Each sink has its own thread and bounded queue; a row that it cannot
+accept is dropped and counted, and its first failure is one warning. `close` has a deadline. Only the run folder's
+record is complete. Samples are sent with each evaluation and at the end, the newest `MAX_SAMPLES` of them.
 
 Each library finds its credentials itself (environment, login), so that none passes through the settings or the run
 folder.
@@ -10,21 +10,26 @@ folder.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from slipstream.errors import ConfigError, one_line
+from slipstream.errors import ConfigError, StartsAgain, one_line
+from slipstream.runlog import ACCURACY, exit_code_of
 from slipstream.sinks.targets import TARGETS, Run, Sink
 
 __all__ = ["MetricSinks", "Run", "Sink", "require_sinks", "run_of"]
 
 MAX_WAITING = 1000
+MAX_SAMPLES = 64
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -66,19 +71,34 @@ class MetricSinks:
     ) -> None:
         self._log = log
         self._close_timeout_s = close_timeout_s
+        self._samples: deque[Mapping[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._step = 0
         self._workers = [_Worker(name, targets[name], run, log, max_waiting) for name in dict.fromkeys(names)]
 
     def put(self, step: int, values: Mapping[str, float | None]) -> None:
         """Passes a step's metrics to every sink."""
+        self._step = step
         row = {name: value for name, value in values.items() if value is not None}
+        samples = self._take_samples() if ACCURACY in row else []
         for worker in self._workers:
-            worker.put((step, time.time(), row))
+            worker.put(_Row(step, time.time(), row, samples))
 
-    def close(self) -> None:
-        """Lets the sinks write their queues within one deadline, and reports what each of them got."""
+    def put_sample(self, sample: Mapping[str, Any]) -> None:
+        """Keeps a line of `samples.jsonl` for the sinks; any thread may call it."""
+        self._samples.append(sample)
+
+    def _take_samples(self) -> list[Mapping[str, Any]]:
+        return [self._samples.popleft() for _ in range(len(self._samples))]
+
+    def close(self, exit_code: int = 0) -> None:
+        """Lets the sinks write their queues within one deadline, tells them the run's exit code, and reports what each
+        of them got."""
         deadline = time.monotonic() + self._close_timeout_s
+        samples = self._take_samples()
         for worker in self._workers:
-            worker.ask_to_end()
+            if samples:
+                worker.put(_Row(self._step, time.time(), {}, samples))
+            worker.ask_to_end(exit_code)
         for worker in self._workers:
             worker.wait(deadline)
             self._log.event("sink", name=worker.name, num_written=worker.num_written, num_lost=worker.num_lost)
@@ -89,7 +109,16 @@ class MetricSinks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(0 if isinstance(error, StartsAgain) else exit_code_of(error))
+
+
+@dataclass(frozen=True)
+class _Row:
+    step: int
+    when: float
+    values: dict[str, float]
+    """Empty: there are only samples."""
+    samples: Sequence[Mapping[str, Any]]
 
 
 class _Worker:
@@ -105,24 +134,26 @@ class _Worker:
         self._has_warned = False
         self._abandoned = False
         self._ends = threading.Event()
-        self._rows: queue.Queue[tuple[int, float, dict[str, float]]] = queue.Queue(max_waiting)
+        self._exit_code = 0
+        self._rows: queue.Queue[_Row] = queue.Queue(max_waiting)
         # A daemon: a library that hangs cannot keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     @property
     def num_lost(self) -> int:
-        """Rows that were put and not written."""
+        """Rows of metrics that were put and not written."""
         return self.num_put - self.num_written
 
-    def put(self, row: tuple[int, float, dict[str, float]]) -> None:
-        self.num_put += 1
+    def put(self, row: _Row) -> None:
+        self.num_put += bool(row.values)
         try:
             self._rows.put_nowait(row)
         except queue.Full:
             self._fail(f"is {self._rows.maxsize} rows behind, and further ones are lost to it")
 
-    def ask_to_end(self) -> None:
+    def ask_to_end(self, exit_code: int) -> None:
+        self._exit_code = exit_code
         self._ends.set()
 
     def wait(self, deadline: float) -> None:
@@ -139,16 +170,19 @@ class _Worker:
             return
         while not (self._ends.is_set() and self._rows.empty()):
             try:
-                step, when, row = self._rows.get(timeout=0.1)
+                row = self._rows.get(timeout=0.1)
             except queue.Empty:
                 continue
             try:
-                sink.write(step, when, row)
-                self.num_written += 1
+                if row.values:
+                    sink.write(row.step, row.when, row.values)
+                    self.num_written += 1
+                if row.samples:
+                    sink.write_samples(row.step, row.when, row.samples)
             except BaseException as error:  # noqa: BLE001 (foreign code: its failure is counted, the run goes on)
-                self._fail(f"did not take step {step} ({one_line(error)})")
+                self._fail(f"did not take step {row.step} ({one_line(error)})")
         try:
-            sink.close()
+            sink.close(self._exit_code)
         except BaseException as error:  # noqa: BLE001 (the same)
             self._fail(f"could not be closed ({one_line(error)})")
 
@@ -162,5 +196,9 @@ class _Worker:
 
 
 def run_of(folder: Path, lineage: int, settings: Mapping[str, Any]) -> Run:
-    """The description of the run for sinks; `settings` are those of the run folder, without secrets."""
-    return Run(folder.resolve().name, folder.resolve(), lineage, dict(settings))
+    """The description of the run in `folder` for sinks; `settings` are those of the run folder, without secrets."""
+    project, name, entity = (str(settings.get(f"run.{key}", "")) for key in ("project", "name", "entity"))
+    with (folder / "events.jsonl").open("rb") as file:
+        first = file.readline()  # time, process and host of its first process: no other run has it
+    key = hashlib.blake2b(first, digest_size=6).hexdigest()
+    return Run(folder.resolve(), lineage, dict(settings), key, project, name, entity)

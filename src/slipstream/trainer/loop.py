@@ -79,7 +79,7 @@ class Log(Protocol):
         ...
 
     def warning(self, message: str, **fields: Any) -> None:
-        """Log a warning."""
+        """Log a warning and show it."""
         ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
@@ -264,7 +264,8 @@ class TrainingLoop:
         self._check_version(batch)
         if batch.step == 0 and (judgement := self._signal_watch.judge_first(batch.rollouts)) is not None:
             self.log.event("readiness", verdict=judgement.verdict, text=judgement.text)
-            self._tell(f"first batch: {judgement.verdict}: {judgement.text}", is_warning=not judgement.is_ready)
+            text = f"first batch: {judgement.verdict}: {judgement.text}"
+            self.progress.message(text) if judgement.is_ready else self.log.warning(text, step=self.step)
         result = self._trainer.train(batch)
         if result.no_signal is not None:
             return result.metrics | self._skip(batch.step, result.no_signal)
@@ -293,7 +294,11 @@ class TrainingLoop:
         self._steps_without_signal += 1
         self._no_signal = no_signal
         limit = self.config.run.max_steps_without_signal
-        self.log.warning(f"step {step} teaches nothing: {no_signal.reason}", step=step)
+        text = f"step {step} teaches nothing: {no_signal.reason}"
+        if self._steps_without_signal == 1:
+            self.log.warning(text, step=step)
+        else:  # said once for steps in a row; the terminal's line of each says that it was skipped
+            self.log.event("skipped", step=step, reason=no_signal.reason)
         if self._steps_without_signal >= limit:
             raise TrainingError(
                 f"{no_signal.reason} in {self._steps_without_signal} consecutive steps (run.max_steps_without_signal = "
@@ -339,7 +344,7 @@ class TrainingLoop:
             )
         if mean > limits.probe_warn:
             text = f"engine and trainer differ by {mean:.3f} per token at version {self.step} (weights.probe_warn)"
-            self._tell(text, is_warning=True)
+            self.log.warning(text, step=self.step)
         return {"probe/abs_logprob_diff": mean, "probe/max_logprob_diff": max(map(max, differences))}
 
     def _keep_samples(self, batch: records.Batch, credit: Credit) -> None:
@@ -351,12 +356,7 @@ class TrainingLoop:
         present = {name: value for name, value in row.items() if value is not None}
         self.progress.step(self.step, present)
         for text in self._signal_watch.observe(present):
-            self._tell(text, is_warning=True)
-
-    def _tell(self, text: str, *, is_warning: bool) -> None:
-        if is_warning:
             self.log.warning(text, step=self.step)
-        self.progress.message(text, "warning" if is_warning else "info")
 
     def _observe(self, metrics: Mapping[str, float]) -> None:
         """Pass an evaluation to early stopping; save the best version's checkpoint where `patience` asks for it."""

@@ -53,6 +53,10 @@ COLUMNS = (
 def why_untrained(row: Mapping[str, float]) -> str:
     """Why a step has neither loss nor gradient; empty if it has them."""
     if row.get("train/skipped"):
+        if row.get("rollout/truncated_fraction") == 1.0:
+            return "skipped: every completion was cut off at its limit"
+        if row.get("reward/signal_fraction"):
+            return "skipped: no token had a gradient left"
         return "skipped: no group had better and worse answers"
     return "the critic alone was trained" if row.get("value/warmup") else ""
 

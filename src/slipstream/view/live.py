@@ -32,6 +32,8 @@ class RichView(StatefulView):
     def _on_message(self, text: str, level: str) -> None:
         if level == "info":
             self.console.print(Text(text))
+        elif not self._live.is_started:  # before the picture and after it
+            self.console.print(Text(f"{level}: {text}"))
 
     def _on_stop(self) -> None:
         self._live.stop()
@@ -99,4 +101,4 @@ class RichView(StatefulView):
             yield Text.assemble((f"{when} ", "dim"), (f"{level}: ", style), text)
         hidden = self.num_messages["warning"] + self.num_messages["error"] - len(self.warnings)
         if hidden > 0:
-            yield Text(f"and {hidden} earlier", "dim")
+            yield Text(f"and {hidden} earlier, in events.jsonl", "dim")

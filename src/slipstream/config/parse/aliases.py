@@ -52,6 +52,8 @@ _TRL: dict[str, str] = {
     "output_dir": "run.folder",
     "save_steps": "run.checkpoint_every",
     "report_to": "run.sinks",
+    "run_name": "run.name",
+    "project": "run.project",
     "seed": "run.seed",
     "lora_r": "lora.rank",
     "lora_rank": "lora.rank",
@@ -91,6 +93,8 @@ _VERL: dict[str, str] = {
     "trainer.save_freq": "run.checkpoint_every",
     "trainer.test_freq": "evaluation.every",
     "trainer.val_before_train": "evaluation.at_start",
+    "trainer.project_name": "run.project",
+    "trainer.experiment_name": "run.name",
 }
 TAKEN: dict[str, str] = _TRL | _VERL
 """An alias and the setting of ours that it is read as."""

@@ -9,17 +9,15 @@ from typing import TypeVar
 
 from slipstream.config import Derived, dump_resolved, with_values
 from slipstream.launch.build import CompilerFailed
-from slipstream.launch.messages import warn
 from slipstream.launch.plan.derive import make_plan
 from slipstream.launch.prepare import Prepared
-from slipstream.progress import Progress
 from slipstream.runlog import RunLog
 from slipstream.weights.bridges.single_copy import CannotShare
 
 T = TypeVar("T")
 
 
-def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: RunLog, progress: Progress) -> T:
+def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: RunLog) -> T:
     """Carry out the plan; where layers cannot be compiled or the engine's weights not be shared, and the run file asks
     for neither, plan again without that and repeat. `carry_out` leaves nothing running when it raises."""
     asked = prepared.loaded.config
@@ -41,7 +39,7 @@ def with_fallbacks(prepared: Prepared, carry_out: Callable[[Prepared], T], log: 
         replaced[path] = Derived(path, value, reason)
         prepared = _planned_again(prepared, replaced, warning)
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
-        warn(log, progress, warning)
+        log.warning(warning)
 
 
 def _planned_again(prepared: Prepared, replaced: dict[str, Derived], warning: str) -> Prepared:

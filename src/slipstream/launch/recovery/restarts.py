@@ -24,7 +24,6 @@ from slipstream.errors import (
     TrainingError,
 )
 from slipstream.launch.engines import RunEngine
-from slipstream.launch.messages import warn
 from slipstream.launch.weight_sync import ends_soon
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events
@@ -92,7 +91,7 @@ def start_again(
     found = next_restart(log.step, earlier_attempts(read_events(log.folder), log.lineage), max_restarts)
     if isinstance(found, str):
         if max_restarts:
-            warn(log, progress, f"the run is not started again: {found}")
+            log.warning(f"the run is not started again: {found}")
         raise lost.error
     latest = CheckpointStore(log.folder / "checkpoints").latest()
     after = f"from checkpoint {latest.name}" if latest else "from the beginning, as there is no checkpoint yet"
