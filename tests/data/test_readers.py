@@ -172,3 +172,34 @@ def test_the_split_that_is_meant_for_tests(tmp_path):
     datasets.DatasetDict({"train": saved, "dev": saved}).save_to_disk(tmp_path / "saved")
     assert held_out_split(tmp_path / "saved") == "dev"
     assert held_out_split(tmp_path / "train_test_validation", but="test") == "validation"
+
+
+def test_a_data_set_on_the_hub(tmp_path, monkeypatch):
+    """The library reads a local repository in the place of the hub's; nothing is downloaded."""
+    write(tmp_path / "repo" / "train-0.parquet", ROWS)
+    write(tmp_path / "repo" / "test-0.parquet", ROWS[:2])
+    asked, load = [], datasets.load_dataset
+
+    def load_dataset(name, subset):
+        asked.append((name, subset))
+        return load(str(tmp_path / "repo"), cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_conversations("org/name") == SAID
+    assert read_conversations("org/name", split="test", subset="main") == SAID[:2]
+    assert asked == [("org/name", None), ("org/name", "main")]
+    assert read_rows("org/name")[1].where == "row 2 of org/name (train)"
+    with pytest.raises(DataError, match="org/name has no split 'dev', only 'train', 'test'"):
+        read_rows("org/name", "dev")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):
+    def load_dataset(name, subset):
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub (ConnectError)\nsecond line")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError) as error:
+        read_rows("org/name")
+    assert str(error.value).startswith("data.path = org/name is no file or folder here, and no data set that the hub")
+    assert "(Couldn't reach 'org/name' on the Hub (ConnectError))" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -199,12 +199,13 @@ def _prompt_groups(
     batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, longest: int | None
 ) -> list[list[int]]:
     """Group sequences of equal prompts, each group at most `max_tokens` tokens. A sequence with another prompt is a
-    group alone, and so is one whose continuation exceeds `longest` tokens plus twice its prompt."""
+    group alone, and so is one whose prompt is one token, or whose continuation exceeds `longest` tokens plus twice its
+    prompt."""
     alike: dict[tuple[int, ...], list[int]] = {}
     groups: list[list[int]] = []
     for index in used:
         prompt = targets[index].prompt
-        if longest is not None and targets[index].length - prompt > longest + 2 * prompt:
+        if prompt == 1 or (longest is not None and targets[index].length - prompt > longest + 2 * prompt):
             groups.append([index])
         else:
             alike.setdefault(tuple(batch.sequences[index].token_ids[:prompt]), []).append(index)
