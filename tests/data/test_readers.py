@@ -2,8 +2,11 @@
 
 import datetime
 import json
+import shutil
+from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -174,7 +177,21 @@ def test_the_split_that_is_meant_for_tests(tmp_path):
     assert held_out_split(tmp_path / "train_test_validation", but="test") == "validation"
 
 
-def test_a_data_set_on_the_hub(tmp_path, monkeypatch):
+@pytest.fixture
+def hub(monkeypatch):
+    """What the hub answers, `hub(answer)`: an exception, or that it has the data set."""
+
+    def set_answer(answer):
+        def dataset_info(name, timeout):
+            if isinstance(answer, Exception):
+                raise answer
+
+        monkeypatch.setattr(huggingface_hub, "dataset_info", dataset_info)
+
+    return set_answer
+
+
+def test_a_data_set_on_the_hub(tmp_path, monkeypatch, hub):
     """The library reads a local repository in the place of the hub's; nothing is downloaded."""
     write(tmp_path / "repo" / "train-0.parquet", ROWS)
     write(tmp_path / "repo" / "test-0.parquet", ROWS[:2])
@@ -184,6 +201,7 @@ def test_a_data_set_on_the_hub(tmp_path, monkeypatch):
         asked.append((name, subset))
         return load(str(tmp_path / "repo"), cache_dir=str(tmp_path / "cache"))
 
+    hub(None)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read_conversations("org/name") == SAID
     assert read_conversations("org/name", split="test", subset="main") == SAID[:2]
@@ -193,13 +211,23 @@ def test_a_data_set_on_the_hub(tmp_path, monkeypatch):
         read_rows("org/name", "dev")
 
 
-def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):
-    def load_dataset(name, subset):
-        raise ConnectionError(f"Couldn't reach '{name}' on the Hub (ConnectError)\nsecond line")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+def test_without_a_network_the_cache_is_read(tmp_path, monkeypatch, hub):
+    write(tmp_path / "repo" / "train-0.parquet", ROWS)
+    made = datasets.load_dataset(str(tmp_path / "repo"), cache_dir=str(tmp_path / "made"))
+    (file,) = (Path(entry["filename"]) for entry in made["train"].cache_files)
+    cached = tmp_path / "cache" / "org___name" / "default" / "0.0.0" / "0123456789abcdef"
+    cached.mkdir(parents=True)
+    shutil.copy(file, cached / "name-train.arrow")
+    info = json.loads((file.parent / "dataset_info.json").read_text())
+    (cached / "dataset_info.json").write_text(json.dumps(info | {"config_name": "default", "dataset_name": "name"}))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    hub(ConnectionError("no network"))
+    assert read_conversations("org/name") == SAID
+    assert datasets.config.HF_HUB_OFFLINE is False
     with pytest.raises(DataError) as error:
-        read_rows("org/name")
-    assert str(error.value).startswith("data.path = org/name is no file or folder here, and no data set that the hub")
-    assert "(Couldn't reach 'org/name' on the Hub (ConnectError))" in str(error.value)
-    assert "\n" not in str(error.value)
+        read_rows("org/other")
+    assert str(error.value) == (
+        "data.path = org/other is no file or folder here, and no data set that the hub or this machine's cache gives "
+        "(the hub cannot be asked: ConnectionError): correct it, or where there is no network download the data set "
+        "elsewhere and give its folder"
+    )

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,7 @@ _SPLITS = {
     **dict.fromkeys(("eval", "evaluation"), "eval"),
 }
 _FORMS = "a .jsonl or .parquet file, a folder of them, or a folder of datasets.save_to_disk"
+_HUB_TIMEOUT_S = 5.0
 _MARKS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 
@@ -86,10 +88,13 @@ def _hub_rows(name: str, subset: str, split: str, setting: str) -> list[Row]:
     except ImportError as error:
         raise ConfigError(
             f"{setting} = {name} is no file or folder here, and a data set on the hub needs a package that cannot be "
-            f"imported ({error}): pip install 'slipstream[data]', or correct the path"
+            f"imported ({error}): pip install datasets, or correct the path"
         ) from error
+    library: Any = datasets
+    problem = _why_unreachable(name)
     try:
-        found: Any = datasets.load_dataset(name, subset or None)
+        with _offline(library.config) if problem else nullcontext():
+            found = library.load_dataset(name, subset or None)
         wanted = _wanted_split(name, split, found.keys())
         rows = [Row(f"row {number} of {name} ({wanted})", values) for number, values in enumerate(found[wanted], 1)]
     except DataError:
@@ -97,12 +102,39 @@ def _hub_rows(name: str, subset: str, split: str, setting: str) -> list[Row]:
     except Exception as error:  # the library and those below it raise whatever they have
         raise DataError(
             f"{setting} = {name} is no file or folder here, and no data set that the hub or this machine's cache gives "
-            f"({first_line(error)}): correct it, or where there is no network download the data set elsewhere and give "
-            "its folder"
+            f"({problem or first_line(error)}): correct it, or where there is no network download the data set "
+            "elsewhere and give its folder"
         ) from error
     if not rows:
         raise DataError(f"{name} holds no row in its split {wanted!r}: name another one, in {setting}")
     return rows
+
+
+def _why_unreachable(name: str) -> str:
+    """Why the hub does not give the data set `name`; empty if it does. It is asked once: the library itself asks an
+    unreachable hub again for half a minute."""
+    from huggingface_hub import dataset_info
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        dataset_info(name, timeout=_HUB_TIMEOUT_S)
+    except GatedRepoError:
+        return ""  # loading it raises an error that says what to do
+    except RepositoryNotFoundError:
+        return "the hub has no such data set"
+    except Exception as error:  # noqa: BLE001 - whatever the network's library raises
+        return f"the hub cannot be asked: {type(error).__name__}"
+    return ""
+
+
+@contextmanager
+def _offline(config: Any) -> Generator[None]:
+    """Inside, the library `datasets` with this `config` reads its cache only."""
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def _json_rows(path: Path, setting: str) -> Iterator[Row]:
