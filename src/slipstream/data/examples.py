@@ -48,7 +48,9 @@ class Examples(Collection[TokenSequence]):
 
     def __getitem__(self, index: int) -> TokenSequence:
         start, end = self._ends[index], self._ends[index + 1]
-        return TokenSequence(self._token_ids[start:end].tolist(), [byte == 1 for byte in self._mask[start:end]])
+        # "?" is C's bool: several times as fast as a loop.
+        mask = memoryview(self._mask[start:end]).cast("?").tolist()
+        return TokenSequence(self._token_ids[start:end].tolist(), mask)
 
     def __iter__(self) -> Iterator[TokenSequence]:
         return (self[index] for index in range(len(self)))

@@ -114,7 +114,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         workers = usual_reward_workers(facts.num_cpus)
         builder.derive_auto("environment.reward_workers", workers, "one less than the cores, which the rest needs, too")
     builder.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
-    if config.evaluation is not None:
+    if config.evaluation is not None and uses_engine(config):
         builder.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     plan_checkpoints(builder)
     planned = _decided(builder.config())
