@@ -151,6 +151,48 @@ def test_arguments_become_tables(tmp_path):
         calls._tree({"training": {"steps": 3}}, "m", "grpo", 3, None, None)
 
 
+def test_conversations_become_the_section_data(monkeypatch, tmp_path):
+    talk, held_out = [{"prompt": "a", "completion": "b"}], [{"prompt": "c", "completion": "d"}]
+    made = []
+
+    class Job:
+        def __init__(self, call, shown):
+            made.append(call)
+
+        def follow(self, each):
+            return Outcome()
+
+    monkeypatch.setattr(calls, "Job", Job)
+
+    def settings(data, **more):
+        slipstream.sft("m", data, folder=tmp_path / f"run{len(made)}", progress=False, **more)
+        return load_settings(made[-1].settings, algorithm="sft").config
+
+    config = settings(
+        {"path": talk, "max_length": 8, "too_long": "truncate"}, eval_data=held_out, epochs=0.5, evaluation={"every": 2}
+    )
+    assert [load_rows(each) for each in made[-1].objects] == [talk, held_out]
+    assert [config.data.path, config.data.eval_path] == [each.name for each in made[-1].objects]
+    assert (config.data.max_length, config.data.too_long) == (8, "truncate")
+    assert (config.training.steps, config.training.epochs, config.evaluation.every) == (None, 0.5, 2)
+    config = settings("org/name", steps=3, algorithm={"train_on": "everything"})
+    assert (config.data.path, config.algorithm.train_on, made[-1].objects) == ("org/name", "everything", ())
+    assert settings({"path": talk, "eval_path": held_out}, steps=3).data.eval_path == made[0].objects[1].name
+    for arguments, message in (
+        (((),), "data holds no row"),
+        ((None,), "nothing to imitate"),
+        (({"path": "a", "eval_path": "b"},), "eval_data and data=.*say the same"),
+        ((talk,), "training.epochs has no effect while training.steps is set"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            slipstream.sft("m", *arguments, eval_data=None if None in arguments else "e", steps=1, epochs=1)
+
+
+def load_rows(packed):
+    give(packed)
+    return load(packed.name)
+
+
 @pytest.mark.parametrize(
     ("given_more", "message"),
     [

@@ -69,13 +69,20 @@ def test_names_on_the_command_line(run_file):
 @pytest.mark.parametrize(
     ("text", "flags", "sentence"),
     [
-        ("num_train_epochs = 3\n", [], "num_train_epochs is not a setting of Slipstream; a run counts batches"),
+        (
+            "num_train_epochs = 3\n",
+            [],
+            "training.epochs has no effect while training.steps is set: remove it (run.toml:1",
+        ),
+        ("max_length = 3\n", [], "max_length is not a setting of Slipstream; set data.max_length"),
+        ("completion_only_loss = false\n", [], "set algorithm.train_on"),
         ("", ["--per_device_train_batch_size", "8"], "set training.prompts_per_batch to the prompts of a whole batch"),
         ("max_steps = 3\n", [], "max_steps and training.steps are the same setting: remove one of them (run.toml:1)"),
         ("lora_r = 3\nlora_rank = 4\n", [], "lora_rank and lora_r are the same setting: remove one of them"),
         ("", ["--beta", "1", "--algorithm.kl_coef", "1"], "--beta and --algorithm.kl_coef are the same setting"),
         ("temperature = 9.0\n", [], "sampling.temperature = 9.0 must be at most 2"),
-        ("trainer.total_epochs = 3\n", [], "trainer.total_epochs is not a setting of Slipstream; a run counts batches"),
+        ("trainer.total_epochs = 3\nmax_length = 3\n", [], "max_length is not a setting of Slipstream"),
+        ("", ["--val_set_size", "0.1"], "did you mean data.eval_fraction?"),
         ("trainer.max_step = 3\n", [], "trainer.max_step is not a known setting: did you mean"),
         ("evaluation = false\neval_steps = 5\n", [], "eval_steps and evaluation are the same setting"),
     ],
@@ -85,6 +92,14 @@ def test_what_is_refused(run_file, text, flags, sentence):
     with pytest.raises(ConfigError) as error:
         load_config(file, flags)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["num_train_epochs = 1.5\n", "trainer.total_epochs = 1.5\n"])
+def test_epochs(run_file, text):
+    loaded = load_config(run_file(text + SECTIONS))
+    assert (loaded.config.training.epochs, loaded.config.training.steps) == (1.5, None)
+    assert "in Slipstream training.epochs, where the last batch of a pass" in loaded.warnings[0]
+    assert load_config(run_file(SECTIONS), ["--num_train_epochs", "2"]).config.training.epochs == 2.0
 
 
 def test_a_command_line_replaces_what_the_file_has_under_another_name(run_file):

@@ -9,7 +9,8 @@ from slipstream.config.recipes import RECIPES
 def test_keys_know_what_they_take():
     keys = all_keys()
     assert keys["training.steps"].requirement == "a positive whole number"
-    assert keys["training.steps"].required
+    assert keys["model.path"].required
+    assert not keys["training.steps"].required, "training.epochs may stand in its place"
     assert not keys["training.seed" if "training.seed" in keys else "run.seed"].required
     assert keys["inference.enforce_eager"].is_flag
     assert keys["inference.enforce_eager"].requirement == 'true, false or "auto"'

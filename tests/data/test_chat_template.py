@@ -48,6 +48,42 @@ def test_all_turns_or_the_last_and_nothing_after_it(chat):
         assert every.token_ids[: len(prompt)] == prompt
 
 
+def test_everything_is_the_whole_rendering_but_its_first_token(chat):
+    """As TRL trains with assistant_only_loss = False."""
+    sequence = chat.training_tokens(TALK, "everything")
+    plain = [{"role": message.role, "content": message.content} for message in TALK]
+    assert sequence.token_ids == chat._tokenizer.apply_chat_template(plain, return_dict=False)
+    assert sequence.mask == [False] + [True] * (len(sequence) - 1)
+    assert "thanks" in chat.decode(sequence.token_ids)
+
+
+def test_a_message_of_weight_0_carries_no_loss_under_everything(chat):
+    talk = [USER, Message("assistant", "5", carries_loss=False), *TALK[2:]]
+    sequence = chat.training_tokens(talk, "everything")
+    masked = [token for token, on in zip(sequence.token_ids, sequence.mask, strict=True) if not on]
+    assert chat._tokenizer.decode(masked) == "<|im_start|><|im_start|>assistant\n5<|im_end|>\n"
+    first = chat.training_tokens([Message("user", "x", carries_loss=False), FOUR], "everything")
+    assert trained_text(chat, first) == "<|im_start|>assistant\n4<|im_end|>\n"
+
+
+def test_a_message_of_weight_0_that_is_rendered_differently_later_is_refused(make_folder):
+    template = CHATML.replace("message['content'] +", "(message['content'] if loop.last else 'old') +")
+    chat = ChatTokenizer(make_folder(template))
+    talk = [USER, Message("assistant", "5", carries_loss=False), USER]
+    with pytest.raises(DataError, match="renders message 1, whose weight is 0, differently once others follow"):
+        chat.training_tokens(talk, "everything")
+
+
+@pytest.mark.parametrize(
+    ("variable", "thinking", "thinks"),
+    [("enable_thinking", None, True), ("enable_thinking", False, False), ("thinking", None, False),
+     ("thinking", True, True), ("", None, False)],
+)  # fmt: skip
+def test_whether_thinking_is_on(make_folder, variable, thinking, thinks):
+    template = f"{{% if {variable} %}}{{% endif %}}{CHATML}" if variable else CHATML
+    assert ChatTokenizer(make_folder(template), thinking=thinking).thinks is thinks
+
+
 def test_an_empty_answer_trains_the_end_token_alone(chat):
     assert trained_text(chat, chat.training_tokens([USER, Message("assistant", "")])) == "<|im_end|>"
 

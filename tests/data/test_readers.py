@@ -2,8 +2,11 @@
 
 import datetime
 import json
+import shutil
+from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -172,3 +175,59 @@ def test_the_split_that_is_meant_for_tests(tmp_path):
     datasets.DatasetDict({"train": saved, "dev": saved}).save_to_disk(tmp_path / "saved")
     assert held_out_split(tmp_path / "saved") == "dev"
     assert held_out_split(tmp_path / "train_test_validation", but="test") == "validation"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What the hub answers, `hub(answer)`: an exception, or that it has the data set."""
+
+    def set_answer(answer):
+        def dataset_info(name, timeout):
+            if isinstance(answer, Exception):
+                raise answer
+
+        monkeypatch.setattr(huggingface_hub, "dataset_info", dataset_info)
+
+    return set_answer
+
+
+def test_a_data_set_on_the_hub(tmp_path, monkeypatch, hub):
+    """The library reads a local repository in the place of the hub's; nothing is downloaded."""
+    write(tmp_path / "repo" / "train-0.parquet", ROWS)
+    write(tmp_path / "repo" / "test-0.parquet", ROWS[:2])
+    asked, load = [], datasets.load_dataset
+
+    def load_dataset(name, subset):
+        asked.append((name, subset))
+        return load(str(tmp_path / "repo"), cache_dir=str(tmp_path / "cache"))
+
+    hub(None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_conversations("org/name") == SAID
+    assert read_conversations("org/name", split="test", subset="main") == SAID[:2]
+    assert asked == [("org/name", None), ("org/name", "main")]
+    assert read_rows("org/name")[1].where == "row 2 of org/name (train)"
+    with pytest.raises(DataError, match="org/name has no split 'dev', only 'train', 'test'"):
+        read_rows("org/name", "dev")
+
+
+def test_without_a_network_the_cache_is_read(tmp_path, monkeypatch, hub):
+    write(tmp_path / "repo" / "train-0.parquet", ROWS)
+    made = datasets.load_dataset(str(tmp_path / "repo"), cache_dir=str(tmp_path / "made"))
+    (file,) = (Path(entry["filename"]) for entry in made["train"].cache_files)
+    cached = tmp_path / "cache" / "org___name" / "default" / "0.0.0" / "0123456789abcdef"
+    cached.mkdir(parents=True)
+    shutil.copy(file, cached / "name-train.arrow")
+    info = json.loads((file.parent / "dataset_info.json").read_text())
+    (cached / "dataset_info.json").write_text(json.dumps(info | {"config_name": "default", "dataset_name": "name"}))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    hub(ConnectionError("no network"))
+    assert read_conversations("org/name") == SAID
+    assert datasets.config.HF_HUB_OFFLINE is False
+    with pytest.raises(DataError) as error:
+        read_rows("org/other")
+    assert str(error.value) == (
+        "data.path = org/other is no file or folder here, and no data set that the hub or this machine's cache gives "
+        "(the hub cannot be asked: ConnectionError): correct it, or where there is no network download the data set "
+        "elsewhere and give its folder"
+    )

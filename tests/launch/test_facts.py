@@ -81,18 +81,19 @@ class TestData:
         assert facts.max_answer_tokens == 5
         assert facts.max_sequence_tokens is None
 
-    def test_sft_on_gold_answers(self):
-        facts = measure_data(config(SFTConfig()), self.tasks, LetterTokenizer(), [task("xy", "y")])
+    def test_sft(self):
+        facts = measure_data(config(SFTConfig()), self.tasks, LetterTokenizer(), [task("xy", "y")], lengths=[9, 11, 4])
+        assert facts.num_train_tasks == 3
         assert facts.max_prompt_tokens == 5, "only evaluation generates"
-        assert facts.max_sequence_tokens == 6 + 2 + 1 + 2
+        assert (facts.max_sequence_tokens, facts.num_eval_rows) == (11, 0)
 
-    def test_sft_on_conversations(self):
-        turns = [Message(role="user", content="hello"), Message(role="assistant", content="hi")]
-        facts = measure_data(config(SFTConfig(), evaluation=None), [], LetterTokenizer(), conversations=[turns])
-        assert facts.num_train_tasks == 1
+    def test_sft_with_held_out_rows(self):
+        rows = {"lengths": [9, 11], "eval_lengths": [7, 12, 3]}
+        facts = measure_data(config(SFTConfig(), evaluation=None), [], LetterTokenizer(), **rows)
+        assert facts.num_train_tasks == 2
         assert facts.max_prompt_tokens == 0
         assert facts.max_answer_tokens is None
-        assert facts.max_sequence_tokens == 11
+        assert (facts.max_sequence_tokens, facts.num_eval_rows) == (12, 3)
 
     def test_no_gold_answers(self):
         facts = measure_data(config(RLConfig()), [task("a", None)], LetterTokenizer())

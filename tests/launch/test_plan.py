@@ -104,6 +104,36 @@ def autos(made, config=GRPO):
     return [path for path, value in leaves(config) if value == "auto" and not reason_against(path, reasons)]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "num_tasks", "size", "steps"),
+    [
+        (1.0, 1000, 32, 32),
+        (3.0, 96, 32, 9),
+        (0.5, 1000, 32, 16),
+        (0.001, 1000, 32, 1),
+        (0.07, 100, 1, 7),
+        (2.0, 5, 32, 2),
+    ],
+)
+def test_epochs_become_steps(epochs, num_tasks, size, steps):
+    for config in (GRPO, SFT):
+        values = {"training.steps": None, "training.epochs": epochs, "training.prompts_per_batch": size}
+        lengths = {"max_sequence_tokens": 90} if config is SFT else {}
+        made = plan(values, config, num_train_tasks=num_tasks, **lengths)
+        assert made.config.training.steps == steps
+        assert (
+            f" over {num_tasks} training prompts in batches of {min(size, num_tasks)}"
+            in reasons(made)["training.steps"]
+        )
+
+
+def test_epochs_that_cannot_be():
+    epochs = {"training.steps": None, "training.epochs": 1e6, "training.prompts_per_batch": 1}
+    assert "are 1000000000 steps, more than 100000000: lower it" in refusal(epochs)
+    warmup = {"training.steps": None, "training.epochs": 1.0, "training.warmup_steps": 32}
+    assert "training.warmup_steps = 32 is not below the run's 32 optimizer steps" in refusal(warmup)
+
+
 @pytest.mark.parametrize("step", ["_plan_learning_rate", "plan_deadlines", "plan_patches"])
 def test_what_is_left_undecided_becomes_no_default_unseen(monkeypatch, step):
     monkeypatch.setattr(derive, step, lambda builder: None)

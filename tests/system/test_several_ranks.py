@@ -1,6 +1,7 @@
 """Runs of several trainer processes through the real command: resumed by other numbers of them, ended in every way, and
 with real vLLM, which takes their weights and proves them."""
 
+import json
 import signal
 import tempfile
 import time
@@ -54,6 +55,25 @@ def test_a_run_that_is_resumed_by_other_numbers_of_ranks_has_the_same_losses(com
     assert "training.ranks was 2 and is 4" in changed[1]
     shards = tmp_path / "several/checkpoints/step-000004/state"
     assert len(list(shards.glob("shard-*.safetensors"))) == 4
+
+
+@pytest.mark.full
+def test_the_loss_of_held_out_rows_is_that_of_one_rank(command, model, tmp_path):
+    rows = [{"prompt": "a" * (n % 7 + 1), "completion": "b" * (n % 11 + 1) + str(n)} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "sft.toml"
+    file.write_text(
+        f'[model]\npath = "{model}"\n[data]\npath = "rows.jsonl"\neval_fraction = 0.4\n'
+        '[algorithm]\nkind = "sft"\n[training]\nepochs = 1\nprompts_per_batch = 8\nlearning_rate = 1e-3\n'
+    )
+    found = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        code, _, err = command("sft", file, *ranks(number), "--run.folder", folder).wait()
+        assert code == 0, err
+        found.append([row["eval/loss"] for row in read_metrics(folder) if "eval/loss" in row])
+    assert len(found[0]) == 2
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 @pytest.mark.real_start

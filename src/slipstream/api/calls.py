@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from slipstream.api.protocol import Call
 from slipstream.api.run import Job, OnStep, Run, error_of
@@ -65,6 +65,7 @@ def train(
     eval_tasks: Rows | None = None,
     algorithm: str | Table = "grpo",
     steps: int | None = None,
+    epochs: float | None = None,
     folder: str | Path | None = None,
     seed: int | None = None,
     on_step: OnStep | None = None,
@@ -83,6 +84,7 @@ def train(
     Or "exact" (the completion is the answer) or "number" (its last number is the answer's). It runs in worker
     processes, which get functions, closures and notebook cells pickled.
     `algorithm`: a recipe (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, distill), or `[algorithm]`.
+    `steps` or `epochs`: the batches to train on, or the passes over the training tasks.
     `on_step(step, metrics)` is called in this process after each step.
     `resume`: go on after the last checkpoint in `folder`. `progress=False` prints nothing. `wait=False` returns at
     once: see `Run.wait` and `Run.stop`. `sections`: all other settings, as `training={"learning_rate": 1e-6}`.
@@ -90,7 +92,7 @@ def train(
     Ctrl-C, or an interrupt of the notebook's cell, ends the run at the next safe place with a checkpoint, and this call
     returns. Raises what ends the run otherwise, a subclass of `slipstream.errors.SlipstreamError`.
     """
-    tree = _tree(sections, model, algorithm, steps, folder, seed)
+    tree = _tree(sections, model, algorithm, steps, folder, seed, epochs)
     objects = _add_environment(tree, tasks, eval_tasks, reward)
     return _run("train", tree, objects, on_step, resume=resume, progress=progress, wait=wait)
 
@@ -101,9 +103,11 @@ def sft(
     tasks: Tasks | None = None,
     reward: Reward | None = None,
     *,
+    eval_data: str | Path | Rows | None = None,
     eval_tasks: Rows | None = None,
     algorithm: Table | None = None,
     steps: int | None = None,
+    epochs: float | None = None,
     folder: str | Path | None = None,
     seed: int | None = None,
     on_step: OnStep | None = None,
@@ -114,20 +118,14 @@ def sft(
 ) -> Run:
     """Fine-tune `model` on conversations; returns when the run has ended.
 
-    `data`: a file or folder, rows with `messages` or with `prompt` and `completion`, or the table `[data]`; without it
-    the right answers of `tasks` are imitated. `algorithm`: other settings of that section. With `tasks`, held-out
-    accuracy is measured. All else as in `train`.
+    `data`: a file or folder, a data set on the hub (`org/name`), rows with `messages` or with `prompt` and
+    `completion`, or the table `[data]`, whose `path` and `eval_path` may be rows too; without it the right answers of
+    `tasks` are imitated. `eval_data`: held-out rows, whose loss is measured. `algorithm`: other settings of that
+    section. With `tasks`, held-out accuracy is measured. All else as in `train`.
     """
-    objects: list[PythonObject] = []
-    tree = _tree(sections, model, {**(algorithm or {}), "kind": "sft"}, steps, folder, seed)
-    if isinstance(data, Mapping):
-        tree["data"] = _plain(data)
-    elif data is not None:
-        if not isinstance(data, str | Path):
-            objects.append(pack_rows(data))
-            data = objects[-1].name
-        _put(tree, "data", "path", str(data), "data")
-    elif tasks is None:
+    tree = _tree(sections, model, {**(algorithm or {}), "kind": "sft"}, steps, folder, seed, epochs)
+    objects = _add_data(tree, data, eval_data)
+    if not objects and "data" not in tree and tasks is None:
         raise ConfigError("sft has nothing to imitate: give data, or tasks with right answers")
     if tasks is not None:
         objects += _add_environment(tree, tasks, eval_tasks, reward if reward is not None else _default_reward(tasks))
@@ -210,6 +208,7 @@ def _tree(
     steps: int | None,
     folder: str | Path | None,
     seed: int | None,
+    epochs: float | None = None,
 ) -> dict[str, Any]:
     """The run file's tables."""
     tree: dict[str, Any] = {name: _plain(content) for name, content in sections.items()}
@@ -217,12 +216,34 @@ def _tree(
     tree["algorithm"] = _plain(algorithm) if isinstance(algorithm, Mapping) else {"kind": algorithm}
     for section, key, value, argument in (
         ("training", "steps", steps, "steps"),
+        ("training", "epochs", epochs, "epochs"),
         ("run", "folder", None if folder is None else str(folder), "folder"),
         ("run", "seed", seed, "seed"),
     ):
         if value is not None:
             _put(tree, section, key, value, argument)
     return tree
+
+
+def _add_data(
+    tree: dict[str, Any], data: str | Path | Rows | Table | None, eval_data: str | Path | Rows | None
+) -> list[PythonObject]:
+    """Add [data]; the rows in it, packed."""
+    table: dict[str, Any] = {} if data is None else {"path": data}
+    if isinstance(data, Mapping):
+        table = dict(cast("Table", data))
+    if eval_data is not None:
+        if data is None:
+            raise ConfigError("eval_data is given without data: give both, or eval_tasks with tasks")
+        _put({"data": table}, "data", "eval_path", eval_data, "eval_data")
+    objects: list[PythonObject] = []
+    for key in ("path", "eval_path"):
+        if (rows := table.get(key)) is not None and not isinstance(rows, str | Path):
+            objects.append(pack_rows(rows))
+            table[key] = objects[-1].name
+    if table:
+        tree["data"] = _plain(table)
+    return objects
 
 
 def _add_environment(

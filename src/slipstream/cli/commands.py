@@ -101,6 +101,8 @@ def _train(
             print(_accuracy_line(summary))
             if text := _gain_line(result.folder):
                 print(text)
+        if result.held_out_loss:
+            print(_loss_line(result.folder))
     return 0
 
 
@@ -124,6 +126,16 @@ def _gain_line(folder: Path) -> str:
             "was little to learn from: start from a model that is right more often (more SFT), or use easier tasks"
         )
     return f"{text}: no sure gain"
+
+
+def _loss_line(folder: Path) -> str:
+    """The loss of held-out rows, before and after."""
+    from slipstream.runlog import read_metrics
+
+    found = [(row["step"], row["eval/loss"]) for row in read_metrics(folder) if row.get("eval/loss") is not None]
+    (first, before), (_, after) = found[0], found[-1]
+    text = f"eval loss:  {after:.4f} nats a token"
+    return f"{text}, {before:.4f} at step {first}" if len(found) > 1 else text
 
 
 def _accuracy_line(metrics: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ from slipstream.config.planned import PlannedConfig, PlannedRL
 from slipstream.config.recipes import needs_engine_logprobs
 from slipstream.config.schema import (
     CriticConfig,
-    DataConfig,
     EnvironmentConfig,
     EvaluationConfig,
     InferenceConfig,
@@ -22,10 +21,10 @@ from slipstream.config.schema import (
     RunConfig,
     RunSection,
     SamplingConfig,
-    SFTConfig,
     TrainingConfig,
     WeightsConfig,
 )
+from slipstream.config.sft import DataConfig, SFTConfig
 
 __all__ = [
     "CriticConfig",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from slipstream.config.batch_checks import batch_problems
 from slipstream.config.parse.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
@@ -56,6 +57,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     """Keys (`section.key`) and whole sections (`section`) that have no effect in this config, each with the reason."""
     found: dict[str, str] = {}
     algorithm, environment = config.algorithm, config.environment
+    if config.training.steps is not None:
+        found["training.epochs"] = "has no effect while training.steps is set"
     if config.training.ranks == 1:
         for name in ("reshard", "rank_timeout_s"):
             found[f"training.{name}"] = "has no effect while training.ranks is 1"
@@ -89,11 +92,18 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found["environment"] = "has no use when data is given and evaluation is off"
         else:
             found["environment.num_train_tasks"] = "has no effect when data is given"
+    if config.evaluation is None:
+        for name in ("eval_path", "eval_split", "eval_fraction"):
+            found[f"data.{name}"] = "has no effect while evaluation is off"
+    elif environment is None:
+        for name in ("num_tasks", "temperature", "threshold", "seed", "stop_at", "patience"):
+            found[f"evaluation.{name}"] = "has no effect without an environment, whose held-out tasks it is about"
     if not uses_engine(config):
+        reason = "while evaluation is off" if config.evaluation is None else "without an environment to evaluate on"
         without_engine = ("sampling", "inference", "weights", "run.placement")
         without_rewards = (f"environment.{name}" for name in _OF_REWARDS)
         for path in (*without_engine, *without_rewards):
-            found[path] = "has no effect under sft while evaluation is off"
+            found[path] = f"has no effect under sft {reason}"
     return found
 
 
@@ -128,7 +138,7 @@ def reason_against(path: str, reasons: Mapping[str, str]) -> str:
 def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, sentence) for each combination of settings that cannot be run."""
     yield from _sources(config)
-    yield from _batches(config)
+    yield from batch_problems(config)
     yield from _engine(config)
     yield from _early_stop(config)
     if not config.model.path.strip():
@@ -212,18 +222,12 @@ def _critic(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not uses_critic(config):
         return
     assert isinstance(config.algorithm, RLConfig)
-    scale, warmup, steps = config.algorithm.scale_rewards, config.critic.warmup_steps, config.training.steps
+    scale = config.algorithm.scale_rewards
     if scale in ("std", "batch"):
         yield (
             "algorithm.scale_rewards",
             f'algorithm.scale_rewards = "{scale}" divides by a spread of rewards, and a critic\'s advantages '
             '(algorithm.advantage = "gae") are not compared with other rewards: use "whiten" or "none"',
-        )
-    if warmup >= steps:
-        yield (
-            "critic.warmup_steps",
-            f"critic.warmup_steps = {warmup} is not below training.steps = {steps}, so the policy would never be "
-            f"trained: use at most {steps - 1}",
         )
 
 
@@ -303,41 +307,14 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
             "algorithm.kind",
             "neither environment nor data is given, so there is nothing to train on: set environment.name or data.path",
         )
-    elif config.evaluation is not None:
+    elif config.evaluation is not None and not config.data.has_eval:
         yield (
             "evaluation",
-            "evaluation needs an environment, and there is none: remove [evaluation] or set environment.name",
+            "evaluation needs an environment, and there is none: remove [evaluation] or set environment.name, or "
+            "data.eval_path for the loss of held-out rows",
         )
-    if config.data is not None and not config.data.path.strip():
-        yield "data.path", 'data.path = "" is empty: give the path of a file or folder of rows'
-
-
-def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
-    training = config.training
-    num_updates = training.steps * training.updates_per_batch * training.epochs_per_batch
-    if training.warmup_steps > 0 and training.warmup_steps >= num_updates:
-        yield (
-            "training.warmup_steps",
-            f"training.warmup_steps = {training.warmup_steps} is not below the run's {num_updates} optimizer steps, so "
-            f"the learning rate would never be reached: use at most {num_updates - 1}",
-        )
-    sentence = divisor_problem(training.updates_per_batch, training.prompts_per_batch)
-    if sentence:
-        yield "training.updates_per_batch", sentence
-
-
-def divisor_problem(updates: int, prompts: int) -> str:
-    """Why a batch of `prompts` prompts cannot be split into `updates` optimizer steps of whole groups; empty if it
-    can."""
-    if prompts % updates == 0:
-        return ""
-    divisors = [number for number in range(1, prompts + 1) if prompts % number == 0]
-    below = [number for number in divisors if number < updates][-1:]
-    near = below + [number for number in divisors if number > updates][:1]
-    return (
-        f"training.updates_per_batch = {updates} does not divide training.prompts_per_batch = {prompts}: "
-        f"use {' or '.join(str(number) for number in near)}"
-    )
+    if config.data is not None:
+        yield from config.data.problems()
 
 
 def _early_stop(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -27,10 +27,10 @@ from slipstream.config.schema import (
     RunSection,
     SamplingConfig,
     Scale,
-    SFTConfig,
     TrainingConfig,
     WeightsConfig,
 )
+from slipstream.config.sft import SFTConfig
 
 
 class PlannedModel(ModelConfig):
@@ -77,6 +77,7 @@ class PlannedSampling(SamplingConfig):
 class PlannedTraining(TrainingConfig):
     """[training]."""
 
+    steps: int = 0
     learning_rate: float = 0.0
     micro_batch_tokens: int = 0
     reshard: Literal["layer", "step"] = "layer"
@@ -129,7 +130,7 @@ class PlannedConfig(RunConfig):
     algorithm: Annotated[SFTConfig | PlannedRL, Field(discriminator="kind")]
     critic: PlannedCritic = PlannedCritic()
     sampling: PlannedSampling = PlannedSampling()
-    training: PlannedTraining
+    training: PlannedTraining = PlannedTraining()
     inference: PlannedInference = PlannedInference()
     weights: PlannedWeights = PlannedWeights()
     evaluation: PlannedEvaluation | None = None

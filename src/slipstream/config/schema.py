@@ -15,6 +15,7 @@ from pydantic import Field, PositiveFloat
 from slipstream.config import bounds
 from slipstream.config.bounds import Section
 from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.sft import DataConfig, SFTConfig
 
 
 class ModelConfig(Section):
@@ -40,32 +41,6 @@ class ModelConfig(Section):
     it holds all of them, in the model's dtype. Not over `training.ranks`."""
     trust_remote_code: bool = False
     """Let the model folder run its own Python code."""
-
-
-class DataConfig(Section):
-    """Training data from files (SFT only)."""
-
-    path: str
-    """JSON lines, parquet, or a folder: of such files, or of `datasets.save_to_disk`. A row has messages
-    (`[{"role", "content"}, ...]`), or a prompt and a completion; and perhaps `tools` and `system`. All fields of a
-    message reach the chat template; a `weight` of 0 keeps one out of the loss. What is not read is counted."""
-    split: str = ""
-    """Which split of a folder that has several. Not set: `train`, or the only one."""
-    messages_column: str = ""
-    """The column of messages. Not set: `messages`, `conversations`."""
-    prompt_column: str = ""
-    """The column of prompts, text or messages. Not set: the first of `prompt`, `question`, `instruction`, `query`,
-    `problem`, `input` that a row has. A dot leads into a column: `extra_info.question`."""
-    completion_column: str = ""
-    """The column of completions. Not set: the first of `completion`, `response`, `output`, `solution`, `answer`."""
-
-
-class SFTConfig(Section):
-    """Supervised fine-tuning: cross-entropy on the assistant's tokens only."""
-
-    kind: Literal["sft"] = "sft"
-    train_on: Literal["last", "all"] = "all"
-    """Which assistant turns of a conversation carry loss."""
 
 
 Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "distill"]
@@ -248,8 +223,11 @@ class SamplingConfig(Section):
 class TrainingConfig(Section):
     """The optimizer and its batches."""
 
-    steps: bounds.Items
-    """Number of batches to train on."""
+    steps: bounds.Items | None = None
+    """Number of batches to train on. Not set: as many as `epochs` are; one of the two must be set."""
+    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Passes over the training data, in the place of `steps`; 0.5 is half a pass. The last batch of a pass is filled
+    from the next one."""
     max_seconds: Annotated[float, Field(gt=0.0, le=1e8)] | None = None
     """After this time the run ends in good order even if steps are left. Counted from the first step; what comes
     before it and the last evaluation are not included."""
@@ -396,7 +374,8 @@ class WeightsConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out accuracy: the part of tasks whose reward reaches `threshold`."""
+    """Held-out accuracy: the part of tasks whose reward reaches `threshold`. Under SFT also when the loss of held-out
+    rows is measured (`data.eval_path`), which needs no environment: by `every` and `at_start`."""
 
     num_tasks: bounds.Items = 500
     """Held-out tasks of an evaluation; of a file, as many as it has."""
@@ -477,7 +456,7 @@ class RunConfig(Section):
     lora: LoraConfig | None = None
     """Not set: all parameters are trained."""
     sampling: SamplingConfig = SamplingConfig()
-    training: TrainingConfig
+    training: TrainingConfig = TrainingConfig()
     inference: InferenceConfig = InferenceConfig()
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig | None = EvaluationConfig()

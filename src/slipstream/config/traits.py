@@ -51,7 +51,13 @@ def undecided(config: RunConfig) -> list[str]:
 
 def uses_engine(config: RunConfig) -> bool:
     """Whether the run generates anything at all."""
-    return isinstance(config.algorithm, RLConfig) or config.evaluation is not None
+    return isinstance(config.algorithm, RLConfig) or (config.evaluation is not None and config.environment is not None)
+
+
+def measures_loss(config: RunConfig) -> bool:
+    """Whether the loss of held-out rows is measured."""
+    is_sft = not isinstance(config.algorithm, RLConfig)
+    return is_sft and config.evaluation is not None and config.data is not None and config.data.has_eval
 
 
 def publishes_adapter(config: RunConfig) -> bool:

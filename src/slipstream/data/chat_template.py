@@ -11,8 +11,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+from slipstream.config.sft import TrainOn
 from slipstream.data.message_fields import ReadRecorder
 from slipstream.data.unknown_characters import Vocabulary
 from slipstream.errors import ConfigError, DataError, first_line
@@ -73,6 +74,11 @@ class ChatTokenizer:
         self._turn_suffix = self._find_turn_suffix()
         self.has_thinking_switch = bool(template_variables(self._tokenizer.chat_template) & {*THINKING_VARIABLES})
         """Whether the template has a variable that turns thinking on or off."""
+        set_to = {self.template_kwargs.get(name) for name in THINKING_VARIABLES}
+        is_unset = set_to == {None} and THINKING_VARIABLES[0] in template_variables(self._tokenizer.chat_template)
+        self.thinks = True in set_to or is_unset
+        """Whether prompts are rendered with thinking on: where nothing sets it, as templates with the first of those
+        variables have it."""
         self.end_token_id = self._turn_suffix[0]
         """The token that ends an assistant's turn; SFT trains on it."""
         self.stop_token_ids = self._find_stop_tokens(trust_remote_code)
@@ -108,14 +114,17 @@ class ChatTokenizer:
             return f"{len(different)} of {len(ours)} tokens differ, such as {min(different)!r}"
         return f"it has {len(theirs)} tokens, not {len(ours)}" if len(theirs) != len(ours) else ""
 
-    def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"] = "all") -> TokenSequence:
+    def training_tokens(self, messages: Sequence[Message], train_on: TrainOn = "all") -> TokenSequence:
         """Tokens and loss mask of a conversation, up to the end of its last assistant turn.
 
         The mask is true on content and end token of the last assistant turn, or of all assistant turns, except messages
         without loss. Tokens are built turn by turn: `render(messages before the turn)` must be a prefix of the turn's
         tokens, and each turn's tokens a prefix of the next turn's. Raises `DataError` otherwise, and for content that
-        contains an end token.
+        contains an end token. With `everything` all tokens of the rendered conversation but the first, which nothing
+        predicts, carry loss.
         """
+        if train_on == "everything":
+            return self._all_tokens(messages)
         turns = [place for place, message in enumerate(messages) if _is_trained(message)]
         if not turns:
             raise DataError("a conversation has no assistant message, so nothing to train on: add one or remove it")
@@ -131,6 +140,24 @@ class ChatTokenizer:
             target = self._target(messages[: place + 1], prompt)
             mask += [False] * (len(prompt) - len(mask)) + [True] * len(target)
             token_ids = prompt + target
+        return TokenSequence(token_ids, mask)
+
+    def _all_tokens(self, messages: Sequence[Message]) -> TokenSequence:
+        """The whole conversation; what the template renders for a message without loss is masked out."""
+        token_ids = self._apply(messages, generation_prompt=False)
+        mask = [False] + [True] * (len(token_ids) - 1)
+        for place, message in enumerate(messages):
+            if message.carries_loss:
+                continue
+            before, after = (
+                self._apply(messages[:end], generation_prompt=False) if end else [] for end in (place, place + 1)
+            )
+            if token_ids[: len(before)] != before or token_ids[: len(after)] != after:
+                raise DataError(
+                    f"the chat template of {self.path} renders message {place}, whose weight is 0, differently once "
+                    "others follow, so it cannot be kept out of the loss: remove the weight"
+                )
+            mask[len(before) : len(after)] = [False] * (len(after) - len(before))
         return TokenSequence(token_ids, mask)
 
     def _target(self, messages: Sequence[Message], prompt: list[int]) -> list[int]:

@@ -67,15 +67,21 @@ class Problem:
 
 
 def read_conversations(
-    path: str | Path, columns: Columns | None = None, split: str = "", unread: dict[str, int] | None = None
+    path: str | Path,
+    columns: Columns | None = None,
+    split: str = "",
+    unread: dict[str, int] | None = None,
+    *,
+    subset: str = "",
+    setting: str = "data.path",
 ) -> list[Conversation]:
     """Reads the conversations of a file or folder, in order; each has at least one assistant turn to train on.
 
     A row has messages, or a prompt and a completion, either of which is text or a list of messages; and optionally
     `tools` and a system prompt. Rows with other columns are counted in `unread`, by column; blank lines are skipped.
-    Raises `DataError`.
+    `subset` and `setting`: see `read_rows`. Raises `DataError`.
     """
-    rows = read_rows(path, split)
+    rows = read_rows(path, split, setting, subset)
     columns = columns or Columns()
     unread = {} if unread is None else unread
     _check_named(rows, (columns.messages, columns.prompt, columns.answer))

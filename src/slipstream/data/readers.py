@@ -2,23 +2,25 @@
 
 Formats: JSON lines; parquet; a folder written by `datasets.save_to_disk` (arrow files, one split or several); a folder
 of parquet or JSON lines files as in data set repositories (`data/train-00000-of-00002.parquet`, `train/part.parquet`,
-`test.jsonl`).
+`test.jsonl`). A name like `org/name` is a data set on the Hugging Face hub, or in the cache of the library `datasets`.
 
 Files are read in the order of their names, rows in file order; what cannot be read raises a `DataError` that names
-file, row and column. pyarrow is imported only when a file needs it.
+file, row and column. pyarrow and `datasets` are imported only when they are needed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from slipstream.config.python_objects import is_python_object, load
+from slipstream.config.sft import is_hub_name
 from slipstream.errors import ConfigError, DataError, first_line
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -30,6 +32,7 @@ _SPLITS = {
     **dict.fromkeys(("eval", "evaluation"), "eval"),
 }
 _FORMS = "a .jsonl or .parquet file, a folder of them, or a folder of datasets.save_to_disk"
+_HUB_TIMEOUT_S = 5.0
 _MARKS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 
@@ -40,12 +43,15 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-def read_rows(path: str | Path, split: str = "", setting: str = "data.path") -> list[Row]:
+def read_rows(path: str | Path, split: str = "", setting: str = "data.path", subset: str = "") -> list[Row]:
     """Reads all rows of the file or folder `path`; of a folder with several splits those of `split`, or of `train`.
-    `setting` is the setting that error messages name. Raises `DataError`, also if there are no rows."""
+    `setting` is the setting that error messages name; `subset` the configuration of a data set on the hub. Raises
+    `DataError`, also if there are no rows."""
     if is_python_object(str(path)):
         return [Row(f"row {number} of {path}", values) for number, values in enumerate(load(str(path)))]
     path = Path(path)
+    if is_hub_name(str(path)) and not path.exists():
+        return _hub_rows(str(path), subset, split, setting)
     if path.is_dir():
         files = _files_of_split(path, split, setting)
     elif split:
@@ -73,6 +79,62 @@ def _read_file(path: Path, setting: str) -> Iterator[Row]:
     if not path.exists():
         raise DataError(f"{path} cannot be read (No such file or directory): correct {setting}")
     raise DataError(f"{path} is not a JSONL file or any other that is read here: give {_FORMS} in {setting}")
+
+
+def _hub_rows(name: str, subset: str, split: str, setting: str) -> list[Row]:
+    """The rows of a data set on the hub, as the library `datasets` reads, downloads and caches it."""
+    try:
+        import datasets  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting} = {name} is no file or folder here, and a data set on the hub needs a package that cannot be "
+            f"imported ({error}): pip install datasets, or correct the path"
+        ) from error
+    library: Any = datasets
+    problem = _why_unreachable(name)
+    try:
+        with _offline(library.config) if problem else nullcontext():
+            found = library.load_dataset(name, subset or None)
+        wanted = _wanted_split(name, split, found.keys())
+        rows = [Row(f"row {number} of {name} ({wanted})", values) for number, values in enumerate(found[wanted], 1)]
+    except DataError:
+        raise
+    except Exception as error:  # the library and those below it raise whatever they have
+        raise DataError(
+            f"{setting} = {name} is no file or folder here, and no data set that the hub or this machine's cache gives "
+            f"({problem or first_line(error)}): correct it, or where there is no network download the data set "
+            "elsewhere and give its folder"
+        ) from error
+    if not rows:
+        raise DataError(f"{name} holds no row in its split {wanted!r}: name another one, in {setting}")
+    return rows
+
+
+def _why_unreachable(name: str) -> str:
+    """Why the hub does not give the data set `name`; empty if it does. It is asked once: the library itself asks an
+    unreachable hub again for half a minute."""
+    from huggingface_hub import dataset_info
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        dataset_info(name, timeout=_HUB_TIMEOUT_S)
+    except GatedRepoError:
+        return ""  # loading it raises an error that says what to do
+    except RepositoryNotFoundError:
+        return "the hub has no such data set"
+    except Exception as error:  # noqa: BLE001 - whatever the network's library raises
+        return f"the hub cannot be asked: {type(error).__name__}"
+    return ""
+
+
+@contextmanager
+def _offline(config: Any) -> Generator[None]:
+    """Inside, the library `datasets` with this `config` reads its cache only."""
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def _json_rows(path: Path, setting: str) -> Iterator[Row]:
@@ -178,13 +240,18 @@ def held_out_split(folder: Path, but: str = "", setting: str = "data.path") -> s
 def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
     """The folder's files in order: those of `split`, if file names distinguish splits."""
     by_split = splits_of(folder, setting)
-    if not split and len(by_split) == 1:
-        return next(iter(by_split.values()))
+    return by_split[_wanted_split(folder, split, by_split)]
+
+
+def _wanted_split(source: str | Path, split: str, there: Collection[str]) -> str:
+    """`split`, or without it the only one that is `there`, or `train`."""
+    if not split and len(there) == 1:
+        return next(iter(there))
     wanted = split or "train"
-    if wanted not in by_split:
-        names = ", ".join(repr(name) if name else "files of no split" for name in by_split)
-        raise DataError(f"{folder} has no split {wanted!r}, only {names}: name one of them, or a single file")
-    return by_split[wanted]
+    if wanted not in there:
+        names = ", ".join(repr(name) if name else "files of no split" for name in there)
+        raise DataError(f"{source} has no split {wanted!r}, only {names}: name one of them, or a single file")
+    return wanted
 
 
 def _saved_files(folder: Path) -> list[Path]:

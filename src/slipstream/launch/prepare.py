@@ -10,14 +10,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TypeVar
 
-from slipstream.config import Derived, Loaded, PlannedConfig, RunConfig
+from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunConfig
 from slipstream.config.parse.load import DEFAULT
-from slipstream.config.traits import uses_engine
+from slipstream.config.traits import measures_loss, uses_engine
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations
+from slipstream.data.examples import Examples, holds_thoughts, split_off, tokenized, without
 from slipstream.data.message_fields import check_fields
+from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
 from slipstream.envs.single_turn import gold_of, make_tasks
@@ -30,7 +33,7 @@ from slipstream.launch.plan.measure import gather_facts, longest_answer, read_mo
 from slipstream.launch.plan.summary import Note
 from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.torch_builds import check_torch_builds
-from slipstream.launch.preflight.unknown_characters import unknown_characters
+from slipstream.launch.preflight.unknown_characters import source_of, unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.tools.deployable import with_weights_folder
 from slipstream.records import Message, SamplingParams, Task
@@ -52,6 +55,10 @@ class Prepared:
     eval_tasks: list[Task]
     conversations: list[Sequence[Message]]
     """The training set of SFT."""
+    examples: Examples
+    """The same as tokens."""
+    held_out: Examples
+    """Rows of which SFT measures the loss."""
     dropped: dict[str, int]
     """Number of dropped tasks and conversations, by reason."""
 
@@ -124,13 +131,17 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     fitting = _fitting(asked_tasks, tokenizer, config, facts_of_model, environment, dropped)
     train_tasks, eval_tasks = fitting.get("train", train_tasks), fitting["eval"]
     conversations: list[Sequence[Message]] = []
+    eval_rows: list[Sequence[Message]] = []
     if is_sft:
-        conversations = _conversations(config, environment, train_tasks, dropped)
-    unknown = unknown_characters(config, environment, tokenizer.vocabulary, conversations, train_tasks, eval_tasks)
+        conversations, eval_rows = _conversations(config, environment, train_tasks, dropped)
+    talk = [*conversations, *eval_rows]
+    unknown = unknown_characters(config, environment, tokenizer.vocabulary, talk, train_tasks, eval_tasks)
+    examples = eval_examples = Examples()
     if is_sft:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
-        conversations = _short_enough(conversations, tokenizer, config, context, dropped)
-    trained_on = conversations or [task.prompt for task in train_tasks]
+        conversations, examples = _tokenized(conversations, tokenizer, config, context, dropped)
+        eval_rows, eval_examples = _tokenized(eval_rows, tokenizer, config, context, dropped, held_out=True)
+    trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     check_fields(tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)], dropped)
     gold = partial(gold_of, environment) if environment else (lambda task: task.answer)
     facts = gather_facts(
@@ -138,7 +149,8 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
         train_tasks,
         tokenizer,
         eval_tasks=eval_tasks,
-        conversations=conversations,
+        lengths=examples.lengths,
+        eval_lengths=eval_examples.lengths,
         gold=gold,
         max_turns=environment.max_turns if environment else 1,
         num_requested_tasks=requested,
@@ -156,9 +168,10 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
         for item in derived
         if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
     ]
-    warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown)
+    warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *_thinking(tokenizer, conversations))
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
-    return Prepared(loaded, plan, facts, tokenizer, environment, train_tasks, eval_tasks, conversations, dropped)
+    data = (train_tasks, eval_tasks, conversations, examples, eval_examples)
+    return Prepared(loaded, plan, facts, tokenizer, environment, *data, dropped)
 
 
 def check_engine(prepared: Prepared) -> None:
@@ -265,11 +278,10 @@ def _fitting(
 
 def _conversations(
     config: RunConfig, environment: Environment | None, tasks: list[Task], dropped: dict[str, int]
-) -> list[Sequence[Message]]:
+) -> tuple[list[Sequence[Message]], list[Sequence[Message]]]:
+    """SFT's conversations: those to train on, and those whose loss is measured."""
     if config.data is not None:
-        data = config.data
-        columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
-        return [*read_conversations(data.path, columns, data.split, dropped)]
+        return _rows(config.data, dropped, holds_out=measures_loss(config))
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []
     for task in tasks:
@@ -283,24 +295,67 @@ def _conversations(
             f"environment {environment.name} has no gold answers to imitate: give conversations with data.path, or "
             "train with algorithm grpo"
         )
-    return found
+    return found, []
 
 
-def _short_enough(
+def _rows(
+    data: DataConfig, dropped: dict[str, int], *, holds_out: bool
+) -> tuple[list[Sequence[Message]], list[Sequence[Message]]]:
+    """The rows of [data] to train on and, where it `holds_out`, those to hold out."""
+    columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
+    rows: list[Sequence[Message]] = [*read_conversations(data.path, columns, data.split, dropped, subset=data.subset)]
+    if not holds_out:
+        return rows, []
+    if data.eval_fraction:
+        return split_off(rows, data.eval_fraction)
+    # A data set of its own has its own configurations.
+    path, subset = (data.path, data.subset) if data.eval_path is None else (data.eval_path, "")
+    split = data.eval_split or (held_out_split(Path(path), setting="data.eval_path") if Path(path).is_dir() else "")
+    held_out: list[Sequence[Message]] = [
+        *read_conversations(path, columns, split, subset=subset, setting="data.eval_path")
+    ]
+    kept = without(rows, held_out)
+    if len(kept) < len(rows):
+        dropped["also_held_out"] = len(rows) - len(kept)
+    return kept, held_out
+
+
+def _tokenized(
     conversations: list[Sequence[Message]],
     tokenizer: ChatTokenizer,
     config: RunConfig,
     context: int,
     dropped: dict[str, int],
-) -> list[Sequence[Message]]:
-    """Drop conversations that are longer than the model's context."""
-    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
-    kept = [c for c in conversations if len(tokenizer.training_tokens(c, train_on)) <= context]
-    if len(kept) < len(conversations):
-        dropped["conversation_too_long"] = len(conversations) - len(kept)
-    if not kept:
-        raise DataError(
-            f"every one of the {len(conversations)} conversations is longer than the model's context of {context} "
-            "tokens: use shorter ones, or a model with a longer context"
-        )
-    return kept
+    *,
+    held_out: bool = False,
+) -> tuple[list[Sequence[Message]], Examples]:
+    """Tokens of the conversations, within `data.max_length` and the model's context."""
+    assert config.algorithm.kind == "sft"
+    data, limit, bound = config.data, context, f"the model's context of {context} tokens"
+    if data is not None and data.max_length is not None:
+        limit, bound = data.max_length, f"data.max_length = {data.max_length}"
+        if limit > context:
+            raise ConfigError(
+                f"data.max_length = {limit} is above the model's context of {context} tokens: use at most {context}"
+            )
+    return tokenized(
+        conversations,
+        tokenizer,
+        config.algorithm.train_on,
+        limit,
+        data.too_long if data is not None else "drop",
+        dropped,
+        where=partial(source_of, config, ()),
+        bound=bound,
+        prefix="eval_" if held_out else "",
+    )
+
+
+def _thinking(tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]) -> list[str]:
+    """A warning where prompts have thinking on and no answer to imitate thinks."""
+    if not conversations or not tokenizer.thinks or holds_thoughts(conversations):
+        return []
+    return [
+        f"none of the {len(conversations)} answers to imitate holds a <think>, and the chat template has thinking on, "
+        "so the model would learn to answer without it: set model.thinking = false, or give answers with their thinking"
+    ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import dump_resolved
+from slipstream.data.examples import SFTReader
 from slipstream.launch.batch_order import START_GRACE_S, BatchOrder
 from slipstream.launch.build import (
     Trained,
@@ -38,7 +39,6 @@ from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import WAIT, Stages
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.sft_batches import SFTReader
 from slipstream.orchestrator.thread import Orchestrator
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
@@ -57,6 +57,8 @@ class RunResult:
     folder: Path
     steps: int
     evaluation: Evaluation | None
+    held_out_loss: dict[str, float]
+    """`eval/loss` and what belongs to it, measured last; empty without held-out rows."""
     checkpoint: Path | None
     """Deployable weights of the last step."""
     best: Path | None = None
@@ -155,6 +157,7 @@ def _result_of(loop: TrainingLoop) -> RunResult:
         loop.log.folder,
         loop.step,
         loop.engine.last_evaluation if isinstance(loop.engine, Orchestrator) else None,
+        loop.held_out_loss,
         checkpoint / "weights" if checkpoint else None,
         best / "weights" if best else None,
     )
@@ -178,12 +181,7 @@ def _build_loop(run: RunContext, children: Children, resume: bool) -> TrainingLo
         config=config,
         learner=trained.learner,
         objective=build_objective(config, sampling),
-        reader=SFTReader(
-            prepared.conversations,
-            prepared.tokenizer,
-            order.items,
-            train_on=config.algorithm.train_on if config.algorithm.kind == "sft" else "all",
-        ),
+        reader=SFTReader(prepared.examples, order.items),
         engine=None,
         store=store,
         log=run.log,
@@ -193,6 +191,7 @@ def _build_loop(run: RunContext, children: Children, resume: bool) -> TrainingLo
         critic=trained.critic,
         should_stop=run.should_stop,
         num_items=prepared.num_items,
+        held_out=prepared.held_out,
         identity=identity_of(config, prepared.train_tasks, prepared.conversations, trained.learner.model.folder),
     )
     teacher = children.teacher

@@ -58,4 +58,5 @@ def _summary(result: RunResult, stages: Stages) -> dict[str, Any]:
         summary["best_weights"] = str(result.best)
     if result.evaluation is not None:
         summary |= result.evaluation.metrics()
+    summary |= result.held_out_loss
     return summary

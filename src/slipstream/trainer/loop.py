@@ -12,9 +12,10 @@ last step, at the time limit, when `should_stop` is true (after writing a checkp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +35,11 @@ from slipstream.trainer.critic import Critic
 from slipstream.trainer.early_stop import EarlyStop
 from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.loss import Objective
-from slipstream.trainer.metrics import logprob_differences, worst_engine_mean
+from slipstream.trainer.metrics import held_out_loss, logprob_differences, worst_engine_mean
 from slipstream.trainer.signal_watch import SignalWatch
+
+_ROWS_AT_ONCE = 16
+"""Rows of held-out sequences that are computed before their results are read."""
 
 
 class Reader(Protocol):
@@ -117,6 +121,8 @@ class TrainingLoop:
     should_stop: Callable[[], bool] = lambda: False
     num_items: int = 0
     """Size of the training set. A resumed run must have the same: it determines the order of the data."""
+    held_out: Collection[records.Sequence] = ()
+    """Under SFT, sequences whose loss is measured with every evaluation; none is trained on."""
     identity: Mapping[str, str] = field(default_factory=dict[str, str])
     """Digests of what else a resumed run must not change, by name."""
     step: int = 0
@@ -124,6 +130,8 @@ class TrainingLoop:
     trained_before_s: float = 0.0
     """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
+    held_out_loss: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    """Metrics of the held-out sequences, measured last."""
     early_stop: EarlyStop = field(init=False)
     """Decides after each evaluation whether the run is done."""
 
@@ -194,10 +202,14 @@ class TrainingLoop:
 
     def _run(self) -> None:
         training = self.config.training
+        evaluate = self._evaluates_at_start()
+        metrics = self._measure_held_out() if evaluate else {}
         if self.engine is not None:
-            metrics = self._synchronise(evaluate=self._evaluates_at_start())
+            metrics |= self._synchronise(evaluate)
+        if metrics:
             self._report(metrics)
             self._observe(metrics)
+        if self.engine is not None:
             self.engine.release(self.step)
         self._writer.begin()
         self._started, updates = time.monotonic(), self.learner.step
@@ -232,6 +244,8 @@ class TrainingLoop:
             self.log.event("time_limit", step=self.step, max_seconds=training.max_seconds)
         is_last = is_late or self.step >= training.steps
         evaluate = self._evaluates_after(self.step, is_last)
+        if evaluate:
+            metrics |= self._measure_held_out()
         try:
             if self.engine is not None and (isinstance(self.config.algorithm, RLConfig) or evaluate):
                 metrics |= self._synchronise(evaluate)
@@ -327,6 +341,26 @@ class TrainingLoop:
                 metrics |= self.engine.evaluate(self.step)
             self._evaluated_step = self.step
         return metrics
+
+    def _measure_held_out(self) -> dict[str, float]:
+        """Measure the loss of the held-out sequences, if any; returns metrics. Before the engine takes the GPU: under
+        sleep mode its turn comes afterwards, and at the start there is room for one sequence only."""
+        if not self.held_out:
+            return {}
+        tokens = self.learner.micro_batch_tokens
+        if self.config.inference.sleep is True:
+            tokens = max(map(len, self.held_out))
+        self.progress.phase("evaluate", len(self.held_out))
+        with self.log.phase("held_out_loss"):
+            self.held_out_loss = held_out_loss(
+                partial(self.learner.forward, micro_batch_tokens=tokens),
+                self.held_out,
+                _ROWS_AT_ONCE * tokens * self.config.training.ranks,
+                self.progress.advance,
+            )
+        if self.engine is None:
+            self._evaluated_step = self.step
+        return dict(self.held_out_loss)
 
     def _probe(self, sequences: list[records.Sequence]) -> dict[str, float]:
         """Compare the engine's log-probabilities of the sequences that it just sampled with the trainer's, by the same

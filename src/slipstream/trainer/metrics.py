@@ -1,15 +1,19 @@
-"""Metrics of a step that neither the loss nor the optimizer computes: of rollouts, and of the probe. Pure."""
+"""Metrics that neither the loss nor the optimizer computes: of rollouts, of the probe, and of held-out sequences."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
 from slipstream import records
 from slipstream.errors import TrainingError
+from slipstream.trainer.learner import Scores
+
+_HIGHEST_EXPONENT = 700.0
+"""Beyond it the exponential is no float64."""
 
 
 def any_cut(metrics: Mapping[str, float]) -> bool:
@@ -69,3 +73,35 @@ def worst_engine_mean(differences: list[list[float]], num_engines: int) -> float
     parts = [differences[start : start + each] for start in range(0, len(differences), each)]
     means = [statistics.fmean(value for values in part for value in values) for part in parts]
     return next((mean for mean in means if math.isnan(mean)), max(means))
+
+
+def held_out_loss(
+    forward: Callable[[list[records.Sequence]], Scores],
+    sequences: Iterable[records.Sequence],
+    tokens_at_once: int,
+    on_measured: Callable[[int], None] = lambda count: None,
+) -> dict[str, float]:
+    """The mean cross-entropy of all trainable tokens, in nats, as SFT's loss has it for a batch; and its exponential.
+    `tokens_at_once` bounds the tokens of the sequences in one call of `forward`; `on_measured` gets their number."""
+    total, count = 0.0, 0
+    for part in _parts(sequences, tokens_at_once):
+        for logprobs_N in forward(part).logprobs:
+            total -= logprobs_N.double().sum().item()
+            count += len(logprobs_N)
+        on_measured(len(part))
+    loss = total / count
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, _HIGHEST_EXPONENT))}
+
+
+def _parts(sequences: Iterable[records.Sequence], most: int) -> Iterator[list[records.Sequence]]:
+    """Consecutive sequences of at most `most` tokens together; a longer one is alone."""
+    part: list[records.Sequence] = []
+    num_tokens = 0
+    for sequence in sequences:
+        if part and num_tokens + len(sequence) > most:
+            yield part
+            part, num_tokens = [], 0
+        part.append(sequence)
+        num_tokens += len(sequence)
+    if part:
+        yield part

@@ -206,8 +206,8 @@ def _prompt_groups(
     batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, longest: int | None
 ) -> list[list[int]]:
     """Group sequences of equal prompts, and of the others those whose prompts begin alike where that saves enough; each
-    group at most `max_tokens` tokens. A sequence whose continuation exceeds `longest` tokens plus twice what it shares
-    is a group alone."""
+    group at most `max_tokens` tokens. A sequence whose continuation exceeds `longest` tokens plus twice what it
+    shares is a group alone, and so is one that shares a single token."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for index in used:
         alike.setdefault(tuple(batch.sequences[index].token_ids[: targets[index].prompt]), []).append(index)
@@ -219,7 +219,9 @@ def _prompt_groups(
         shared = _shared(batch, targets, members)
         kept = [i for i in members if longest is None or targets[i].length <= longest + 3 * shared]
         is_equal = all(targets[index].prompt == shared for index in kept)
-        if not is_equal and (len(kept) - 1) * shared < _MIN_SAVED * sum(targets[index].length for index in kept):
+        if shared == 1 or (
+            not is_equal and (len(kept) - 1) * shared < _MIN_SAVED * sum(targets[index].length for index in kept)
+        ):
             kept = []
         alone = set(members).difference(kept)
         groups += [[index] for index in members if index in alone]

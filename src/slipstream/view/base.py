@@ -39,9 +39,11 @@ class Column:
 
 REWARD_COLUMN = Column("reward", (REWARD,), ".3f")
 ACCURACY_COLUMN = Column("accuracy", (ACCURACY,), ".3f")
+EVAL_LOSS_COLUMN = Column("eval loss", ("eval/loss",), ".4f")
 COLUMNS = (
     REWARD_COLUMN,
     ACCURACY_COLUMN,
+    EVAL_LOSS_COLUMN,
     Column("probe diff", ("probe/abs_logprob_diff",), ".2g"),
     Column("loss", ("train/loss",), ".4f"),
     Column("grad norm", ("train/grad_norm",), ".3g"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from slipstream.view.base import ACCURACY_COLUMN, COLUMNS, Phase, StatefulView, why_untrained
+from slipstream.view.base import ACCURACY_COLUMN, COLUMNS, EVAL_LOSS_COLUMN, Phase, StatefulView, why_untrained
 
 LONG_PHASE_S = 10.0
 QUICK_STEP_S = 2.0
@@ -34,7 +34,8 @@ class PlainView(StatefulView):
 
     def _on_step(self, row: Mapping[str, float]) -> None:
         now = self._clock()
-        is_notable = ACCURACY_COLUMN.of(row) is not None or self.steps_done >= self.total_steps
+        is_evaluated = any(column.of(row) is not None for column in (ACCURACY_COLUMN, EVAL_LOSS_COLUMN))
+        is_notable = is_evaluated or self.steps_done >= self.total_steps
         if now - self._written < QUICK_STEP_S and not is_notable:
             return
         self._written = now

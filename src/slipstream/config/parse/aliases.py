@@ -21,6 +21,7 @@ _TRL: dict[str, str] = {
     "model_revision": "model.revision",
     "trust_remote_code": "model.trust_remote_code",
     "max_steps": "training.steps",
+    "num_train_epochs": "training.epochs",
     "learning_rate": "training.learning_rate",
     "lr": "training.learning_rate",
     "lr_scheduler_type": "training.schedule",
@@ -89,6 +90,7 @@ _VERL: dict[str, str] = {
     "data.train_batch_size": "training.prompts_per_batch",
     "data.max_response_length": "sampling.max_tokens",
     "trainer.total_training_steps": "training.steps",
+    "trainer.total_epochs": "training.epochs",
     "trainer.default_local_dir": "run.folder",
     "trainer.save_freq": "run.checkpoint_every",
     "trainer.test_freq": "evaluation.every",
@@ -102,25 +104,26 @@ ALSO = {"epsilon": "algorithm.clip_high"}
 """A second setting that an alias sets if nothing else does."""
 REMARKS = {
     "max_steps": "the batches to train on, each of training.updates_per_batch optimizer steps",
+    "num_train_epochs": "where the last batch of a pass is filled from the next one",
+    "trainer.total_epochs": "where the last batch of a pass is filled from the next one",
     "epsilon": "and algorithm.clip_high where nothing else sets it",
     "epsilon_high": "the bound is 1 + clip_high, also under cispo, where TRL's bound is epsilon_high itself",
     "seed": "which seeds the order of the data and what the engine samples",
 }
 """What the note on an alias adds after the name of our setting."""
 
-_EPOCHS = "a run counts batches, not epochs: set training.steps to epochs * tasks / training.prompts_per_batch"
 _GPU_BATCH = (
     "it counts completions on one GPU: set training.prompts_per_batch to the prompts of a whole batch; "
     "training.micro_batch_tokens bounds the memory of a pass and is found by itself"
 )
 _MINI_BATCH = "set training.updates_per_batch to the number of optimizer steps that a batch is split into"
 _PROMPT_LENGTH = "prompt and completion are bounded together: set inference.max_model_len"
+_TRAIN_ON = 'set algorithm.train_on: "last" or "all" assistant turns, or "everything", prompts too'
 _RANKS = "set training.ranks to the number of GPUs that train, and inference.tensor_parallel_size or inference.replicas"
 _TASKS = 'set environment.name = "rows" and environment.settings.path to a file, or data.path under sft'
 _REWARDS = "rewards are the environment's: set environment.settings.reward, or environment.name to your own class"
 _KL = 'set algorithm.kl_coef, where 0 means none, and algorithm.kl_in = "loss" or "reward"'
 REFUSED: dict[str, str] = {
-    "num_train_epochs": _EPOCHS,
     "per_device_train_batch_size": _GPU_BATCH,
     "gradient_accumulation_steps": "gradients are accumulated over a whole batch by themselves: set "
     "training.prompts_per_batch to the prompts of a batch",
@@ -136,6 +139,11 @@ REFUSED: dict[str, str] = {
     "importance_sampling_level": 'set algorithm.loss = "clip" for token, "gspo" for sequence',
     "mask_truncated_completions": "set algorithm.train_on_truncated to the opposite",
     "max_prompt_length": _PROMPT_LENGTH,
+    "max_length": 'set data.max_length, and data.too_long = "truncate" to cut as TRL does; inference.max_model_len '
+    "bounds what is generated",
+    "assistant_only_loss": _TRAIN_ON,
+    "completion_only_loss": _TRAIN_ON,
+    "eval_strategy": "set evaluation.every to the steps between evaluations",
     "use_vllm": "completions always come from vLLM: remove it",
     "vllm_mode": 'set run.placement: "shared" for colocate, "separate" for GPUs of the engine\'s own',
     "save_total_limit": "set run.keep_checkpoints, and run.keep_weights for weights without optimizer state",
@@ -160,7 +168,6 @@ REFUSED: dict[str, str] = {
     "data.train_files": _TASKS,
     "data.val_files": "set environment.settings.eval_path",
     "data.max_prompt_length": _PROMPT_LENGTH,
-    "trainer.total_epochs": _EPOCHS,
     "trainer.n_gpus_per_node": _RANKS,
     "trainer.nnodes": "a run has one machine: remove it",
     "trainer.logger": 'set run.sinks: a list of "tensorboard", "wandb" or "trackio"; metrics always go to the terminal',
@@ -172,8 +179,17 @@ NEAR: dict[str, str] = {
         "model.path": "model_name pretrained_model_name_or_path",
         "model.dtype": "torch_dtype",
         "data.path": "train_files dataset train_file",
+        "data.split": "dataset_train_split",
+        "data.subset": "dataset_config dataset_config_name",
+        "data.eval_path": "eval_dataset eval_file validation_file",
+        "data.eval_split": "dataset_test_split",
+        "data.eval_fraction": "val_set_size val_size validation_split test_size eval_size",
+        "data.max_length": "sequence_len cutoff_len",
+        "data.too_long": "excess_length_strategy truncation_mode",
+        "algorithm.train_on": "train_on_inputs",
         "training.learning_rate": "actor_lr",
-        "training.steps": "num_steps total_training_steps total_epochs num_epochs epochs",
+        "training.steps": "num_steps total_training_steps",
+        "training.epochs": "total_epochs num_epochs epochs",
         "training.prompts_per_batch": "batch_size train_batch_size global_batch_size rollout_batch_size",
         "training.updates_per_batch": "ppo_mini_batch_size mini_batch_size num_mini_batches",
         "training.epochs_per_batch": "ppo_epochs num_ppo_epochs",
@@ -200,7 +216,7 @@ NEAR: dict[str, str] = {
         "critic.value_clip": "cliprange_value",
         "critic.gae_lambda": "lam gae_lam lambd",
         "sampling.max_tokens": "max_response_length response_length",
-        "inference.max_model_len": "max_seq_length max_seq_len max_length context_length",
+        "inference.max_model_len": "max_seq_length max_seq_len context_length",
         "inference.tensor_parallel_size": "tensor_model_parallel_size",
         "inference.sleep": "enable_sleep_mode free_cache_engine",
         "inference.replicas": "num_engines data_parallel_size",

@@ -26,6 +26,7 @@ from slipstream.config.parse.suggestions import suggestion
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RunConfig
+from slipstream.config.sft import is_hub_name
 from slipstream.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -65,12 +66,14 @@ def _checked(file: RunFile, overrides: Sequence[str], algorithm: str | None) -> 
     tree = copy.deepcopy(file.tables)
     for setting in settings:
         apply_override(tree, setting)
+    _replace_steps(tree, sources, warnings)
     problems += _force_algorithm(tree, algorithm, sources)
     problems += _remove_unknown(tree, sources, warnings)
     for section in optional_sections():
         if tree.get(section) is False:
             tree[section] = None
     _resolve_paths(tree, file.path.parent, sources)
+    problems += _unreported(_missing_steps(tree), problems)
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -136,6 +139,27 @@ class _Origins:
 
     def _in_file(self, path: str) -> bool:
         return any(known == path or known.startswith(f"{path}.") for known in self.file.lines)
+
+
+def _replace_steps(tree: dict[str, Any], sources: _Origins, warnings: list[str]) -> None:
+    """Has `training.epochs` of the command line replace the file's `training.steps`."""
+    training, steps = tree.get("training"), "training.steps"
+    is_flag = sources.origin("training.epochs") == COMMAND_LINE and sources.origin(steps) not in (COMMAND_LINE, DEFAULT)
+    if is_flag and isinstance(training, dict):
+        warnings.append(located(f"{steps} has no effect beside --training.epochs", sources.place(steps)))
+        del training["steps"], sources.file.lines[steps]
+
+
+def _missing_steps(tree: Mapping[str, Any]) -> dict[str, str]:
+    """The sentence for settings that have neither steps nor epochs, by the key."""
+    training = tree.get("training", {})
+    if not isinstance(training, dict) or any(training.get(name) is not None for name in ("steps", "epochs")):
+        return {}
+    sentence = (
+        "training.steps is missing: set it to a positive whole number, or training.epochs to the passes over the "
+        "training data, in [training] or with --training.steps VALUE"
+    )
+    return {"training.steps": sentence}
 
 
 def _force_algorithm(tree: dict[str, Any], kind: str | None, sources: _Origins) -> list[str]:
@@ -222,7 +246,8 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
     """Makes relative paths in the tree absolute.
 
     A path in the run file is looked up beside the file first, then in the current folder; a path on the command line
-    only in the current folder. A model path that exists in neither and has no leading dot is a hub id.
+    only in the current folder. A model path that exists in neither and has no leading dot is a hub id, and so is a
+    path of data that has the form of one.
     """
 
     def resolve(path: str, text: str, *, always: bool) -> str:
@@ -241,8 +266,9 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
     if text := text_at("model", "path"):
         is_local = text.startswith(("./", "../", "/", "~")) or text in (".", "..")
         tree["model"]["path"] = resolve("model.path", text, always=is_local)
-    if (text := text_at("data", "path")) and not is_python_object(text):
-        tree["data"]["path"] = resolve("data.path", text, always=True)
+    for name in ("path", "eval_path"):
+        if (text := text_at("data", name)) and not is_python_object(text):
+            tree["data"][name] = resolve(f"data.{name}", text, always=not is_hub_name(text))
     if text := text_at("lora", "path"):
         tree["lora"]["path"] = resolve("lora.path", text, always=True)
     if text := text_at("environment", "name"):
@@ -278,8 +304,10 @@ def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
 
 
 def _drop_unusable_evaluation(config: RunConfig, sources: _Origins) -> RunConfig:
-    """Turns evaluation off under SFT without an environment, unless the user set it."""
+    """Turns evaluation off under SFT without an environment and held-out rows, unless the user set it."""
     if config.environment is not None or config.algorithm.kind != "sft" or sources.is_set("evaluation"):
+        return config
+    if config.data is not None and config.data.has_eval:
         return config
     return config.model_copy(update={"evaluation": None})
 

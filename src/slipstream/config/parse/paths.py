@@ -18,6 +18,7 @@ def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     named: dict[str, object] = {"model.path": config.model.path, "run.folder": config.run.folder}
     for section in ("data", "lora", "teacher"):
         named[f"{section}.path"] = getattr(getattr(config, section), "path", None)
+    named["data.eval_path"] = getattr(config.data, "eval_path", None)
     if (environment := config.environment) is not None:
         named["environment.name"] = environment.name
         if environment.name == "rows":

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
+from slipstream.config.batch_checks import warmup_problems
 from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.recipes import choices
 from slipstream.config.traits import planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
@@ -41,6 +43,7 @@ from slipstream.launch.plan.summary import (
 from slipstream.launch.plan.vllm_version import plan_patches
 
 MAX_SEQUENCES = 1_000_000
+MAX_STEPS = 100_000_000
 LARGE, TINY = 500e6, 1e6
 RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
 """At `LARGE` and at `TINY` parameters. The first are usual: of GRPO in TRL and verl, of SFT, and of LoRA, which wants
@@ -69,6 +72,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     builder = PlanBuilder(config, facts)
     _plan_dtype(builder)
     _plan_batch(builder)
+    _plan_steps(builder)
     _plan_evaluation(builder)
     plan_placement(builder)
     _plan_lora(builder)
@@ -110,7 +114,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         workers = usual_reward_workers(facts.num_cpus)
         builder.derive_auto("environment.reward_workers", workers, "one less than the cores, which the rest needs, too")
     builder.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
-    if config.evaluation is not None:
+    if config.evaluation is not None and uses_engine(config):
         builder.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
     plan_checkpoints(builder)
     planned = _decided(builder.config())
@@ -198,6 +202,25 @@ def _plan_batch(builder: PlanBuilder) -> None:
         )
     builder.derive("training.prompts_per_batch", num_tasks, reason)
     builder.warnings.append(f"training.prompts_per_batch was {reason}")
+
+
+def _plan_steps(builder: PlanBuilder) -> None:
+    """Derive `training.steps` from `training.epochs`."""
+    training, num_tasks = builder.original.training, builder.facts.data.num_train_tasks
+    if training.steps is not None or training.epochs is None:
+        return
+    size = builder["training.prompts_per_batch"]
+    # As it is written: 0.07 * 100 is above 7 in floating point.
+    steps = math.ceil(Fraction(str(training.epochs)) * num_tasks / size)
+    passes = "1 pass" if training.epochs == 1 else f"{training.epochs:g} passes"
+    if steps > MAX_STEPS:
+        raise ConfigError(
+            f"training.epochs = {training.epochs:g} over {num_tasks} training prompts in batches of {size} are {steps} "
+            f"steps, more than {MAX_STEPS}: lower it, or raise training.prompts_per_batch"
+        )
+    builder.derive("training.steps", steps, f"{passes} over {num_tasks} training prompts in batches of {size}")
+    for _, sentence in warmup_problems(builder.original, steps):
+        raise ConfigError(sentence)
 
 
 def _plan_learning_rate(builder: PlanBuilder) -> None:

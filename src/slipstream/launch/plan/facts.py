@@ -58,7 +58,9 @@ class DataFacts:
     max_answer_tokens: int | None
     """Longest gold answer with its end token; None when there are none."""
     max_sequence_tokens: int | None = None
-    """SFT: longest conversation that is trained on."""
+    """SFT: longest conversation, held-out ones included."""
+    num_eval_rows: int = 0
+    """SFT: held-out rows whose loss is measured."""
     num_requested_tasks: int | None = None
     """Training tasks that the environment was asked for; None without one."""
     num_eval_tasks: int | None = None

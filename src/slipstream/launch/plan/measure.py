@@ -10,9 +10,10 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import RunConfig
+from slipstream.config.sft import TrainOn
 from slipstream.errors import ConfigError, first_line
 from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts
 from slipstream.launch.plan.machine import measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
@@ -43,7 +44,7 @@ class Tokenizer(Protocol):
         """Prompt tokens, with the generation prompt."""
         ...
 
-    def training_tokens(self, messages: Sequence[Message], train_on: Literal["last", "all"]) -> TokenSequence:
+    def training_tokens(self, messages: Sequence[Message], train_on: TrainOn) -> TokenSequence:
         """The tokens of a whole conversation; `mask` is set on what the assistant says."""
         ...
 
@@ -54,7 +55,8 @@ def gather_facts(
     tokenizer: Tokenizer,
     *,
     eval_tasks: Sequence[Task] = (),
-    conversations: Sequence[Sequence[Message]] = (),
+    lengths: Sequence[int] = (),
+    eval_lengths: Sequence[int] = (),
     gold: Callable[[Task], str | None] = lambda task: task.answer,
     max_turns: int = 1,
     num_requested_tasks: int | None = None,
@@ -62,7 +64,8 @@ def gather_facts(
 ) -> Facts:
     """Measure the machine, the model at `config.model.path` and the tasks.
 
-    `conversations` are SFT's own data; without them SFT trains on the tasks' gold answers. `thinks`: see `ModelFacts`.
+    `lengths` and `eval_lengths` are the tokens of SFT's conversations and of the held-out ones. `thinks`: see
+    `ModelFacts`.
     Raises ConfigError when the model cannot be read.
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
@@ -76,7 +79,7 @@ def gather_facts(
             with_scores(config, read_trained_model(config.model.path, trust_remote_code=trusted)), thinks=thinks
         ),
         data=dataclasses.replace(
-            measure_data(config, tasks, tokenizer, eval_tasks, conversations, gold),
+            measure_data(config, tasks, tokenizer, eval_tasks, lengths, eval_lengths, gold),
             max_turns=max_turns,
             num_requested_tasks=num_requested_tasks,
             num_eval_tasks=len(eval_tasks) or None,
@@ -135,26 +138,25 @@ def measure_data(
     tasks: Sequence[Task],
     tokenizer: Tokenizer,
     eval_tasks: Sequence[Task] = (),
-    conversations: Sequence[Sequence[Message]] = (),
+    lengths: Sequence[int] = (),
+    eval_lengths: Sequence[int] = (),
     gold: Callable[[Task], str | None] = lambda task: task.answer,
 ) -> DataFacts:
-    """Count tokens: of every prompt, and of the longest answers and conversations.
+    """Count tokens: of every prompt, and of the longest answers.
 
-    Answers and conversations are measured among the 1,000 longest by their bytes, as the plan adds a margin to
-    them; a prompt that does not fit would be refused.
+    Answers are measured among the 1,000 longest by their bytes, as the plan adds a margin to them; a prompt that does
+    not fit would be refused. `lengths` and `eval_lengths`: see `gather_facts`.
     """
     is_sft = config.algorithm.kind == "sft"
-    train_on = config.algorithm.train_on if config.algorithm.kind == "sft" else "all"
     generating: list[Task] = [] if is_sft else list(tasks)
     if config.evaluation is not None:
         generating += eval_tasks
-    trained: Sequence[Sequence[Message]] = (conversations or _answered((*tasks, *eval_tasks), gold)) if is_sft else ()
-    longest = sorted(trained, key=_num_bytes, reverse=True)[:MAX_MEASURED]
     return DataFacts(
-        num_train_tasks=len(conversations) or len(tasks),
+        num_train_tasks=len(lengths) or len(tasks),
         max_prompt_tokens=max((len(tokenizer.render(task.prompt)) for task in generating), default=0),
         max_answer_tokens=longest_answer((*tasks, *eval_tasks), tokenizer, gold),
-        max_sequence_tokens=max((len(tokenizer.training_tokens(turns, train_on)) for turns in longest), default=None),
+        max_sequence_tokens=max((*lengths, *eval_lengths), default=None),
+        num_eval_rows=len(eval_lengths),
     )
 
 

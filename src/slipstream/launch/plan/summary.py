@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from slipstream.config import PlannedConfig, PlannedRL, RLConfig
 from slipstream.config.recipes import resolved
-from slipstream.config.traits import engine_workers, keeps_copy, num_replicas, shares_weights, uses_critic, uses_engine
+from slipstream.config.traits import (
+    engine_workers,
+    keeps_copy,
+    measures_loss,
+    num_replicas,
+    shares_weights,
+    uses_critic,
+    uses_engine,
+)
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.memory.gpu_shares import ASLEEP_RESERVE, ENGINE_RESERVE, TRAINER_RESERVE
@@ -53,7 +61,10 @@ def batch_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
         every = config.evaluation.every
         between = (training.steps - 1) // every if every else 0
         times = between + 1 + config.evaluation.at_start
-        yield Note("evaluations", times, "", f"of {config.evaluation.num_tasks} held-out tasks")
+        held_out = [f"{config.evaluation.num_tasks} held-out tasks"] if config.environment is not None else []
+        if measures_loss(config):
+            held_out.append(f"the loss of {facts.data.num_eval_rows} held-out rows")
+        yield Note("evaluations", times, "", f"of {' and '.join(held_out)}")
 
 
 def planned_row_memory(config: PlannedConfig, facts: Facts) -> RowMemory:

@@ -27,7 +27,7 @@ def unknown_characters(
     trained: list[Text] = []
     read: list[Text] = []
     for conversation in conversations:
-        where = partial(_source, config, train_tasks, conversation)
+        where = partial(source_of, config, train_tasks, conversation)
         turns = _trained_turns(config, conversation)
         trained.append((where, "".join(turn.content for turn in turns)))
         read.append((where, "".join(turn.content for turn in conversation if turn not in turns)))
@@ -60,17 +60,19 @@ def gold_answers(environment: Environment | None, tasks: Sequence[Task]) -> list
 
 
 def _trained_turns(config: RunConfig, conversation: Sequence[Message]) -> list[Message]:
+    if config.algorithm.kind == "sft" and config.algorithm.train_on == "everything":
+        return [turn for turn in conversation if turn.carries_loss]
     turns = [turn for turn in conversation if turn.role == "assistant" and turn.carries_loss]
     is_last = config.algorithm.kind == "sft" and config.algorithm.train_on == "last"
     return turns[-1:] if is_last else turns
 
 
-def _source(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[Message]) -> str:
+def source_of(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[Message]) -> str:
     """The row or task that a conversation comes from."""
     if config.data is not None:
         data = config.data
         columns = Columns(data.messages_column, data.prompt_column, data.completion_column)
-        rows = read_rows(data.path, data.split)
+        rows = read_rows(data.path, data.split, subset=data.subset)
         found = (row.where for row in rows if conversation_of(row, columns) == tuple(conversation))
     else:
         found = (f"task {task.id}" for task in tasks if list(task.prompt) == list(conversation[:-1]))

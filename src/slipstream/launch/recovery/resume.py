@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config import Loaded, RunConfig, with_values
+from slipstream.config import Loaded, PlannedConfig, RunConfig, with_values
 from slipstream.errors import ConfigError
 from slipstream.records import Message, Task
 from slipstream.runlog import read_settings
 
 
-def refuse_to_resume(folder: Path, config: RunConfig) -> int:
+def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
     """Return the step after which the run in `folder` continues. Raises `ConfigError`, before anything is changed, for
     a run that cannot continue or has nothing left to do."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore

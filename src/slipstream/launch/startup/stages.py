@@ -28,7 +28,12 @@ WAIT = "wait for vLLM"
 _POLL_S = 0.2
 _SHORTEST_SHOWN_S = 0.1
 """Shorter stages are not shown in a terminal."""
-_FIRST_ROW = {"update": "first update", "probe": "first probe", "evaluate": "first evaluation"}
+_FIRST_ROW = {
+    "held_out_loss": "loss of held-out rows",
+    "update": "first update",
+    "probe": "first probe",
+    "evaluate": "first evaluation",
+}
 _STEP_ROW = {"batch": "first batch", "train": "first training step"}
 """Times in a metrics row, in their order, and the names of their stages."""
 

@@ -323,11 +323,11 @@ def plan_compile(builder: PlanBuilder) -> None:
             "training.offload_activations = true moves activations from a GPU to the CPU's memory, and there is no GPU:"
             " remove it"
         )
-    pays, reason = _compiling_pays(builder.original, builder.facts)
+    pays, reason = _compiling_pays(builder.original, builder.facts, builder["training.steps"])
     builder.derive_auto("training.compile", pays, reason)
 
 
-def _training_seconds(config: RunConfig, facts: Facts) -> float:
+def _training_seconds(config: RunConfig, facts: Facts, num_steps: int) -> float:
     """Estimated training time by 6 N D FLOPs, with completions of `sampling.max_tokens`, or half the context if that is
     `auto`; one GPU per rank."""
     training, algorithm, data = config.training, config.algorithm, facts.data
@@ -337,11 +337,11 @@ def _training_seconds(config: RunConfig, facts: Facts) -> float:
         tokens = training.prompts_per_batch * algorithm.group_size * (data.max_prompt_tokens + completion)
     else:
         tokens = training.prompts_per_batch * (data.max_sequence_tokens or 0)
-    passes = training.steps * training.epochs_per_batch
+    passes = num_steps * training.epochs_per_batch
     return 6.0 * facts.model.num_decoding * tokens * passes / (GPU_FLOPS * training.ranks)
 
 
-def _compiling_pays(config: RunConfig, facts: Facts) -> tuple[bool, str]:
+def _compiling_pays(config: RunConfig, facts: Facts, num_steps: int) -> tuple[bool, str]:
     """Whether compiling the trainer's layers saves time, and why."""
     if not facts.num_gpus:
         return False, "on a CPU compiling takes longer than it saves"
@@ -349,7 +349,7 @@ def _compiling_pays(config: RunConfig, facts: Facts) -> tuple[bool, str]:
         return False, "rows of one sequence are short: there is little to fuse"
     if config.model.dtype == "float32":
         return False, "in float32 the matrix multiplications take the time"
-    seconds = _training_seconds(config, facts)
+    seconds = _training_seconds(config, facts, num_steps)
     pays = LEAST_RUNS * COMPILING_SAVES * seconds > COMPILING_S
     gain = f"about {seconds:,.0f} s of training, of which it saves a fifth" if seconds >= 1 else "hardly any training"
     return pays, f"{gain}; compiling takes about {COMPILING_S:.0f} s, and less where a run like it was made before"

@@ -1,0 +1,93 @@
+"""The section [data] and [algorithm] of supervised fine-tuning: which rows, how long, and what carries loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.config import bounds
+from slipstream.config.bounds import Section
+
+TrainOn = Literal["last", "all", "everything"]
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_OF_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".csv", ".txt")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `path` has the form of a data set's name on the Hugging Face hub: `org/name`."""
+    return _HUB_NAME.fullmatch(path) is not None and not path.lower().endswith(_OF_FILES)
+
+
+class DataConfig(Section):
+    """Training data from files or the hub (SFT only)."""
+
+    path: str
+    """JSON lines, parquet, a folder (of such files, or of `datasets.save_to_disk`), or the name of a data set on the
+    Hugging Face hub, `org/name`, where there is no such folder. A row has messages (`[{"role", "content"}, ...]`), or a
+    prompt and a completion; and perhaps `tools` and `system`. All fields of a message reach the chat template; a
+    `weight` of 0 keeps one out of the loss. What is not read is counted."""
+    split: str = ""
+    """Which split of a folder that has several. Not set: `train`, or the only one."""
+    subset: str = ""
+    """Which configuration of a data set on the hub that has several, such as `main` of `openai/gsm8k`."""
+    messages_column: str = ""
+    """The column of messages. Not set: `messages`, `conversations`."""
+    prompt_column: str = ""
+    """The column of prompts, text or messages. Not set: the first of `prompt`, `question`, `instruction`, `query`,
+    `problem`, `input` that a row has. A dot leads into a column: `extra_info.question`."""
+    completion_column: str = ""
+    """The column of completions. Not set: the first of `completion`, `response`, `output`, `solution`, `answer`."""
+    eval_path: str | None = None
+    """Held-out rows, in any of the forms of `path`: their loss is measured when [evaluation] says, as `eval/loss`. A
+    row that is in both is not trained on. Not set: those of `eval_split` or `eval_fraction`, or none."""
+    eval_split: str = ""
+    """The split of `eval_path`, or without it of `path`, that is held out."""
+    eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """About this part of the rows of `path` is held out, each by its text alone, so in every run the same; 0: none."""
+    max_length: bounds.Tokens | None = None
+    """Most tokens of a conversation, within the model's context. Not set: the context."""
+    too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of a longer conversation: it is left out, only its first `max_length` tokens are trained on, or the
+    run does not start. What is left out or cut is counted."""
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether rows are held out."""
+        return bool(self.eval_path or self.eval_split or self.eval_fraction)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key, sentence) for each contradiction."""
+        for name in ("path", "eval_path"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                yield f"data.{name}", f'data.{name} = "" is empty: give the path of a file or folder of rows'
+        if self.eval_fraction and (self.eval_path or self.eval_split):
+            other = "eval_path" if self.eval_path else "eval_split"
+            yield (
+                "data.eval_fraction",
+                f"data.eval_fraction = {self.eval_fraction:g} holds out rows of data.path, and data.{other} names "
+                "those to hold out: give one of the two",
+            )
+        if self.eval_split and self.eval_split == (self.split or "train") and not self.eval_path:
+            yield (
+                "data.eval_split",
+                f'data.eval_split = "{self.eval_split}" is the split that is trained on: name another one',
+            )
+        if self.subset and not is_hub_name(self.path):
+            yield (
+                "data.subset",
+                f'data.subset = "{self.subset}" is a part of a data set on the hub, and data.path is a file or folder: '
+                "remove it",
+            )
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning: cross-entropy on the assistant's tokens, or on all."""
+
+    kind: Literal["sft"] = "sft"
+    train_on: TrainOn = "all"
+    """What carries loss: the `last` assistant turn of a conversation, `all` its assistant turns, or `everything`, every
+    token of the conversation, prompts and system message included."""

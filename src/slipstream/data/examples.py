@@ -1,0 +1,179 @@
+"""The training and held-out sets of SFT: conversations as tokens, made once and kept in memory.
+
+Guarantees: what is held out is never trained on, and which rows that are depends on their text alone; every
+conversation that is left out or cut is counted by reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Literal, Protocol, cast
+
+import msgspec
+
+from slipstream.config.sft import TrainOn
+from slipstream.errors import DataError
+from slipstream.records import Batch, Message, Rollout, Version
+from slipstream.records import Sequence as TokenSequence
+
+Conversation = Sequence[Message]
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
+
+
+class _Tokenizer(Protocol):
+    def training_tokens(self, messages: Sequence[Message], train_on: TrainOn) -> TokenSequence:
+        """Tokens of a conversation; the mask marks those that carry loss."""
+        ...
+
+
+class Examples(Collection[TokenSequence]):
+    """Token sequences with their loss masks, in five bytes a token; reading one makes it anew."""
+
+    def __init__(self) -> None:
+        self._token_ids = array("i")
+        self._mask = bytearray()
+        self._ends = array("q", [0])
+
+    def append(self, sequence: TokenSequence) -> None:
+        """Add one at the end."""
+        self._token_ids.extend(sequence.token_ids)
+        self._mask.extend(sequence.mask)
+        self._ends.append(len(self._token_ids))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> TokenSequence:
+        start, end = self._ends[index], self._ends[index + 1]
+        # "?" is C's bool: several times as fast as a loop.
+        mask = cast("list[bool]", memoryview(self._mask[start:end]).cast("?").tolist())
+        return TokenSequence(self._token_ids[start:end].tolist(), mask)
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        return (self[index] for index in range(len(self)))
+
+    def __contains__(self, sequence: object) -> bool:
+        return any(each == sequence for each in self)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each."""
+        return [end - start for start, end in pairwise(self._ends)]
+
+    @property
+    def num_trainable(self) -> int:
+        """Tokens that carry loss, of all."""
+        return sum(self._mask)
+
+
+class SFTReader:
+    """Reads batches of examples in a seeded order; the batch of a step depends on the step alone, so that resuming
+    needs no state."""
+
+    def __init__(self, examples: Examples, items_of_step: Callable[[int], list[int]]) -> None:
+        self._examples = examples
+        self._items_of_step = items_of_step
+
+    def take(self, step: int) -> Batch:
+        """See the loop's `Reader`."""
+        rollouts: list[Rollout] = []
+        for index, item in enumerate(self._items_of_step(step)):
+            name = f"{step}.{index}"
+            rollouts.append(Rollout(name, str(item), name, [self._examples[item]], reward=0.0, outcome="done"))
+        return Batch(step, Version(0, step), rollouts)
+
+
+def tokenized(
+    conversations: list[Conversation],
+    tokenizer: _Tokenizer,
+    train_on: TrainOn,
+    limit: int,
+    too_long: Literal["drop", "truncate", "error"],
+    dropped: dict[str, int],
+    *,
+    where: Callable[[Conversation], str],
+    bound: str = "the limit",
+    prefix: str = "",
+) -> tuple[list[Conversation], Examples]:
+    """The conversations that can be used, and their tokens.
+
+    One of more than `limit` tokens is dropped, cut to its first `limit`, or a `DataError` that names it by `where`.
+    `bound` says in errors what the limit is. `dropped` counts what is dropped or cut, under names that begin with
+    `prefix`.
+    """
+    kept: list[Conversation] = []
+    examples = Examples()
+
+    def count(reason: str) -> None:
+        dropped[prefix + reason] = dropped.get(prefix + reason, 0) + 1
+
+    for conversation in conversations:
+        sequence = tokenizer.training_tokens(conversation, train_on)
+        if len(sequence) > limit:
+            if too_long == "error":
+                raise DataError(
+                    f"{where(conversation)} has {len(sequence)} tokens, more than {bound}: shorten it, or set "
+                    'data.too_long = "drop" or "truncate"'
+                )
+            if too_long == "drop":
+                count("conversation_too_long")
+                continue
+            sequence = TokenSequence(sequence.token_ids[:limit], sequence.mask[:limit])
+            if not sequence.num_trainable:
+                count(f"conversation whose first {limit} tokens carry no loss")
+                continue
+            count(f"end of a conversation, beyond {limit} tokens")
+        kept.append(conversation)
+        examples.append(sequence)
+    if conversations and not kept:
+        raise DataError(
+            f"every one of the {len(conversations)} conversations is longer than {bound}: use shorter ones, or "
+            'set data.too_long = "truncate"'
+        )
+    return kept, examples
+
+
+def split_off(conversations: list[Conversation], fraction: float) -> tuple[list[Conversation], list[Conversation]]:
+    """Those to train on and those to hold out: about `fraction` of them, each by its own text alone. Raises `DataError`
+    where one of the two is empty."""
+    parts: tuple[list[Conversation], list[Conversation]] = ([], [])
+    for conversation in conversations:
+        digest = hashlib.sha256(_text(conversation)).digest()
+        parts[int.from_bytes(digest[:8], "big") < fraction * 2**64].append(conversation)
+    if not all(parts):
+        what = "all" if parts[1] else "none"
+        raise DataError(
+            f"data.eval_fraction = {fraction:g} holds out {what} of {len(conversations)} rows, each of which is chosen "
+            f"by its text: {'lower' if parts[1] else 'raise'} it, or name rows in data.eval_path"
+        )
+    return parts
+
+
+def without(conversations: list[Conversation], held_out: Sequence[Conversation]) -> list[Conversation]:
+    """The conversations that are not held out. Raises `DataError` if none is left."""
+    texts = {_text(conversation) for conversation in held_out}
+    kept = [conversation for conversation in conversations if _text(conversation) not in texts]
+    if conversations and not kept:
+        raise DataError(
+            f"every one of the {len(conversations)} rows to train on is also a held-out one: name other rows in "
+            "data.eval_path"
+        )
+    return kept
+
+
+def holds_thoughts(conversations: Sequence[Conversation]) -> bool:
+    """Whether any assistant message has thinking, in its text or in a field of its own."""
+    return any(
+        message.role == "assistant" and ("<think>" in message.content or any(map(message.extra.get, _THOUGHTS)))
+        for conversation in conversations
+        for message in conversation
+    )
+
+
+def _text(conversation: Conversation) -> bytes:
+    return msgspec.json.encode(
+        [[message.role, message.content, message.tool_calls, message.extra] for message in conversation]
+    )
