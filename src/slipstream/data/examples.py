@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import msgspec
 
@@ -49,7 +49,7 @@ class Examples(Collection[TokenSequence]):
     def __getitem__(self, index: int) -> TokenSequence:
         start, end = self._ends[index], self._ends[index + 1]
         # "?" is C's bool: several times as fast as a loop.
-        mask = memoryview(self._mask[start:end]).cast("?").tolist()
+        mask = cast("list[bool]", memoryview(self._mask[start:end]).cast("?").tolist())
         return TokenSequence(self._token_ids[start:end].tolist(), mask)
 
     def __iter__(self) -> Iterator[TokenSequence]:
