@@ -151,3 +151,11 @@ def test_layers_computed_again_give_the_same_loss_and_gradients(
     assert again["loss"] == pytest.approx(plain["loss"], abs=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(same[name], gradient, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_prompt_of_one_token_is_not_shared():
+    """As all have it that are trained on everything: sharing it would save nothing and cost another kernel."""
+    sequences = [records.Sequence([1, *range(5, 5 + size)], [False] + [True] * size) for size in (3, 6, 4)]
+    (micro,) = micro_batches(StepBatch(sequences), 64)
+    assert len(micro.token_ids_T) == 3 + 6 + 4
+    assert micro.token_ids_T.tolist().count(1) == 3
