@@ -13,7 +13,8 @@ class Progress(Protocol):
     """Shows a run while it goes on. Any thread may call any method; none raises into the run."""
 
     def start(self, title: str, total_steps: int, step: int = 0) -> None:
-        """Begin. `title`: model, algorithm and environment. `step`: steps done before a resume."""
+        """Begin. `title`: model, algorithm and environment. `total_steps`: 0 for work that has none. `step`: steps done
+        before a resume."""
         ...
 
     def ready(self) -> None:

@@ -66,7 +66,8 @@ class RichView(StatefulView):
         now, left_s = self._clock(), self.seconds_left()
         times = as_duration(now - self.began) + (f", {as_duration(left_s)} left" if left_s else "")
         bar = ProgressBar(total=max(self.total_steps, 1), completed=self.steps_done, complete_style="cyan")
-        table.add_row(Text("step", "bold"), bar, f"{self.steps_done}/{self.total_steps}", times)
+        if self.total_steps:
+            table.add_row(Text("step", "bold"), bar, f"{self.steps_done}/{self.total_steps}", times)
         for phase in self.phases.values():
             pulse = phase.total is None
             bar = ProgressBar(

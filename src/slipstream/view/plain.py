@@ -18,7 +18,7 @@ class PlainView(StatefulView):
     _written = -QUICK_STEP_S
 
     def _on_start(self) -> None:
-        self._line(self.title, f"{self.total_steps} steps")
+        self._line(self.title, f"{self.total_steps} steps" if self.total_steps else "")
 
     def _on_advance(self, phase: Phase) -> None:
         with self._lock:
@@ -51,7 +51,8 @@ class PlainView(StatefulView):
         counts = [(self.num_messages[level], level) for level in ("warning", "error")]
         shown = [f"{count} {level}{'s' * (count > 1)}" for count, level in counts if count]
         ended = "made all" if self.steps_done >= self.total_steps else f"stopped after step {self.steps_done} of"
-        self._line(f"{ended} {self.total_steps} steps", *shown)
+        if self.total_steps or shown:
+            self._line(f"{ended} {self.total_steps} steps" if self.total_steps else "", *shown)
 
     def _line(self, *parts: str) -> None:
         text = Text("  ".join(part for part in parts if part))

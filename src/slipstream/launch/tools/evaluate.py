@@ -104,7 +104,7 @@ def _with_engine(
     """What `work` makes of rollouts by an engine on the run file's model, which is started for it. Raises `Interrupted`
     when it is stopped."""
     with StopRequest() as stop, temporary("eval") as logs:
-        progress.start(f"{purpose} {Path(prepared.config.model.path).name}", 1)
+        progress.start(f"{purpose} {Path(prepared.config.model.path).name}", 0)
         try:
             return asyncio.run(_until_stopped(_on_engine(prepared, progress, Path(logs), work), stop, purpose))
         finally:
