@@ -1,11 +1,12 @@
 """SFT steps of Slipstream against TRL's SFTTrainer, in one run: the same model, rows, batch, optimizer and precision.
 
-    python benchmarks/sft_against_trl.py [--rows short long-tailed] [--rounds 3] [--steps 30] [--json FILE]
+    python benchmarks/sft_against_trl.py [--rows short bare long-tailed] [--rounds 3] [--steps 30] [--json FILE]
                                          [--lora] [--device cuda --model FOLDER] [--set KEY=VALUE ...]
 
-Rows are prompts with completions: `short` as in the quickstart (a word, spelled backward: some 25 tokens with the chat
-template), `long-tailed` with log-normal completions (median 60 characters, up to 900). On a CPU the model is a Qwen3 of
-0.8 million parameters in float32, with as many threads for both; on a GPU the folder given, in bfloat16.
+Rows are prompts with completions: `short` as in the quickstart (an instruction, which all have in common, and a word to
+spell backward), `bare` without the instruction, `long-tailed` with log-normal completions (median 60 characters, up to
+900). On a CPU the model is a Qwen3 of 0.8 million parameters in float32, with as many threads for both; on a GPU the
+folder given, in bfloat16.
 
 Slipstream runs by its own command (`sft`, no evaluation) as it is. TRL runs SFTTrainer on prompt and completion with
 the loss on the completion; on a CPU padded batches, the whole batch at once and in quarters; on a GPU packing (`bfd`)
@@ -71,7 +72,12 @@ def long_tailed_rows(num: int) -> list[dict[str, str]]:
     return rows
 
 
-ROWS = {"short": short_rows, "long-tailed": long_tailed_rows}
+def bare_rows(num: int) -> list[dict[str, str]]:
+    """The same without the instruction: hardly a token is common to two prompts."""
+    return [{**row, "prompt": row["prompt"].rpartition(" ")[2]} for row in short_rows(num)]
+
+
+ROWS = {"short": short_rows, "bare": bare_rows, "long-tailed": long_tailed_rows}
 
 
 def conversations(rows: list[dict[str, str]]) -> list[dict[str, list[dict[str, str]]]]:
