@@ -91,7 +91,7 @@ GROUPS = (
               always=True, missing="evaluation is off, or none has been made yet"),
         Panel("Signal fraction", "Groups whose rewards differ: only these teach anything.",
               (Line("reward/signal_fraction", "groups"),), "%", from_zero=True),
-        Panel("Loss", "As it was minimised, and of held-out rows. Under RL it says little: it is near 0 by construction.",
+        Panel("Loss", "As it was minimised, and of held-out rows. Under RL it says little: near 0 by construction.",
               (Line("train/loss", "loss"), Line("eval/loss", "held-out rows"))),
         Panel("Token accuracy", "Part of the trained tokens that greedy decoding would choose.",
               (Line("train/token_accuracy", "accuracy"),), "%"),
