@@ -332,17 +332,18 @@ def test_phases_are_timed_into_the_next_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "exit_code", "has_traceback"),
+    ("error", "status", "exit_code", "has_traceback", "failure"),
     [
-        (EngineError("the engine died"), "failed", 5, False),
-        (RuntimeError("a bug"), "failed", 1, True),
-        (Interrupted("stopped by Ctrl-C"), "interrupted", 130, False),
-        (KeyboardInterrupt(), "interrupted", 130, False),
-        (SystemExit(3), "failed", 3, True),
-        (SystemExit(0), "finished", 0, False),
+        (EngineError("the engine died"), "failed", 5, False, ("engine", True)),
+        (ConfigError("no such key"), "failed", 2, False, ("config", False)),
+        (RuntimeError("a bug"), "failed", 1, True, ("bug", False)),
+        (Interrupted("stopped by Ctrl-C"), "interrupted", 130, False, ("stopped", True)),
+        (KeyboardInterrupt(), "interrupted", 130, False, ("stopped", True)),
+        (SystemExit(3), "failed", 3, True, ("bug", False)),
+        (SystemExit(0), "finished", 0, False, ("", False)),
     ],
 )
-def test_leaving_by_an_error_writes_why(tmp_path, error, status, exit_code, has_traceback):
+def test_leaving_by_an_error_writes_why(tmp_path, error, status, exit_code, has_traceback, failure):
     def run():
         with RunLog.create(tmp_path / "run") as log:
             log.metrics(7, {})
@@ -354,6 +355,7 @@ def test_leaving_by_an_error_writes_why(tmp_path, error, status, exit_code, has_
     assert (report.status, report.exit_code, report.step) == (status, exit_code, 7)
     assert (report.error, report.message) == (type(error).__name__, str(error))
     assert bool(report.traceback) == has_traceback
+    assert (report.failure_class, report.retriable) == failure
     assert runlog.summarize(tmp_path / "run").status == status
 
 

@@ -7,7 +7,10 @@ is a bug and shows its traceback.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
+FailureClass = Literal["bug", "config", "data", "disk", "engine", "environment", "guard", "memory", "rank", "stopped"]
+"""What kind of thing ended a run; `guard`: a check that the run computes what it should."""
 _MAX_CHARACTERS = 300
 
 
@@ -15,30 +18,38 @@ class SlipstreamError(Exception):
     """Base of every error whose message is meant for the user."""
 
     exit_code = 1
+    failure_class: FailureClass = "disk"
+    is_retriable = False
+    """Whether the same command with --resume may succeed, without anybody changing anything."""
 
 
 class ConfigError(SlipstreamError):
     """The run file, an override or the command line is wrong: nothing has been started."""
 
     exit_code = 2
+    failure_class = "config"
 
 
 class DataError(SlipstreamError):
     """A task, a row or a prompt cannot be used."""
 
     exit_code = 3
+    failure_class = "data"
 
 
 class EnvironmentFault(SlipstreamError):
     """The environment's own code failed, or its rewards do not separate right from wrong answers."""
 
     exit_code = 4
+    failure_class = "environment"
 
 
 class EngineError(SlipstreamError):
     """The inference engine did not start, died, or refused a request."""
 
     exit_code = 5
+    failure_class = "engine"
+    is_retriable = True
 
 
 class DeadlineError(EngineError):
@@ -49,18 +60,21 @@ class WeightsError(SlipstreamError):
     """The engine's weights are not the ones that were published."""
 
     exit_code = 6
+    failure_class = "guard"
 
 
 class IntegrityError(SlipstreamError):
     """The engine's report on its tokens contradicts itself, so none of it can be trained on."""
 
     exit_code = 6
+    failure_class = "guard"
 
 
 class TrainingError(SlipstreamError):
     """The optimizer step would have no signal, or a value is not finite."""
 
     exit_code = 7
+    failure_class = "guard"
 
 
 class ZeroGradientError(TrainingError):
@@ -75,18 +89,24 @@ class RankError(SlipstreamError):
     """One of several trainer processes died, failed or did not answer."""
 
     exit_code = 8
+    failure_class = "rank"
+    is_retriable = True
 
 
 class OutOfMemory(SlipstreamError):
     """The trainer, an engine or another process of the run ran out of memory."""
 
     exit_code = 9
+    failure_class = "memory"
+    is_retriable = True
 
 
 class Interrupted(SlipstreamError):
     """Ctrl-C or SIGTERM: a checkpoint was written and the child processes were stopped."""
 
     exit_code = 130
+    failure_class = "stopped"
+    is_retriable = True
 
 
 class StartsAgain(Exception):

@@ -266,6 +266,37 @@ def test_env_test_shows_no_number_for_what_was_not_graded(slipstream, run_file, 
     assert (code, row.split()[1:]) == (0, ["-", "-", "0"])
 
 
+ROW = '{"prompt": "%d", "completion": "%d"}\n'
+
+
+def test_one_command_begins_continues_and_shows_a_run(slipstream, model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(ROW % (i, i + 1) for i in range(16)))
+    text = SFT.format(model=model) + 'prompts_per_batch = 4\n[data]\npath = "rows.jsonl"\n'
+    (tmp_path / "sft.toml").write_text(text)
+    command = ("sft", "sft.toml", "--run.folder", "runs/one", "--resume=auto", "--json")
+    code, out, _ = slipstream(*command)
+    first = json.loads(out)
+    assert (code, first["steps"]) == (0, 2)
+    events = tmp_path / "runs" / "one" / "events.jsonl"
+    before = events.read_bytes()
+    code, out, err = slipstream(*command)
+    assert (code, json.loads(out)) == (0, {name: value for name, value in first.items() if name != "startup"})
+    assert (err, events.read_bytes()) == ("", before), "nothing was started"
+    code, out, _ = slipstream(*command, "--training.steps", "3")
+    assert (code, json.loads(out)["steps"]) == (0, 3)
+    code, out, _ = slipstream(*command[:-1], "--training.steps", "3")
+    assert code == 0
+    assert "step-000003" in out
+    code, _, err = slipstream("sft", "sft.toml", "--resume=auto")
+    assert code == 2
+    assert "--resume=auto needs the folder" in err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    code, _, err = slipstream("sft", "sft.toml", "--run.folder", "other", "--resume=auto")
+    assert code == 2
+    assert "is not empty" in err
+
+
 def played(rewards, *, group=4):
     """Rollouts of groups whose completions earn these rewards, in turn."""
 

@@ -69,7 +69,7 @@ def train(
     folder: str | Path | None = None,
     seed: int | None = None,
     on_step: OnStep | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     progress: bool = True,
     wait: bool = True,
     **sections: Unpack[Sections],
@@ -86,8 +86,9 @@ def train(
     `algorithm`: a recipe (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, distill), or `[algorithm]`.
     `steps` or `epochs`: the batches to train on, or the passes over the training tasks.
     `on_step(step, metrics)` is called in this process after each step.
-    `resume`: go on after the last checkpoint in `folder`. `progress=False` prints nothing. `wait=False` returns at
-    once: see `Run.wait` and `Run.stop`. `sections`: all other settings, as `training={"learning_rate": 1e-6}`.
+    `resume`: go on after the last checkpoint in `folder`; "auto": begin where there is no run yet, and return one that
+    is complete. `progress=False` prints nothing. `wait=False` returns at once: see `Run.wait` and `Run.stop`.
+    `sections`: all other settings, as `training={"learning_rate": 1e-6}`.
 
     Ctrl-C, or an interrupt of the notebook's cell, ends the run at the next safe place with a checkpoint, and this call
     returns. Raises what ends the run otherwise, a subclass of `slipstream.errors.SlipstreamError`.
@@ -111,7 +112,7 @@ def sft(
     folder: str | Path | None = None,
     seed: int | None = None,
     on_step: OnStep | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     progress: bool = True,
     wait: bool = True,
     **sections: Unpack[Sections],
@@ -179,7 +180,7 @@ def _run(
     objects: list[PythonObject],
     on_step: OnStep | None,
     *,
-    resume: bool,
+    resume: bool | Literal["auto"],
     progress: bool,
     wait: bool,
 ) -> Run:
@@ -187,7 +188,7 @@ def _run(
     folder = loaded.config.run.folder
     if folder is None:
         if resume:
-            raise ConfigError("resume=True needs the folder of the run to continue: give folder=...")
+            raise ConfigError(f"resume={resume!r} needs the folder of the run to continue: give folder=...")
         kind = loaded.config.algorithm.kind
         folder = (Path("runs") / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
         tree = {**tree, "run": {**tree.get("run", {}), "folder": str(folder)}}

@@ -15,7 +15,7 @@ class Call(msgspec.Struct, frozen=True):
     command: Literal["train", "sft", "evaluate"]
     settings: dict[str, Any]
     objects: tuple[PythonObject, ...] = ()
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
     view: Literal["auto", "none"] = "auto"
 
 

@@ -16,6 +16,7 @@ from slipstream.cli.output import Json, ignore_closed_pipe, print_json
 from slipstream.errors import ConfigError, StartsAgain
 
 if TYPE_CHECKING:
+    from slipstream.launch.start import ResumeMode
     from slipstream.progress import Progress
 
 Overrides = Annotated[
@@ -29,7 +30,13 @@ Overrides = Annotated[
 RunFile = Annotated[Path, Parameter(help="The run file, TOML.")]
 Plain = Annotated[bool, Parameter(name="--plain", negative="", help="Print plain lines instead of the live view.")]
 Resume = Annotated[
-    bool, Parameter(name="--resume", negative="", help="Continue the run in run.folder from its last checkpoint.")
+    bool | Literal["auto"],
+    Parameter(
+        name="--resume",
+        negative="",
+        help="Continue the run in run.folder from its last checkpoint. --resume=auto begins it where there is none, "
+        "and prints the result of one that is complete.",
+    ),
 ]
 TrustRemoteCode = Annotated[bool, Parameter(negative="", help="Allow the model folder's own Python code to run.")]
 
@@ -68,7 +75,7 @@ def sft(
 
 
 def _train(
-    run_file: Path, overrides: tuple[str, ...], algorithm: str | None, *, resume: bool, plain: bool, as_json: bool
+    run_file: Path, overrides: tuple[str, ...], algorithm: str | None, *, resume: ResumeMode, plain: bool, as_json: bool
 ) -> int:
     from slipstream.config import load_config
 
@@ -97,7 +104,7 @@ def _train(
             print(f"weights:    {result.checkpoint}")
         if result.best is not None:
             print(f"best:       {result.best}")
-        if result.evaluation is not None:
+        if "eval/accuracy" in summary:
             print(_accuracy_line(summary))
             if text := _gain_line(result.folder):
                 print(text)

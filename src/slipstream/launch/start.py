@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.config import Loaded
 from slipstream.errors import ConfigError
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
-from slipstream.runlog import refuse_used
+from slipstream.runlog import holds_run, is_complete, read_metrics, refuse_used
 
 if TYPE_CHECKING:
     from slipstream.launch.run import RunResult
     from slipstream.progress import Progress
 
 
+ResumeMode = bool | Literal["auto"]
+"""Whether to continue a run; `auto`: where there is one. One that is complete is left as it is."""
+
+
 def run_training(
-    loaded: Loaded, name: str, *, resume: bool, make_progress: Callable[[], Progress]
+    loaded: Loaded, name: str, *, resume: ResumeMode, make_progress: Callable[[], Progress]
 ) -> tuple[RunResult, dict[str, Any]]:
     """Read, plan and train, in `run.folder` or a new folder named after `name`; the result, and its summary.
 
     Raises what ends the run early, and `StartsAgain` where it goes on in another process.
     """
-    folder = loaded.config.run.folder
+    folder, is_auto = loaded.config.run.folder, resume == "auto"
     if resume and folder is None:
-        raise ConfigError("--resume needs the folder of the run to continue: add --run.folder FOLDER")
+        raise ConfigError(
+            f"--resume{'=auto' * is_auto} needs the folder of the run to continue: add --run.folder FOLDER"
+        )
+    resume = bool(resume) and (not is_auto or (folder is not None and holds_run(folder)))
     if folder is not None and not resume:
         refuse_used(folder)  # before minutes of reading data
+    if folder is not None and is_auto and resume and is_complete(folder, loaded.config.training.steps):
+        return _finished(folder)
     stages = Stages()
     with persistent_caches(lambda text: None), preimport_vllm(loaded.config) as ahead:  # `train` warns
         with stages.stage("read model and data"):
@@ -39,6 +49,8 @@ def run_training(
             from slipstream.launch.run import run_folder_of, train
 
             prepared = prepare(same_commit(loaded) if resume else loaded)
+        if folder is not None and is_auto and resume and is_complete(folder, prepared.config.training.steps):
+            return _finished(folder)
         result = train(
             prepared,
             run_folder_of(prepared, name),
@@ -47,16 +59,35 @@ def run_training(
             make_engine=partial(create_engine, ahead=ahead),
             stages=stages,
         )
-    return result, _summary(result, stages)
+    metrics = {} if result.evaluation is None else result.evaluation.metrics()
+    return result, _summary(result, {**metrics, **result.held_out_loss}) | {"startup": stages.summary()}
 
 
-def _summary(result: RunResult, stages: Stages) -> dict[str, Any]:
-    summary: dict[str, Any] = {"folder": str(result.folder), "steps": result.steps, "startup": stages.summary()}
+def _finished(folder: Path) -> tuple[RunResult, dict[str, Any]]:
+    """The result of the complete run in `folder`, and its summary."""
+    from slipstream.launch.run import RunResult
+    from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+
+    store, rows = CheckpointStore(folder / "checkpoints"), read_metrics(folder)
+    weights, best = store.latest(resumable=False), store.best()
+    metrics: dict[str, float] = {}
+    for row in rows:
+        metrics |= {name: value for name, value in row.items() if name.startswith("eval/")}
+    result = RunResult(
+        folder=folder,
+        steps=max((int(row["step"]) for row in rows), default=0),
+        evaluation=None,
+        held_out_loss={name: metrics[name] for name in ("eval/loss", "eval/perplexity") if name in metrics},
+        checkpoint=weights / "weights" if weights else None,
+        best=best / "weights" if best else None,
+    )
+    return result, _summary(result, metrics)
+
+
+def _summary(result: RunResult, metrics: Mapping[str, float]) -> dict[str, Any]:
+    summary: dict[str, Any] = {"folder": str(result.folder), "steps": result.steps}
     if result.checkpoint is not None:
         summary["weights"] = str(result.checkpoint)
     if result.best is not None:
         summary["best_weights"] = str(result.best)
-    if result.evaluation is not None:
-        summary |= result.evaluation.metrics()
-    summary |= result.held_out_loss
-    return summary
+    return {**summary, **metrics}

@@ -39,6 +39,10 @@ class ExitReport(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     restarts: int = 0
     """Automatic restarts, over all lineages."""
+    failure_class: str = ""
+    """What kind of thing ended the run, see `errors.FailureClass`; empty if it finished."""
+    retriable: bool = False
+    """Whether the same command with --resume may succeed as it is."""
     traceback: str = ""
     """Only for bugs, not for errors whose message is meant for the user."""
 
@@ -249,3 +253,18 @@ def _surviving(rows: list[dict[str, Any]], begins: dict[int, int]) -> list[dict[
 
 def _last(rows: list[dict[str, Any]], name: str) -> float | None:
     return next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether `folder` holds a run, in any state."""
+    return (folder / "events.jsonl").is_file()
+
+
+def is_complete(folder: Path, steps: int | None) -> bool:
+    """Whether the run in `folder` has finished, and `steps`, as they are asked for now, are no more than it was asked
+    for then; False if they are not known."""
+    report = read_exit(folder)
+    if report is None or report.status != "finished" or steps is None:
+        return False
+    before = read_settings(folder).get("training.steps")
+    return isinstance(before, int) and steps <= before

@@ -14,11 +14,11 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import msgspec
 
-from slipstream.errors import ConfigError, Interrupted, SlipstreamError
+from slipstream.errors import ConfigError, FailureClass, Interrupted, SlipstreamError
 from slipstream.records import Ticket
 from slipstream.runlog.files import LOCK_FILE, FolderLock, LineFile, cannot_write, read_lines, reserve, write_whole
 from slipstream.runlog.reader import ExitReport, ExitStatus, read_exit
@@ -213,6 +213,8 @@ class RunLog:
             lineage=self.lineage,
             versions=versions(),
             restarts=self.num_restarts,
+            failure_class=_failure_class_of(error),
+            retriable=_is_retriable(error),
             traceback=scrub("".join(traceback.format_exception(error)), self._secrets) if is_bug else "",
         )
         with self._guard:
@@ -305,6 +307,23 @@ def exit_code_of(error: BaseException | None) -> int:
             return error.code or 0
         case _:
             return SlipstreamError.exit_code
+
+
+def _failure_class_of(error: BaseException | None) -> FailureClass | Literal[""]:
+    """What kind of thing `error` is; empty where the run finished."""
+    match error:
+        case None | SystemExit(code=None | 0):
+            return ""
+        case SlipstreamError():
+            return error.failure_class
+        case KeyboardInterrupt():
+            return "stopped"
+        case _:
+            return "bug"
+
+
+def _is_retriable(error: BaseException | None) -> bool:
+    return error.is_retriable if isinstance(error, SlipstreamError) else isinstance(error, KeyboardInterrupt)
 
 
 def _indented(report: ExitReport) -> bytes:
