@@ -43,6 +43,7 @@ from slipstream.orchestrator.thread import Orchestrator
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
 from slipstream.runlog import RunLog, read_events, read_settings
+from slipstream.runlog.heartbeat import Beating
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights.bridges.single_copy import SharedWeights
 
@@ -86,6 +87,7 @@ def train(
     with (
         StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
         RunLog.create(folder, resume=resume) as log,
+        Beating(log),
         trainer_logs_as_events(log),
     ):
         log.on_warning(lambda text: progress.message(text, "warning"))

@@ -109,8 +109,9 @@ def reserve(path: Path, num_bytes: int) -> None:
         os.posix_fallocate(handle, 0, num_bytes)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file atomically, in the space from `reserve` if any. Raises `SlipstreamError` if the disk is full."""
+def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replaces a file atomically, in the space from `reserve` if any; `durable`: on disk when this returns. Raises
+    `SlipstreamError` if the disk is full."""
     with disk_errors(path):
         with _partial(path) as handle:
             rest, place = memoryview(data), 0
@@ -118,8 +119,11 @@ def write_whole(path: Path, data: bytes) -> None:
                 written = os.pwrite(handle, rest, place)
                 rest, place = rest[written:], place + written
             os.ftruncate(handle, len(data))
-            os.fsync(handle)
+            if durable:
+                os.fsync(handle)
         os.replace(_name_of_partial(path), path)
+        if not durable:
+            return
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)

@@ -14,6 +14,7 @@ import msgspec
 
 from slipstream.errors import DataError
 from slipstream.runlog.files import is_locked, read_lines, read_toml
+from slipstream.runlog.heartbeat import read_heartbeat
 
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
@@ -210,8 +211,14 @@ def summary_of(
         accuracy=_last(rows, ACCURACY),
         started=started,
         duration_s=duration_s,
-        message=report.message if report else "",
+        message=report.message if report else _silence(folder) if running else "",
     )
+
+
+def _silence(folder: Path) -> str:
+    """What a running process's heartbeat says against it; empty where it beats, or has not begun to."""
+    beat = read_heartbeat(folder)
+    return beat.silence(time.time()) if beat else ""
 
 
 def _working_time(lines: list[dict[str, Any]], until: float | None) -> tuple[float, float]:

@@ -52,6 +52,8 @@ class RunLog:
         self._opened = time.monotonic()
         self._secrets: set[str] = set()
         self._phase_seconds: dict[str, float] = {}
+        self._phases: list[str] = []
+        self._progress_at = time.time()
         self._noted: dict[str, float] = {}
         self._step = 0
         self._has_exit = False
@@ -106,6 +108,17 @@ class RunLog:
     def step(self) -> int:
         """Step of the last metrics, or the step that was resumed from."""
         return self._step
+
+    @property
+    def phases(self) -> list[str]:
+        """The phases that have begun and not ended, outermost first."""
+        with self._guard:
+            return [*self._phases]
+
+    @property
+    def progress_at(self) -> float:
+        """Unix time of the last event, metrics or sample."""
+        return self._progress_at
 
     def leave_open(self) -> None:
         """The run continues in another process: no `exit.json` is written."""
@@ -190,10 +203,13 @@ class RunLog:
         """Context manager that times a phase of a step: `time/<name>_s` in the next row of metrics, summed over
         repeats."""
         begin = time.monotonic()
+        with self._guard:
+            self._phases.append(name)
         try:
             yield
         finally:
             with self._guard:
+                self._phases.remove(name)
                 seconds = time.monotonic() - begin
                 self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
 
@@ -255,6 +271,7 @@ class RunLog:
         with self._guard:
             row = {"time": _now(), "lineage": self.lineage, **self._scrubbed(fields)}
             self._files[name].append(_encode(row))
+            self._progress_at = row["time"]
 
     def _scrubbed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self._secrets:
