@@ -93,6 +93,8 @@ def test_a_model_that_guesses_the_usual_answer_has_to_learn_more_first():
     assert "always answering '1' would be right in 60 % of the tasks" in judgement.text
     knows = [rollout(g, 1.0 if i < 3 else 0.0, answer=a, text=str(i)) for g, a in enumerate(answers) for i in range(4)]
     assert judge(rehearsal_of(knows, 1.0), 1.0).verdict == "ready for RL"
+    same = [rollout(g, float(said == "1"), text=said, answer="1") for g in range(5) for said in "1123"]
+    assert judge(rehearsal_of(same, 1.0), 1.0).verdict == "ready for RL", "one answer is the solution"
     different = [rollout(g, 1.0, answer=str(g)) for g in range(5)]
     assert rehearsal_of(different, 1.0).usual_answer == ""
 

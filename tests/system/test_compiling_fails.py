@@ -13,7 +13,7 @@ def broken_compiler(monkeypatch):
         raise RuntimeError("no C compiler here")
 
     monkeypatch.setattr(layers, "COMPILER", compiler)
-    monkeypatch.setattr(split, "_compiling_pays", lambda config, facts: (True, "it pays"))
+    monkeypatch.setattr(split, "_compiling_pays", lambda config, facts, steps: (True, "it pays"))
 
 
 def test_what_the_plan_chose_is_planned_again(scripted):

@@ -153,7 +153,8 @@ def test_no_reward_variance_ends_the_run_at_the_limit(scripted):
     assert "max_steps_without_signal = 2" in report.message
     assert [row.get("train/skipped") for row in scripted.metrics] == [None, 1.0]
     assert scripted.metrics[-1]["reward/signal_fraction"] == 0.0
-    (warning,), (skipped,) = scripted.events("warning"), scripted.events("skipped")
+    (verdict, warning), (skipped,) = scripted.events("warning"), scripted.events("skipped")
+    assert verdict["message"].startswith("first batch: more SFT first: only 0 % of the groups have better and worse")
     assert warning["message"] == f"step 0 teaches nothing: {skipped['reason']}"
     assert skipped["step"] == 1
 

@@ -62,8 +62,9 @@ class Rehearsal:
 
     @property
     def is_guessing(self) -> bool:
-        """Whether it is right no more often than one that always gives the usual answer."""
-        return self.usual_fraction >= _USUAL and self.pass_at_1 <= self.usual_fraction
+        """Whether it is right no more often than one that always gives the usual answer, which does not solve the
+        task."""
+        return _USUAL <= self.usual_fraction < SOLVED and self.pass_at_1 <= self.usual_fraction
 
     def as_dict(self) -> dict[str, float | str | tuple[float, float]]:
         """The figures by name."""
