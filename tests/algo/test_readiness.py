@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from slipstream.algo.readiness import Rehearsal, judge, rehearsal_of
+from slipstream.algo.readiness import GroupStatistics, group_statistics, judge
 from slipstream.records import Rollout, Sequence
 
 
@@ -25,7 +25,7 @@ def test_the_figures():
         *(rollout(3, 0.0, text="e") for _ in range(3)),
         rollout(3, 1.0, outcome="reward_error"),
     ]
-    found = rehearsal_of(rollouts, threshold=1.0)
+    found = group_statistics(rollouts, threshold=1.0)
     assert (found.num_groups, found.group_size, found.num_failed) == (4, 4, 1)
     assert found.pass_at_1 == (1 + 0.5 + 0 + 0) / 4
     assert found.pass_at_k == 2 / 4
@@ -36,31 +36,30 @@ def test_the_figures():
     assert found.distinct_fraction == pytest.approx((1 / 4 + 1 + 2 / 4 + 1 / 3) / 4)
     deviation = math.sqrt(sum((x - 0.375) ** 2 for x in (1, 0.5, 0, 0)) / 3)
     assert found.pass_at_1_interval == pytest.approx((0.0, 0.375 + 1.96 * deviation / 2))
-    assert rehearsal_of(rollouts, threshold=0.25).pass_at_1 == (1 + 0.75 + 1 + 0) / 4
-    assert set(found.as_dict()) >= {"pass_at_1", "pass_at_k", "signal_fraction"}
+    assert group_statistics(rollouts, threshold=0.25).pass_at_1 == (1 + 0.75 + 1 + 0) / 4
 
 
 def test_a_threshold_of_rewards_decides_which_groups_differ():
     rollouts = [rollout(0, 0.2), rollout(0, 0.4), rollout(1, 0.2), rollout(1, 0.9)]
-    assert rehearsal_of(rollouts, 1.0).signal_fraction == 1.0
-    assert rehearsal_of(rollouts, 1.0, reward_threshold=0.5).signal_fraction == 0.5
+    assert group_statistics(rollouts, 1.0).signal_fraction == 1.0
+    assert group_statistics(rollouts, 1.0, reward_threshold=0.5).signal_fraction == 0.5
 
 
 def test_without_a_usable_rollout_there_is_nothing_to_say():
-    assert rehearsal_of([rollout(0, 0.0, outcome="engine_error")], 1.0) is None
-    assert rehearsal_of([rollout(0, 1.0)], 1.0).pass_at_1_interval == (0.0, 1.0)
+    assert group_statistics([rollout(0, 0.0, outcome="engine_error")], 1.0) is None
+    assert group_statistics([rollout(0, 1.0)], 1.0).pass_at_1_interval == (0.0, 1.0)
 
 
 def found(pass_at_1, signal, *, pass_at_k=None, truncated=0.0, distinct=0.9, reward=None):
     k = pass_at_1 if pass_at_k is None else pass_at_k
-    return Rehearsal(64, 8, 0, pass_at_1, (0.0, 1.0), k, signal, reward or pass_at_1, 5.0, truncated, distinct)
+    return GroupStatistics(64, 8, 0, pass_at_1, (0.0, 1.0), k, signal, reward or pass_at_1, 5.0, truncated, distinct)
 
 
 @pytest.mark.parametrize(
-    ("rehearsal", "verdict", "says"),
+    ("statistics", "verdict", "says"),
     [
         (found(0.3, 0.6, pass_at_k=0.7), "ready for RL", "pass@1 30 %, pass@8 70 %; 60 % of the groups"),
-        (found(0.05, 0.15, pass_at_k=0.15), "ready for RL", "learns slowly"),
+        (found(0.05, 0.15, pass_at_k=0.15), "ready for RL", "learning is slow"),
         (found(0.0, 0.0), "more SFT first", "more training.steps of SFT"),
         (found(0.0, 0.9), "more SFT first", "partial credit alone"),
         (found(0.0, 0.05, truncated=0.9), "more SFT first", "cut at sampling.max_tokens"),
@@ -70,14 +69,14 @@ def found(pass_at_1, signal, *, pass_at_k=None, truncated=0.0, distinct=0.9, rew
         (found(0.85, 0.4), "ready for RL", "pass@1 85 %"),
     ],
 )
-def test_the_verdicts(rehearsal, verdict, says):
-    judgement = judge(rehearsal, gold_reward=1.0)
+def test_the_verdicts(statistics, verdict, says):
+    judgement = judge(statistics, gold_reward=1.0)
     assert judgement.verdict == verdict
     assert says in judgement.text
     assert judgement.is_ready == (verdict == "ready for RL")
 
 
-def test_a_model_that_guesses_the_usual_answer_has_to_learn_more_first():
+def test_a_model_that_guesses_the_majority_answer_has_to_learn_more_first():
     """Three of five tasks have the answer 1; the completions do not depend on the task."""
     answers = ["1", "1", "2", "1", "3"]
     rollouts = [
@@ -85,24 +84,30 @@ def test_a_model_that_guesses_the_usual_answer_has_to_learn_more_first():
         for g, answer in enumerate(answers)
         for said in "1123"
     ]
-    found = rehearsal_of(rollouts, 1.0)
-    assert (found.usual_answer, found.usual_fraction) == ("1", 0.6)
+    found = group_statistics(rollouts, 1.0)
+    assert (found.majority_answer, found.majority_fraction) == ("1", 0.6)
     assert found.pass_at_1 == pytest.approx(0.4)
     judgement = judge(found, 1.0)
     assert judgement.verdict == "more SFT first"
     assert "always answering '1' would be right in 60 % of the tasks" in judgement.text
     knows = [rollout(g, 1.0 if i < 3 else 0.0, answer=a, text=str(i)) for g, a in enumerate(answers) for i in range(4)]
-    assert judge(rehearsal_of(knows, 1.0), 1.0).verdict == "ready for RL"
+    assert judge(group_statistics(knows, 1.0), 1.0).verdict == "ready for RL"
     same = [rollout(g, float(said == "1"), text=said, answer="1") for g in range(5) for said in "1123"]
-    assert judge(rehearsal_of(same, 1.0), 1.0).verdict == "ready for RL", "one answer is the solution"
+    assert judge(group_statistics(same, 1.0), 1.0).verdict == "ready for RL", "one answer is the solution"
     different = [rollout(g, 1.0, answer=str(g)) for g in range(5)]
-    assert rehearsal_of(different, 1.0).usual_answer == ""
+    assert group_statistics(different, 1.0).majority_answer == ""
 
 
 def test_a_model_that_earns_more_than_the_gold_answers_is_paid_for_something_else():
     assert judge(found(0.3, 0.6, reward=1.2), gold_reward=1.0).verdict == "reward broken"
     assert judge(found(0.3, 0.6, reward=1.04), gold_reward=1.0).verdict == "ready for RL", "style may count a little"
     assert judge(found(0.3, 0.6, reward=1.2)).verdict == "ready for RL"
+
+
+def test_where_no_gold_answer_is_known_rewards_need_not_reach_the_threshold():
+    judgement = judge(found(0.0, 0.9, reward=17.0))
+    assert judgement.verdict == "ready for RL"
+    assert "no reward reaches evaluation.threshold" in judgement.text
 
 
 def test_every_policy_gets_one_verdict():

@@ -287,6 +287,8 @@ def test_one_command_begins_continues_and_shows_a_run(slipstream, model, tmp_pat
     code, out, _ = slipstream(*command[:-1], "--training.steps", "3")
     assert code == 0
     assert "step-000003" in out
+    code, out, _ = slipstream(*command[:-2], "--resume", "--training.steps", "3")
+    assert code == 2, "without auto a complete run is an error"
     code, _, err = slipstream("sft", "sft.toml", "--resume=auto")
     assert code == 2
     assert "--resume=auto needs the folder" in err
@@ -295,6 +297,16 @@ def test_one_command_begins_continues_and_shows_a_run(slipstream, model, tmp_pat
     code, _, err = slipstream("sft", "sft.toml", "--run.folder", "other", "--resume=auto")
     assert code == 2
     assert "is not empty" in err
+
+
+def test_a_run_that_ended_early_is_complete_until_its_limits_change(slipstream, model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(ROW % (i, i + 1) for i in range(16)))
+    text = SFT.format(model=model).replace("steps = 2", "epochs = 500")
+    (tmp_path / "sft.toml").write_text(text + 'prompts_per_batch = 4\n[data]\npath = "rows.jsonl"\n')
+    command = ("sft", "sft.toml", "--run.folder", "runs/one", "--resume=auto", "--json", "--training.max_seconds")
+    steps = [json.loads(slipstream(*command, seconds)[1])["steps"] for seconds in ("0.01", "0.01", "0.02")]
+    assert 1 <= steps[0] < 2000
+    assert steps[1] == steps[0] < steps[2] < 2000
 
 
 def played(rewards, *, group=4):

@@ -1,7 +1,6 @@
 """Every sink gets every row and can be read back; one that fails, hangs or is missing costs the run nothing."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import struct
@@ -242,7 +241,6 @@ def test_wandb_offline_keeps_every_row_and_no_secret(tmp_path):
     assert (resumed.run_id, exit_code) == (run.run_id, 3)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
 def test_trackio_keeps_every_row_in_its_local_store(tmp_path):
     folder = tmp_path / "run"
     run_apart(folder, "trackio", TRACKIO_DIR=str(tmp_path / "store"))

@@ -70,6 +70,9 @@ def test_a_run_is_a_call_that_can_be_stopped_and_resumed(model, tmp_path):
     assert (again.status, again.step, again.summary["steps"]) == ("finished", last + 1, last + 1)
     assert again.weights == tmp_path / "run" / "checkpoints" / f"step-{last + 1:06}" / "weights"
     assert slipstream.load_run(tmp_path / "run").step == last + 1
+    seen.clear()
+    complete = slipstream.train(model, tasks, reward, on_step=on_step, **{**more, "resume": "auto"})
+    assert (complete.status, complete.summary["steps"], seen) == ("finished", last + 1, [])
     command = [sys.executable, "-m", "slipstream", "train", str(tmp_path / "run" / "resolved.toml"), "--resume"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

@@ -42,8 +42,8 @@ def test_the_first_batch_is_judged_where_groups_are_compared(watch):
     assert watch().judge_first(mixed).verdict == "ready for RL"
     assert watch().judge_first(none).verdict == "more SFT first"
     partial = rollouts((0.6, 0.2), (0.2, 0.0))
-    assert watch().judge_first(partial).verdict == "more SFT first"
-    assert watch(evaluation={"threshold": 0.5}).judge_first(partial).verdict == "ready for RL"
+    assert "no reward reaches evaluation.threshold" in watch().judge_first(partial).text
+    assert "pass@1 25 %" in watch(evaluation={"threshold": 0.5}).judge_first(partial).text
     assert watch().judge_first([]) is None
     for kind, values in (("reinforce_pp", {}), ("dapo", {}), ("sft", {}), ("distill", {"teacher": {"path": "t"}})):
         assert watch(kind, **values).judge_first(none) is None

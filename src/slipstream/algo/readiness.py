@@ -27,15 +27,15 @@ EASY = 0.95
 """Fraction of right completions from which a task is too easy to gain from."""
 _MARGIN = 0.05
 """How much more than gold answers completions may earn, as a fraction of that: style may count a little."""
-_USUAL = 0.1
-"""Fraction of the tasks from which an answer is a usual one."""
+_MAJORITY = 0.1
+"""Fraction of the tasks from which an answer is one that guessing pays for."""
 _MOSTLY_CUT = 0.5
 _FEW_TEXTS = 0.35
 """Fraction of a group's completions that are different texts; below it a group without variance is a collapsed one."""
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class GroupStatistics:
     """What a policy's groups of completions show, over those that did not fail."""
 
     num_groups: int
@@ -55,20 +55,16 @@ class Rehearsal:
     truncated_fraction: float
     distinct_fraction: float
     """Mean fraction of a group's completions that are different texts."""
-    usual_answer: str = ""
+    majority_answer: str = ""
     """The gold answer that most tasks have; empty where no two tasks have the same, or none has one."""
-    usual_fraction: float = 0.0
+    majority_fraction: float = 0.0
     """The fraction of the tasks that it answers: what a policy reaches that does not read the question."""
 
     @property
     def is_guessing(self) -> bool:
-        """Whether it is right no more often than one that always gives the usual answer, which does not solve the
+        """Whether it is right no more often than one that always gives the majority answer, which does not solve the
         task."""
-        return _USUAL <= self.usual_fraction < SOLVED and self.pass_at_1 <= self.usual_fraction
-
-    def as_dict(self) -> dict[str, float | str | tuple[float, float]]:
-        """The figures by name."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return _MAJORITY <= self.majority_fraction < SOLVED and self.pass_at_1 <= self.majority_fraction
 
 
 @dataclass(frozen=True)
@@ -84,9 +80,15 @@ class Judgement:
         return self.verdict == "ready for RL"
 
 
-def rehearsal_of(
+def has_signal(rewards: Sequence[float], reward_threshold: float | None = None) -> bool:
+    """Whether the rewards of a group differ, those from `reward_threshold` on counted as 1 and others as 0 if it is
+    given."""
+    return len({reward if reward_threshold is None else reward >= reward_threshold for reward in rewards}) > 1
+
+
+def group_statistics(
     rollouts: Sequence[Rollout], threshold: float, reward_threshold: float | None = None
-) -> Rehearsal | None:
+) -> GroupStatistics | None:
     """Sum up `rollouts`, grouped by `group_id`; None if all failed. A completion is right from a reward of `threshold`
     on. `reward_threshold`: `algorithm.reward_threshold`, by which rewards count as 1 or 0 in training."""
     usable = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
@@ -100,32 +102,30 @@ def rehearsal_of(
     half = 1.96 * statistics.stdev(right) / math.sqrt(len(right)) if len(right) > 1 else 1.0
 
     answers = Counter(group[0].answer for group in groups.values() if group[0].answer)
-    usual, num_usual = max(answers.items(), key=lambda item: item[1], default=("", 0))
+    majority, num_majority = max(answers.items(), key=lambda item: item[1], default=("", 0))
 
-    def differs(group: list[Rollout]) -> bool:
-        cut = reward_threshold
-        return len({each.reward if cut is None else each.reward >= cut for each in group}) > 1
-
-    return Rehearsal(
+    return GroupStatistics(
         num_groups=len(groups),
         group_size=max(map(len, groups.values())),
         num_failed=len(rollouts) - len(usable),
         pass_at_1=pass_at_1,
         pass_at_1_interval=(max(0.0, pass_at_1 - half), min(1.0, pass_at_1 + half)),
         pass_at_k=statistics.fmean(part > 0 for part in right),
-        signal_fraction=statistics.fmean(map(differs, groups.values())),
+        signal_fraction=statistics.fmean(
+            has_signal([each.reward for each in group], reward_threshold) for group in groups.values()
+        ),
         mean_reward=statistics.fmean(each.reward for each in usable),
         mean_length=statistics.fmean(each.num_sampled for each in usable),
         truncated_fraction=statistics.fmean(each.outcome == "truncated" for each in usable),
         distinct_fraction=statistics.fmean(
             len({each.completion for each in group}) / len(group) for group in groups.values()
         ),
-        usual_answer=usual if num_usual > 1 else "",
-        usual_fraction=num_usual / len(groups) if num_usual > 1 else 0.0,
+        majority_answer=majority if num_majority > 1 else "",
+        majority_fraction=num_majority / len(groups) if num_majority > 1 else 0.0,
     )
 
 
-def judge(found: Rehearsal, gold_reward: float | None = None) -> Judgement:
+def judge(found: GroupStatistics, gold_reward: float | None = None) -> Judgement:
     """The verdict on a policy that made these rollouts. `gold_reward`: the mean reward of the gold answers, if known:
     a policy that earns more is rewarded for something else."""
     signal, solved = _percent(found.signal_fraction), _percent(found.pass_at_1)
@@ -144,18 +144,20 @@ def judge(found: Rehearsal, gold_reward: float | None = None) -> Judgement:
     if found.is_guessing and found.pass_at_k > 0.0:
         return Judgement(
             "more SFT first",
-            f"{passes}, and always answering {found.usual_answer!r} would be right in {_percent(found.usual_fraction)} "
-            "of the tasks: the model guesses, and RL would teach it that one answer; more training.steps of SFT until "
-            "it is right more often than that, or easier tasks",
+            f"{passes}, and always answering {found.majority_answer!r} would be right in "
+            f"{_percent(found.majority_fraction)} of the tasks: the model guesses, and RL would teach it that one "
+            "answer; more training.steps of SFT until it is right more often than that, or easier tasks",
         )
     if found.signal_fraction >= READY_SIGNAL:
-        if found.pass_at_k == 0.0:
-            return Judgement(
-                "more SFT first",
-                f"no completion is right ({passes}), and the groups differ by partial credit alone, which is then all "
-                "that the model would learn: more training.steps of SFT, or easier tasks",
-            )
-        return Judgement("ready for RL", f"{passes}; {with_signal}")
+        if found.pass_at_k > 0.0:
+            return Judgement("ready for RL", f"{passes}; {with_signal}")
+        if gold_reward is None:  # whether any reward is meant to reach the threshold is not known
+            return Judgement("ready for RL", f"{with_signal}; no reward reaches evaluation.threshold, so {passes}")
+        return Judgement(
+            "more SFT first",
+            f"no completion is right ({passes}), and the groups differ by partial credit alone, which is then all "
+            "that the model would learn: more training.steps of SFT, or easier tasks",
+        )
     if found.pass_at_1 >= SOLVED:
         return Judgement(
             "task too easy",
@@ -178,8 +180,8 @@ def judge(found: Rehearsal, gold_reward: float | None = None) -> Judgement:
     if found.signal_fraction >= LOW_SIGNAL:
         return Judgement(
             "ready for RL",
-            f"{passes}; only {with_signal}, so it learns slowly: more training.steps of SFT first, a larger "
-            'algorithm.group_size, or algorithm.kind = "dapo" (keeps the groups that teach) is faster',
+            f"{passes}; only {with_signal}, so learning is slow: it is faster after more training.steps of SFT, with a "
+            'larger algorithm.group_size, or with algorithm.kind = "dapo", which keeps the groups that teach',
         )
     return Judgement("more SFT first", f"{passes}, and only {with_signal}: more training.steps of SFT, or easier tasks")
 

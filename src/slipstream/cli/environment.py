@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +16,7 @@ from slipstream.cli.output import Json, print_json
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 
 if TYPE_CHECKING:
-    from slipstream.algo.readiness import Judgement, Rehearsal
+    from slipstream.algo.readiness import GroupStatistics, Judgement
     from slipstream.config import Loaded, RunConfig
     from slipstream.envs import Environment, Task
     from slipstream.envs.check import EnvironmentCheck
@@ -136,9 +136,9 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
 
 def _try_model(
     loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Literal["auto", "plain", "none"]
-) -> tuple[Rehearsal, Judgement]:
+) -> tuple[GroupStatistics, Judgement]:
     """Sample the model on training tasks and judge what came."""
-    from slipstream.algo.readiness import judge, rehearsal_of
+    from slipstream.algo.readiness import group_statistics, judge
     from slipstream.config.schema import RLConfig
     from slipstream.launch.prepare import prepare
     from slipstream.launch.tools.evaluate import sample_groups
@@ -148,7 +148,7 @@ def _try_model(
     group_size = algorithm.group_size if isinstance(algorithm, RLConfig) and algorithm.group_size > 1 else _SAMPLES
     rollouts = sample_groups(prepare(loaded), make_view(view), num_tasks, samples or group_size)
     reward_threshold = algorithm.reward_threshold if isinstance(algorithm, RLConfig) else None
-    found = rehearsal_of(rollouts, checked.result.threshold, reward_threshold)
+    found = group_statistics(rollouts, checked.result.threshold, reward_threshold)
     if found is None:
         raise EnvironmentFault(f"all of {len(rollouts)} rollouts failed; the first: {rollouts[0].error}")
     return found, judge(found, checked.gold_reward)
@@ -172,7 +172,7 @@ def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> No
         print(f"passed: the rewards of {checked.result.environment} tell right answers from wrong ones")
 
 
-def _print_trial(found: Rehearsal, judgement: Judgement, checked: _Checked) -> None:
+def _print_trial(found: GroupStatistics, judgement: Judgement, checked: _Checked) -> None:
     low, high = (100 * bound for bound in found.pass_at_1_interval)
     lines = [
         ("pass@1", f"{100 * found.pass_at_1:.1f} % (95 % interval {low:.1f} to {high:.1f})"),
@@ -185,11 +185,9 @@ def _print_trial(found: Rehearsal, judgement: Judgement, checked: _Checked) -> N
         ),
         ("different texts", f"{100 * found.distinct_fraction:.1f} % of a group's completions"),
     ]
-    if found.usual_fraction > 0.0:
-        text = (
-            f"{found.usual_answer!r} answers {100 * found.usual_fraction:.1f} % of the tasks: a guess is right as often"
-        )
-        lines.append(("usual answer", text))
+    if found.majority_fraction > 0.0:
+        text = f"{found.majority_answer!r} is right in {100 * found.majority_fraction:.1f} % of the tasks"
+        lines.append(("majority answer", text))
     if found.num_failed:
         lines.append(("failed", f"{found.num_failed} rollouts"))
     for name, text in lines:
@@ -208,7 +206,7 @@ def _print_json(
     checked: _Checked,
     failures: Sequence[str],
     notes: Sequence[str],
-    tried: tuple[Rehearsal, Judgement] | None,
+    tried: tuple[GroupStatistics, Judgement] | None,
     verdict: str,
 ) -> None:
     result = checked.result
@@ -224,7 +222,7 @@ def _print_json(
     if verdict:
         summary["verdict"] = verdict
     if tried is not None:
-        summary["model"] = {**tried[0].as_dict(), "text": tried[1].text}
+        summary["model"] = {**asdict(tried[0]), "text": tried[1].text}
     print_json(summary)
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.config import Loaded
 from slipstream.errors import ConfigError
+from slipstream.launch.recovery.resume import is_complete, same_commit
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
-from slipstream.runlog import holds_run, is_complete, read_metrics, refuse_used
+from slipstream.runlog import holds_run, read_metrics, refuse_used
 
 if TYPE_CHECKING:
     from slipstream.launch.run import RunResult
@@ -30,26 +31,25 @@ def run_training(
 
     Raises what ends the run early, and `StartsAgain` where it goes on in another process.
     """
-    folder, is_auto = loaded.config.run.folder, resume == "auto"
+    folder = loaded.config.run.folder
     if resume and folder is None:
-        raise ConfigError(
-            f"--resume{'=auto' * is_auto} needs the folder of the run to continue: add --run.folder FOLDER"
-        )
-    resume = bool(resume) and (not is_auto or (folder is not None and holds_run(folder)))
+        flag = "--resume=auto" if resume == "auto" else "--resume"
+        raise ConfigError(f"{flag} needs the folder of the run to continue: add --run.folder FOLDER")
+    may_be_complete = resume == "auto" and folder is not None and holds_run(folder)
+    resume = may_be_complete if resume == "auto" else resume
     if folder is not None and not resume:
         refuse_used(folder)  # before minutes of reading data
-    if folder is not None and is_auto and resume and is_complete(folder, loaded.config.training.steps):
+    if folder is not None and may_be_complete and is_complete(folder, loaded.config):
         return _finished(folder)
     stages = Stages()
     with persistent_caches(lambda text: None), preimport_vllm(loaded.config) as ahead:  # `train` warns
         with stages.stage("read model and data"):
             from slipstream.launch.engines import create_engine
             from slipstream.launch.prepare import prepare
-            from slipstream.launch.recovery.resume import same_commit
             from slipstream.launch.run import run_folder_of, train
 
             prepared = prepare(same_commit(loaded) if resume else loaded)
-        if folder is not None and is_auto and resume and is_complete(folder, prepared.config.training.steps):
+        if folder is not None and may_be_complete and is_complete(folder, prepared.config):  # steps derived from epochs
             return _finished(folder)
         result = train(
             prepared,

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from slipstream.algo.readiness import has_signal
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Task
 
 
@@ -27,7 +28,7 @@ class Refills:
     def has_signal(self, group: Sequence[Rollout]) -> bool:
         """Whether the rewards of a group differ, before any length penalty."""
         rewards = [rollout.reward for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
-        return len({reward if self.threshold is None else reward >= self.threshold for reward in rewards}) > 1
+        return has_signal(rewards, self.threshold)
 
     def num_wanted(self, groups: Sequence[Sequence[Rollout]], size: int) -> int:
         """How many tasks to sample so that a batch of `size` is expected to get as many groups with signal as it lacks;

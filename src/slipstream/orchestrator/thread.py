@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from traceback import FrameSummary
@@ -311,8 +311,9 @@ async def _awaited(function: Callable[[], Awaitable[T]]) -> T:
 
 
 def _failure_of(receiving: Future[Any]) -> BaseException | None:
-    """What the receiver fails with, soon after the sender did; None where it goes on, or had all it needed."""
+    """What the receiver fails with, soon after the sender did; None where it goes on, had all it needed, or was
+    cancelled."""
     try:
         return receiving.exception(_CAUSE_S)
-    except FutureTimeout:
+    except (FutureTimeout, CancelledError):
         return None

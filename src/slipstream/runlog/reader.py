@@ -265,13 +265,3 @@ def _last(rows: list[dict[str, Any]], name: str) -> float | None:
 def holds_run(folder: Path) -> bool:
     """Whether `folder` holds a run, in any state."""
     return (folder / "events.jsonl").is_file()
-
-
-def is_complete(folder: Path, steps: int | None) -> bool:
-    """Whether the run in `folder` has finished, and `steps`, as they are asked for now, are no more than it was asked
-    for then; False if they are not known."""
-    report = read_exit(folder)
-    if report is None or report.status != "finished" or steps is None:
-        return False
-    before = read_settings(folder).get("training.steps")
-    return isinstance(before, int) and steps <= before

@@ -242,6 +242,7 @@ class TrainingLoop:
         is_late = training.max_seconds is not None and self.trained_s >= training.max_seconds
         if is_late:
             self.log.event("time_limit", step=self.step, max_seconds=training.max_seconds)
+            self.progress.message(f"the run ends at step {self.step}: training.max_seconds = {training.max_seconds:g}")
         is_last = is_late or self.step >= training.steps
         evaluate = self._evaluates_after(self.step, is_last)
         if evaluate:
@@ -279,7 +280,10 @@ class TrainingLoop:
         if batch.step == 0 and (judgement := self._signal_watch.judge_first(batch.rollouts)) is not None:
             self.log.event("readiness", verdict=judgement.verdict, text=judgement.text)
             text = f"first batch: {judgement.verdict}: {judgement.text}"
-            self.progress.message(text) if judgement.is_ready else self.log.warning(text, step=self.step)
+            if judgement.is_ready:
+                self.progress.message(text)
+            else:
+                self.log.warning(text, step=self.step)
         result = self._trainer.train(batch)
         if result.no_signal is not None:
             return result.metrics | self._skip(batch.step, result.no_signal)

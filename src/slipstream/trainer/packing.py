@@ -155,7 +155,7 @@ def micro_batches(
     targets = [_targets(sequence) for sequence in batch.sequences]
     used = [index for index, target in enumerate(targets) if target.length]
     if packing:
-        groups = _prompt_groups(batch, targets, used, max_tokens, _longest_sharing(device))
+        groups = _prompt_groups(batch, targets, used, max_tokens, on_cpu=_is_cpu(device))
         rows = pack([_cost(batch, targets, group) for group in groups], max_tokens)
     else:
         groups = [[index] for index in used]
@@ -178,7 +178,7 @@ def even_rows(
     # A prompt group larger than a rank's part would leave other ranks idle.
     total, longest = sum(targets[index].length for index in used), max((targets[i].length for i in used), default=1)
     most = min(max_tokens, max(longest, -(-total // parts)))
-    groups = _prompt_groups(batch, targets, used, most, _longest_sharing(device))
+    groups = _prompt_groups(batch, targets, used, most, on_cpu=_is_cpu(device))
     passes = pack_evenly([_cost(batch, targets, group) for group in groups], max_tokens, parts)
     return [[[groups[place] for place in row] for row in step] for step in passes]
 
@@ -198,26 +198,28 @@ def dummy_micro_batch(device: torch.device | str) -> MicroBatch:
     return _micro_batch(StepBatch([sequence]), [[0]], [_targets(sequence)], device)
 
 
-def _longest_sharing(device: torch.device | str) -> int | None:
-    return _LONGEST_SHARING if torch.device(device).type == "cpu" else None
+def _is_cpu(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cpu"
 
 
 def _prompt_groups(
-    batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, longest: int | None
+    batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, *, on_cpu: bool
 ) -> list[list[int]]:
-    """Group sequences of equal prompts, and of the others those whose prompts begin alike where that saves enough; each
-    group at most `max_tokens` tokens. A sequence whose continuation exceeds `longest` tokens plus twice what it
-    shares is a group alone, and so is one that shares a single token."""
+    """Group sequences of equal prompts, each group at most `max_tokens` tokens; on a CPU also those whose prompts begin
+    alike where that saves enough, which has not been measured on a GPU. A sequence whose continuation is too long for
+    what it shares is a group alone (see `_LONGEST_SHARING`), and so is one that shares a single token."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for index in used:
         alike.setdefault(tuple(batch.sequences[index].token_ids[: targets[index].prompt]), []).append(index)
     single = [members[0] for members in alike.values() if len(members) == 1]
-    prompts = [batch.sequences[index].token_ids[: targets[index].prompt] for index in single]
-    similar = [[single[place] for place in group] for group in prefix_groups(prompts)]
+    similar = [[index] for index in single]
+    if on_cpu:
+        prompts = [batch.sequences[index].token_ids[: targets[index].prompt] for index in single]
+        similar = [[single[place] for place in group] for group in prefix_groups(prompts)]
     groups: list[list[int]] = []
     for members in (*(members for members in alike.values() if len(members) > 1), *similar):
         shared = _shared(batch, targets, members)
-        kept = [i for i in members if longest is None or targets[i].length <= longest + 3 * shared]
+        kept = [i for i in members if not on_cpu or targets[i].length <= _LONGEST_SHARING + 3 * shared]
         is_equal = all(targets[index].prompt == shared for index in kept)
         if shared == 1 or (
             not is_equal and (len(kept) - 1) * shared < _MIN_SAVED * sum(targets[index].length for index in kept)

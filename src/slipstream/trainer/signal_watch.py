@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from slipstream.algo.readiness import LOW_SIGNAL, SOLVED, Judgement, judge, rehearsal_of
+from slipstream.algo.readiness import LOW_SIGNAL, SOLVED, Judgement, group_statistics, judge
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import EvaluationConfig, RLConfig
 from slipstream.records import Rollout
@@ -40,7 +40,7 @@ class SignalWatch:
         replaced."""
         if not self._compares or not self._is_rl or self._is_refilled:
             return None
-        found = rehearsal_of(rollouts, self._threshold, self._reward_threshold)
+        found = group_statistics(rollouts, self._threshold, self._reward_threshold)
         return judge(found) if found else None
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:

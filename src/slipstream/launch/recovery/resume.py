@@ -13,7 +13,7 @@ import msgspec
 from slipstream.config import Loaded, PlannedConfig, RunConfig, with_values
 from slipstream.errors import ConfigError
 from slipstream.records import Message, Task
-from slipstream.runlog import read_settings
+from slipstream.runlog import read_exit, read_settings
 
 
 def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
@@ -42,6 +42,22 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
     if watch.reason:
         raise ConfigError(f"run {folder} has ended at step {step}, as {watch.reason}: change that setting to go on")
     return step
+
+
+_LIMITS = ("training.max_seconds", "evaluation.stop_at", "evaluation.patience")
+"""Settings that end a run before its last step."""
+
+
+def is_complete(folder: Path, config: RunConfig | PlannedConfig) -> bool:
+    """Whether the run in `folder` has finished and `config` asks for no more: as many steps, or, where it ended before
+    its last one, as many as it was asked for then under the same limits. False while steps are not derived yet."""
+    report, steps = read_exit(folder), config.training.steps
+    if report is None or report.status != "finished" or steps is None:
+        return False
+    before, after = read_settings(folder), config.model_dump()
+    limits = {name: (after[section] or {}).get(key) for name in _LIMITS for section, key in [name.split(".")]}
+    same_limits = all(before.get(name) == value for name, value in limits.items())
+    return report.step >= steps or (steps <= before.get("training.steps", 0) and same_limits)
 
 
 def same_commit(loaded: Loaded) -> Loaded:

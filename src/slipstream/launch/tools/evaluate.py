@@ -95,7 +95,7 @@ def sample_groups(prepared: Prepared, progress: Progress, num_tasks: int, group_
         check_failures(rollouts, "the trial", section.max_reward_failures)
         return rollouts
 
-    return _with_engine(prepared, progress, "try", work)
+    return _with_engine(prepared, progress, "sample", work)
 
 
 def _with_engine(
