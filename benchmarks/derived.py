@@ -139,6 +139,8 @@ def told(command: list[str], run: Path, options: argparse.Namespace) -> dict[str
         name: statistics.median(row.get(name, 0.0) for _, row in pairs)
         for name in sorted({name for _, row in pairs for name in row if name.startswith("time/")})
     }
+    slowest = max(pairs, key=lambda pair: pair[1]["time"] - pair[0]["time"], default=None)
+    result["slowest"] = {name: value for name, value in slowest[1].items() if "time" in name} if slowest else {}
     result["saved"] = {
         int(row["step"]): row["time/checkpoint_s"] for row in rows if row.get("time/checkpoint_s", 0.0) > 0.0
     }

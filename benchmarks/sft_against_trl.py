@@ -5,13 +5,14 @@
 
 Rows are prompts with completions: `short` as in the quickstart (an instruction, which all have in common, and a word to
 spell backward), `bare` without the instruction, `long-tailed` with log-normal completions (median 60 characters, up to
-900). On a CPU the model is a Qwen3 of 0.8 million parameters in float32, with as many threads for both; on a GPU the
-folder given, in bfloat16.
+900), `long` with those of a chat (median 400, up to 3,500). On a CPU the model is a Qwen3 of 0.8 million parameters in
+float32, with as many threads for both; on a GPU the folder given, in bfloat16.
 
 Slipstream runs by its own command (`sft`, no evaluation) as it is. TRL runs SFTTrainer on prompt and completion with
 the loss on the completion; on a CPU padded batches, the whole batch at once and in quarters; on a GPU packing (`bfd`)
-with its fastest installed attention, Liger where installed, and layers that keep everything. The systems take turns,
-each run a process of its own; of TRL's ways the fastest is compared. Starts and the first steps (3) are left out.
+with torch's FlashAttention, Liger where installed, layers that keep everything, and about as many tokens a step. The
+systems take turns, each run a process of its own; of TRL's ways the fastest is compared. Starts and the first steps (3)
+are left out.
 
 Prints a Markdown table: seconds a step, tokens a second (tokens of the rows, without padding), losses of the first and
 the last step, and ours by TRL's fastest. The exit code is 1 where that is below `--limit`.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -34,6 +36,8 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP = 3
+PACKED = 4096
+"""Tokens of TRL's packed rows on a GPU."""
 TIMEOUT_S = 900.0
 RUN_FILE = """
 evaluation = false
@@ -72,12 +76,24 @@ def long_tailed_rows(num: int) -> list[dict[str, str]]:
     return rows
 
 
+def long_rows(num: int) -> list[dict[str, str]]:
+    """As in a chat: completions of some hundreds of characters, a few of thousands."""
+    draw = random.Random(0)
+    rows: list[dict[str, str]] = []
+    for number in range(num):
+        length = min(3500, max(20, round(draw.lognormvariate(6.0, 0.8))))
+        rows.append(
+            {"prompt": f"Letters, please ({number}):", "completion": "".join(draw.choices("abcdefgh", k=length))}
+        )
+    return rows
+
+
 def bare_rows(num: int) -> list[dict[str, str]]:
     """The same without the instruction: hardly a token is common to two prompts."""
     return [{**row, "prompt": row["prompt"].rpartition(" ")[2]} for row in short_rows(num)]
 
 
-ROWS = {"short": short_rows, "bare": bare_rows, "long-tailed": long_tailed_rows}
+ROWS = {"short": short_rows, "bare": bare_rows, "long-tailed": long_tailed_rows, "long": long_rows}
 
 
 def conversations(rows: list[dict[str, str]]) -> list[dict[str, list[dict[str, str]]]]:
@@ -144,9 +160,12 @@ def trl_child(options: argparse.Namespace) -> None:
     from trl import SFTConfig, SFTTrainer
 
     way = json.loads(options.child)
+    if way.get("attention") == "varlen":
+        use_varlen_attention()
     rows = [json.loads(line) for line in options.child_rows.read_text().splitlines()]
     marks: list[float] = []
     losses: list[float] = []
+    seen: list[float] = []
     on_gpu = options.device == "cuda"
 
     class Clock(TrainerCallback):
@@ -157,11 +176,12 @@ def trl_child(options: argparse.Namespace) -> None:
 
         def on_log(self, _: Any, __: Any, ___: Any, logs: dict[str, float] | None = None, **____: Any) -> None:
             if logs and "loss" in logs:
-                losses.append(logs["loss"])
+                losses.append(float(logs["loss"]))
+                seen.append(float(logs["num_tokens"]))
 
     extra: dict[str, Any] = {}
     if on_gpu:
-        extra = {"packing": True, "max_length": 4096, "bf16": True}
+        extra = {"packing": True, "max_length": PACKED, "bf16": True}
         extra["use_liger_kernel"] = importlib.util.find_spec("liger_kernel") is not None
     kwargs = {"dtype": "bfloat16" if on_gpu else "float32", "attn_implementation": way.get("attention", "sdpa")}
     micro = way["micro"]
@@ -171,7 +191,7 @@ def trl_child(options: argparse.Namespace) -> None:
         model_init_kwargs=kwargs,
         max_steps=options.steps + WARM_UP,
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=max(1, options.batch // micro),
+        gradient_accumulation_steps=way["accumulate"],
         gradient_checkpointing=False,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
@@ -204,9 +224,10 @@ def trl_child(options: argparse.Namespace) -> None:
     trainer.train()
     seconds = [after - before for before, after in itertools.pairwise(marks)][WARM_UP - 1 :]
     memory = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if on_gpu else {}
-    options.out.write_text(
-        json.dumps({"seconds": seconds, "losses": [losses[WARM_UP], losses[-1]], "memory": memory, "way": way})
-    )
+    result = {"seconds": seconds, "losses": [losses[WARM_UP], losses[-1]], "memory": memory, "way": way}
+    if on_gpu:
+        result["tokens"] = (seen[-1] - seen[WARM_UP - 1]) / (len(seen) - WARM_UP)
+    options.out.write_text(json.dumps(result))
 
 
 def num_tokens(model: str, rows: list[dict[str, str]]) -> float:
@@ -222,14 +243,39 @@ def num_tokens(model: str, rows: list[dict[str, str]]) -> float:
     return statistics.fmean(len(sequence.token_ids) for sequence in each)
 
 
+def use_varlen_attention() -> None:
+    """Register torch's own FlashAttention for packed rows with Transformers as `varlen`: flash-attn has no wheel."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    accepted = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in accepted else {"window_size": (-1, 0)}
+    grouped = {"enable_gqa": True} if "enable_gqa" in accepted else {}
+
+    def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **given: Any) -> Any:
+        bounds, longest = given["cu_seq_lens_q"], given["max_length_q"]
+        queries, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))
+        if not grouped:
+            keys, values = (x.repeat_interleave(queries.shape[1] // keys.shape[1], 1) for x in (keys, values))
+        out = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, **causal, **grouped)
+        return out[None], None
+
+    AttentionInterface.register("varlen", attention)
+    AttentionMaskInterface.register("varlen", lambda *_, **__: None)
+
+
 def compare(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rounds on one kind of rows."""
     rows = ROWS[kind]((options.steps + WARM_UP) * options.batch)
     file = folder / f"{kind}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ways = [{"micro": options.batch}, {"micro": options.batch // 4}]
-    if options.device == "cuda":
-        ways = [{"micro": micro, "attention": options.attention} for micro in options.micro]
+    tokens = num_tokens(options.model, rows) * options.batch
+    ways = [{"micro": options.batch, "accumulate": 1}, {"micro": options.batch // 4, "accumulate": 4}]
+    if options.device == "cuda":  # packed rows, about as many tokens a step as ours have
+        packed = max(1, round(tokens / PACKED))
+        shared = {"attention": options.attention}
+        ways = [{"micro": n, "accumulate": max(1, round(packed / n)), **shared} for n in options.micro]
     found: dict[str, list[dict[str, Any]]] = {"slipstream": []} | {json.dumps(way): [] for way in ways}
     for number in range(options.rounds):
         for name, results in found.items():
@@ -240,7 +286,7 @@ def compare(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, A
                 run_slipstream(options, file, place) if ours else run_trl(options, file, place, json.loads(name))
             )
             print(f"{kind} round {number} {name}: {statistics.median(results[-1]['seconds']):.4f} s", file=sys.stderr)
-    return {"tokens": num_tokens(options.model, rows) * options.batch, "runs": found}
+    return {"tokens": tokens, "runs": found}
 
 
 def table(kind: str, compared: dict[str, Any], options: argparse.Namespace) -> float:
@@ -249,11 +295,13 @@ def table(kind: str, compared: dict[str, Any], options: argparse.Namespace) -> f
     best = {name: statistics.median(values) for name, values in medians.items()}
     print(f"\n{kind} rows, {compared['tokens'] / options.batch:.0f} tokens each, {options.batch} a step\n")
     print("| system | s a step: median of each run | tokens a second | loss, first and last |\n|---|---|---|---|")
+    speeds: dict[str, float] = {}
     for name, runs in compared["runs"].items():
         each = ", ".join(f"{value:.3f}" for value in medians[name])
         first, last = runs[0]["losses"]
-        print(f"| {name} | {each} | {compared['tokens'] / best[name]:,.0f} | {first:.3f}, {last:.3f} |")
-    ratio = min(value for name, value in best.items() if name != "slipstream") / best["slipstream"]
+        speeds[name] = runs[0].get("tokens", compared["tokens"]) / best[name]
+        print(f"| {name} | {each} | {speeds[name]:,.0f} | {first:.3f}, {last:.3f} |")
+    ratio = speeds["slipstream"] / max(speed for name, speed in speeds.items() if name != "slipstream")
     print(f"\nSlipstream: {ratio:.2f} times the fastest of TRL's.")
     return ratio
 
@@ -261,15 +309,15 @@ def table(kind: str, compared: dict[str, Any], options: argparse.Namespace) -> f
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=["short", "bare", "long-tailed"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", default="")
-    parser.add_argument("--attention", default="flash_attention_2")
-    parser.add_argument("--micro", nargs="+", type=int, default=[8, 2])
+    parser.add_argument("--attention", default="varlen")
+    parser.add_argument("--micro", nargs="+", type=int, default=[4, 2])
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--limit", type=float, default=1.3)
     parser.add_argument("--json", type=Path)

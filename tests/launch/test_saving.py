@@ -54,19 +54,6 @@ def test_the_count_is_what_a_checkpoint_takes(model, optimizer, dtype, tmp_path)
 class TestBeside:
     """`run.async_checkpoints`."""
 
-    @pytest.fixture(autouse=True)
-    def tried(self, monkeypatch):
-        """As if snapshots had been made on a GPU."""
-        monkeypatch.setattr(checkpoints, "TRIED_ON_GPUS", True)
-
-    def test_what_was_never_tried_on_a_gpu_is_no_default_there(self, monkeypatch):
-        monkeypatch.setattr(checkpoints, "TRIED_ON_GPUS", False)
-        made = plan(GENERATED, memory_bytes=128 * GIB, **CARD)
-        assert made.config.run.async_checkpoints is False
-        assert "true tries it" in reasons(made)["run.async_checkpoints"]
-        asked = plan(GENERATED | {"run.async_checkpoints": True}, memory_bytes=128 * GIB, **CARD)
-        assert asked.config.run.async_checkpoints is True
-
     def test_where_there_is_memory(self):
         made = plan(GENERATED, memory_bytes=128 * GIB, **CARD)
         assert made.config.run.async_checkpoints is True

@@ -20,8 +20,6 @@ SNAPSHOT_PART = 1 / 2
 NEARLY_FULL = 0.9
 """Fraction of the free disk space beyond which there is a warning."""
 BY_CLOCK = "10min"
-TRIED_ON_GPUS = False
-"""Whether asynchronous copies were tested on GPUs; untested, they are no default."""
 _VERSIONS = 3
 """Published versions on disk: the two newest, and the next while it is written."""
 
@@ -67,10 +65,6 @@ def plan_checkpoints(builder: PlanBuilder) -> None:
         builder.derive_auto(
             "run.async_checkpoints", False, f"training waits while each of {ranks} ranks writes its share"
         )
-        return
-    if asked == "auto" and not (builder.on_cpu or TRIED_ON_GPUS):
-        reason = "copies from a GPU have never been made on one: training waits for each checkpoint; true tries it"
-        builder.derive_auto("run.async_checkpoints", False, reason)
         return
     left = facts.memory_bytes - host_bytes(config, facts)
     budget = max(0, left) * SNAPSHOT_PART
