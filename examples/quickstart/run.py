@@ -60,7 +60,7 @@ def main() -> None:
     print("\nGRPO from there: 8 completions for each word, and whether they are right")
     grpo = slipstream.train(
         sft.weights,
-        steps=40,
+        steps=60,
         # This task gives partial credit; train on right or wrong.
         algorithm={"kind": "grpo", "group_size": 8, "reward_threshold": 1.0},
         training={

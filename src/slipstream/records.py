@@ -171,6 +171,8 @@ class Batch(msgspec.Struct, forbid_unknown_fields=True):
     dropped: dict[str, int] = {}
     """Rollouts that were started for this batch and are not in it, by reason."""
     metrics: dict[str, float] = {}
+    draws: list[int] = []
+    """Under `training.order = "ready"`, the draws of the task order that this batch has used up."""
     schema: int = SCHEMA_VERSION
 
 

@@ -375,6 +375,15 @@ class TestGPU:
         assert sum(note.value for note in made.notes if note.unit == "GiB") <= 56
         assert "turn off one of them" in refusal_of_file({"inference.sleep": True, "training.staleness": 1})
 
+    def test_with_staleness_the_groups_that_finish_first_make_a_batch(self):
+        assert plan(GENERATED, **CARD).config.training.order == "data"
+        made = plan(GENERATED | {"training.staleness": 2}, **CARD)
+        assert made.config.training.order == "ready"
+        assert "groups for 3 batches at once" in reasons(made)["training.order"]
+        restarts = {"training.staleness": 1, "weights.bridge": "restart"}
+        assert plan(GENERATED | restarts, **CARD).config.training.order == "data"
+        assert "ends the engine at every update" in refusal(GENERATED | restarts | {"training.order": "ready"}, **CARD)
+
     def test_two_cards(self):
         made = plan(GENERATED, num_gpus=2, gpu_memory_bytes=80 * GIB, **LARGE)
         assert (made.config.run.placement, made.config.weights.bridge) == ("separate", "broadcast")

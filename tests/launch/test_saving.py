@@ -13,7 +13,6 @@ from slipstream.launch.plan.derive import make_plan
 from slipstream.launch.plan.facts import AdapterFacts, DiskFacts
 from slipstream.launch.plan.machine import measure_disk
 from slipstream.launch.plan.measure import read_trained_model
-from slipstream.launch.plan.memory import checkpoints
 from slipstream.launch.plan.memory.checkpoints import saved_bytes
 from slipstream.launch.plan.memory.sizes import GIB
 from slipstream.launch.recovery.resume import refuse_to_resume

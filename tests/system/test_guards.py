@@ -487,10 +487,24 @@ def test_a_run_feeds_its_sinks_and_keeps_samples_of_both_kinds(scripted):
     assert len(samples) == 4 + 3 * 2
 
 
-def test_one_step_of_staleness(scripted):
-    report = scripted.run(*WITHOUT_EVALUATION, "--training.staleness", "1", "--training.steps", "6")
+@pytest.mark.parametrize(("staleness", "order"), [("1", "data"), ("1", "ready"), ("3", "auto")])
+def test_staleness(scripted, staleness, order):
+    stale = ("--training.staleness", staleness, "--training.order", order)
+    report = scripted.run(*WITHOUT_EVALUATION, *stale, "--training.steps", "6")
     assert (report.status, report.step) == ("finished", 6)
     stale = [row["staleness/max"] for row in scripted.metrics[1:]]
     assert stale[0] == 0.0
-    assert max(stale) == 1.0
+    assert 1.0 <= max(stale) <= float(staleness)
     assert max(row["probe/abs_logprob_diff"] for row in scripted.metrics) < 1e-5
+    assert not any(name.startswith("dropped/") for row in scripted.metrics for name in row)
+
+
+def test_groups_that_finish_first_are_trained_on_once_across_a_resume(scripted):
+    """Each task of the order is trained on once, although batches do not follow the order."""
+    options = (*WITHOUT_EVALUATION, "--training.staleness", "2", "--run.save_samples", "16")
+    assert scripted.run(*options, "--training.steps", "3").status == "finished"
+    again = (*options, "--training.steps", "6", "--run.folder", str(scripted.folder))
+    assert scripted.run(*again, resume=True).status == "finished"
+    groups = [sample["id"].rpartition(".")[0] for sample in read_samples(scripted.folder)]
+    assert sorted(set(groups)) == sorted(f"{step}.{place}" for step in range(6) for place in range(4))
+    assert len(groups) == 6 * 4 * 4

@@ -78,6 +78,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         if config.data is not None:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
         if not config.training.staleness:
+            found["training.order"] = "has no effect while training.staleness is 0: each batch is its own groups"
             found["weights.in_flight"] = "has no effect while training.staleness is 0, as no request runs in an update"
         elif config.lora is not None and bridge_of(config) in ("lora", "single_copy"):
             found["weights.in_flight"] = "has no effect on adapters: completions end with the one that they began with"
@@ -86,7 +87,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     found["teacher"] = "applies to distill and other recipes of reinforcement learning, not to sft"
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
-    found["training.staleness"] = "applies to grpo, not to sft, whose batches no engine makes"
+    for name in ("staleness", "order"):
+        found[f"training.{name}"] = "applies to grpo, not to sft, whose batches no engine makes"
     if config.data is not None and environment is not None:
         if config.evaluation is None:
             found["environment"] = "has no use when data is given and evaluation is off"
@@ -419,7 +421,7 @@ def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
     if inference.sleep is True and config.training.staleness:
         yield (
             "inference.sleep",
-            "inference.sleep = true stops the engine while a batch is trained on, and training.staleness = 1 has it "
+            "inference.sleep = true stops the engine while a batch is trained on, and training.staleness has it "
             "generate then: turn off one of them",
         )
     if inference.sleep is True and config.run.placement == "separate":

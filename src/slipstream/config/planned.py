@@ -78,6 +78,7 @@ class PlannedTraining(TrainingConfig):
     """[training]."""
 
     steps: int = 0
+    order: Literal["data", "ready"] = "data"
     learning_rate: float = 0.0
     micro_batch_tokens: int = 0
     reshard: Literal["layer", "step"] = "layer"

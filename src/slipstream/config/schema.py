@@ -235,9 +235,13 @@ class TrainingConfig(Section):
     """Prompts (SFT: conversations) in a batch."""
     updates_per_batch: bounds.Items = 1
     """Optimizer steps that one batch is split into."""
-    staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """How many versions older than the newest a batch's tokens may be. 0: generation and training take turns. 1: the
-    next batch is generated while this one is trained on, and new weights reach the engine between two tokens."""
+    staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """How many versions older than the newest a batch's tokens may be. 0: generation and training take turns. More: the
+    next batches are generated while this one is trained on, and new weights reach the engine between two tokens."""
+    order: Literal["auto", "data", "ready"] = "auto"
+    """Which groups make a batch. `data`: those that follow in the order of the data; it depends on seed and step alone,
+    and the engine waits for the longest completion of each batch. `ready`, with a staleness of 1 or more: those that
+    finish first, while groups for up to `staleness` further batches are generated; none is dropped for its age."""
     epochs_per_batch: bounds.Times = 1
     """How often a batch is gone through."""
     optimizer: OptimizerName = "adamw"
@@ -355,7 +359,7 @@ class WeightsConfig(Section):
     bfloat16 most elements stay the same in a step, in float32 nearly none. The trainer keeps one more copy of the
     weights for it."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
-    """What becomes of completions that run when a new version comes, with `training.staleness = 1`. `recompute`: they
+    """What becomes of completions that run when a new version comes, with a staleness of 1 or more. `recompute`: they
     pause and continue with the new weights, which prefill their context again, so that each token's log-probability is
     that of one version. `keep`: they continue at once, on the KV cache of the old weights; the difference between
     engine and trainer grows by what that changes. `drain`: the version waits until they have ended, and new ones wait

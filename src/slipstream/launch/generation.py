@@ -21,6 +21,7 @@ from slipstream.orchestrator.batcher import Batcher
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.hooks import Hooks
+from slipstream.orchestrator.orders import InDataOrder, MakesBatches, ReadyFirst
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.thread import Orchestrator, RolloutReader
@@ -65,7 +66,13 @@ def attach_orchestrator(run: RunContext, children: Children, loop: TrainingLoop,
     )
     if config.algorithm.kind != "sft":
         batcher = _batcher(run, children, runner, order, hooks)
-        loop.reader = reader = RolloutReader(thread, versions, batcher, order.tasks, waits, hooks)
+        batches: MakesBatches = InDataOrder(batcher, versions, order.tasks, hooks)
+        if config.training.order == "ready":
+            size = config.training.prompts_per_batch
+            batches = ReadyFirst(batcher, versions, order.tasks, hooks, size, loop.draws)
+        # Every slot's batch fits, so that groups begin while a batch waits for the trainer.
+        num_ahead = config.training.staleness + 1
+        loop.reader = reader = RolloutReader(thread, batches, num_ahead=num_ahead, waits=waits, hooks=hooks)
         reader.start(loop.step, config.training.steps)
 
 

@@ -1,4 +1,4 @@
-"""Makes batches: groups of rollouts, generated concurrently.
+"""Makes groups of rollouts, and batches of groups.
 
 Under dynamic sampling a batch is made in rounds: groups without signal are dropped, and more tasks are sampled until
 the batch has enough groups with signal. Which groups are chosen does not depend on the order in which they finish.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.errors import TrainingError
@@ -44,7 +44,7 @@ class Batcher:
     hooks: Hooks = field(default_factory=Hooks)
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
-        """Generate `group_size` rollouts for every task concurrently; under dynamic sampling, in further rounds too."""
+        """Generate a group for every task concurrently; under dynamic sampling, in further rounds too."""
         started = time.monotonic()
         size, groups = len(tasks), await self._round(step, version, 0, tasks)
         chosen, left_out, metrics = groups, dict[str, int](), dict[str, float]()
@@ -57,16 +57,34 @@ class Batcher:
                 groups += await self._round(step, version, number * size, further)
             choice = choose(self.refills, groups, size, number)
             chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
+        return self.batch(step, version, groups, chosen, left_out, metrics, time.monotonic() - started)
+
+    async def group(self, step: int, place: int, task: Task) -> list[Rollout]:
+        """Generate the rollouts of one task concurrently, scored by the teacher where there is one. `step` and `place`
+        are the task's in the data order; ids and seeds depend on them."""
+        return await all_of(self._rollout(step, place, number, task) for number in range(self.group_size))
+
+    def batch(
+        self,
+        step: int,
+        version: Version,
+        groups: Sequence[list[Rollout]],
+        chosen: Sequence[list[Rollout]],
+        left_out: Mapping[str, int],
+        metrics: Mapping[str, float],
+        seconds: float,
+    ) -> Batch:
+        """The batch of the groups `chosen` of those generated; `left_out` counts the others' usable rollouts by reason.
+        The groups must have passed `check`."""
         rollouts = [rollout for group in groups for rollout in group]
         warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
-        seconds = time.monotonic() - started
         sampled = sum(rollout.num_sampled for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES)
         return Batch(
             step=step,
             version=version,
             rollouts=kept,
-            dropped=dict(Counter(r.outcome for r in rollouts if r.outcome not in TRAINABLE_OUTCOMES)) | left_out,
+            dropped=dict(Counter(r.outcome for r in rollouts if r.outcome not in TRAINABLE_OUTCOMES)) | dict(left_out),
             metrics={
                 "time/generate_s": seconds,
                 "throughput/generated_tokens_per_s": sampled / seconds,
@@ -76,15 +94,25 @@ class Batcher:
             },
         )
 
+    def check(self, step: int, version: Version, groups: Sequence[list[Rollout]]) -> None:
+        """Raise where too many rollouts failed, log-probabilities are missing, or a token's version is too old."""
+        rollouts = [rollout for group in groups for rollout in group]
+        check_failures(rollouts, f"step {step}", self.max_reward_failures)
+        for rollout in rollouts:
+            for sequence in rollout.sequences:
+                if self.needs_logprobs and sequence.logprobs is None:
+                    raise TrainingError(
+                        f"rollout {rollout.id} came without log-probabilities, which algorithm.importance_sampling and "
+                        'old_policy = "engine" need: use an engine that returns them, or set the first to "none" and'
+                        ' the second to "trainer"'
+                    )
+        refuse_stale(rollouts, step, version.lineage, self.staleness)
+
     async def _round(self, step: int, version: Version, first: int, tasks: Sequence[Task]) -> list[list[Rollout]]:
-        """A group of rollouts for each task; `first` is the index of the first group among all of this step."""
-        rollouts = await all_of(
-            self._rollout(step, group, number, task)
-            for group, task in enumerate(tasks, first)
-            for number in range(self.group_size)
-        )
-        self._check(step, version, rollouts)
-        return [rollouts[start : start + self.group_size] for start in range(0, len(rollouts), self.group_size)]
+        """A group for each task; `first` is the index of the first group among all of this step."""
+        groups = await all_of(self.group(step, place, task) for place, task in enumerate(tasks, first))
+        self.check(step, version, groups)
+        return groups
 
     async def _rollout(self, step: int, group: int, number: int, task: Task) -> Rollout:
         group_id = f"{step}.{group}"
@@ -99,16 +127,3 @@ class Batcher:
             await self.teacher.score(rollout)
         self.hooks.rollout_ended()
         return rollout
-
-    def _check(self, step: int, version: Version, rollouts: list[Rollout]) -> None:
-        """Raise where too many rollouts failed, log-probabilities are missing, or a token's version is too old."""
-        check_failures(rollouts, f"step {step}", self.max_reward_failures)
-        for rollout in rollouts:
-            for sequence in rollout.sequences:
-                if self.needs_logprobs and sequence.logprobs is None:
-                    raise TrainingError(
-                        f"rollout {rollout.id} came without log-probabilities, which algorithm.importance_sampling and "
-                        'old_policy = "engine" need: use an engine that returns them, or set the first to "none" and'
-                        ' the second to "trainer"'
-                    )
-        refuse_stale(rollouts, step, version.lineage, self.staleness)

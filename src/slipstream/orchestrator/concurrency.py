@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from slipstream.engine_protocols import Generates
@@ -21,12 +22,19 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all coroutines concurrently and return their results in order. The first failure cancels the others and is
     raised itself, not in an exception group."""
     tasks: list[asyncio.Task[T]] = []
+    async with task_group() as group:
+        tasks += [group.create_task(each) for each in work]
+    return [task.result() for task in tasks]
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
+    """`asyncio.TaskGroup`, whose first failure is raised itself, not in an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks += [group.create_task(each) for each in work]
+            yield group
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
-    return [task.result() for task in tasks]
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -56,13 +56,19 @@ def choose(refills: Refills, groups: list[list[Rollout]], size: int, num_refills
     for index in set(range(len(groups))) - set(chosen):
         usable = sum(rollout.outcome in TRAINABLE_OUTCOMES for rollout in groups[index])
         left_out["surplus" if index in surplus else "no_signal"] += usable
-    rewards = [r.reward for group in groups for r in group if r.outcome in TRAINABLE_OUTCOMES]
+    metrics = drawn_metrics(groups, len(chosen), sum(index >= size for index in chosen))
+    metrics["rollout/refills"] = float(num_refills)
+    return Choice([groups[index] for index in chosen], {k: n for k, n in left_out.items() if n}, metrics)
+
+
+def drawn_metrics(groups: Sequence[Sequence[Rollout]], num_chosen: int, num_refilled: int) -> dict[str, float]:
+    """Metrics of a batch for which `groups` were generated; `num_refilled` of its groups took others' places."""
     metrics = {
-        "rollout/refills": float(num_refills),
         "rollout/drawn_groups": float(len(groups)),
-        "rollout/refilled_groups": float(sum(index >= size for index in chosen)),
-        "rollout/groups": float(len(chosen)),
+        "rollout/refilled_groups": float(num_refilled),
+        "rollout/groups": float(num_chosen),
     }
+    rewards = [r.reward for group in groups for r in group if r.outcome in TRAINABLE_OUTCOMES]
     if rewards:
         metrics["reward/drawn_mean"] = sum(rewards) / len(rewards)
-    return Choice([groups[index] for index in chosen], {k: n for k, n in left_out.items() if n}, metrics)
+    return metrics

@@ -20,13 +20,12 @@ from typing import Any, TypeVar
 import uvloop
 
 from slipstream.errors import DeadlineError, EngineError, Interrupted, SlipstreamError, WeightsError
-from slipstream.orchestrator.batcher import Batcher
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.event_loop_watch import LoopWatch
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.staleness import oldest_version
+from slipstream.orchestrator.orders import MakesBatches
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import ApplyReport, Batch, Task, Ticket
+from slipstream.records import ApplyReport, Batch, Ticket
 from slipstream.records import Sequence as TokenSequence
 from slipstream.transport import MemoryTransport
 from slipstream.weights import Announce
@@ -242,23 +241,15 @@ class RolloutReader:
     """Implements the training loop's `Reader`: batches of rollouts that are made in the background, in order."""
 
     def __init__(
-        self,
-        thread: EventLoopThread,
-        versions: Versions,
-        batcher: Batcher,
-        tasks_of_step: Callable[[int], Sequence[Task]],
-        waits: Waits,
-        hooks: Hooks,
+        self, thread: EventLoopThread, batches: MakesBatches, *, num_ahead: int, waits: Waits, hooks: Hooks
     ) -> None:
-        """The batch of step k may be begun by version k - `batcher.staleness`."""
+        """`num_ahead`: how many finished batches may wait for the trainer."""
         self._thread = thread
-        self._versions = versions
-        self._batcher = batcher
-        self._tasks_of_step = tasks_of_step
+        self._batches = batches
         self._waits = waits
         self._hooks = hooks
         self._transport: MemoryTransport[Batch] = MemoryTransport(
-            1, producer="the rollouts of the next batch", consumer="the trainer"
+            num_ahead, producer="the rollouts of the next batch", consumer="the trainer"
         )
         self._failure: BaseException | None = None
         self._producer: Future[None] | None = None
@@ -269,20 +260,14 @@ class RolloutReader:
 
     async def _produce(self, first: int, num_steps: int) -> None:
         try:
-            for step in range(first, num_steps):
-                # A resumed run's first version is the one it begins with.
-                # No deadline: the trainer is in this process, and when it ends, so does this wait.
-                version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
-                tasks = self._tasks_of_step(step)
-                self._hooks.round_began(len(tasks))
-                async with self._versions.generating():
-                    batch = await self._batcher.make(step, version, tasks)
-                self._hooks.batch_ended()
-                await self._transport.put_async(batch, self._waits.rollouts_s)
+            await self._batches.make_all(first, num_steps, self._put)
         except BaseException as error:
             self._failure = error
             self._transport.close("the orchestrator failed")
             raise
+
+    async def _put(self, batch: Batch) -> None:
+        await self._transport.put_async(batch, self._waits.rollouts_s)
 
     def take(self, step: int) -> Batch:
         """See the loop's `Reader`."""

@@ -65,6 +65,11 @@ class Versions:
             self._released = max(self._released, step)
             self._changed.notify_all()
 
+    @property
+    def released(self) -> int:
+        """The newest released version; -1 before the first."""
+        return self._released
+
     async def wait_for(self, step: int, timeout_s: float | None) -> Version:
         """Wait until version `step` is released, and return the current version."""
         try:

@@ -23,6 +23,7 @@ from slipstream import records
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import RLConfig
 from slipstream.config.traits import num_replicas, update_phase
+from slipstream.data.draws import Draws
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError
 from slipstream.progress import Progress
 from slipstream.runlog import sample_of
@@ -127,6 +128,8 @@ class TrainingLoop:
     """Digests of what else a resumed run must not change, by name."""
     step: int = 0
     """Number of batches trained on; set by `resume`."""
+    draws: Draws = field(default_factory=Draws)
+    """Draws of the task order that were trained on or dropped, where batches do not follow it; set by `resume`."""
     trained_before_s: float = 0.0
     """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
@@ -176,6 +179,8 @@ class TrainingLoop:
                     "start a new run from the checkpoint's weights"
                 )
         self.step = self._saved_step = int(extra["step"])
+        drawn = extra.get("draws")
+        self.draws = Draws.of_state(drawn) if drawn else Draws(self.step * self.config.training.prompts_per_batch)
         self._trained_steps = int(extra["trained_steps"])
         self._steps_without_signal = int(extra["quiet_steps"])
         self._evaluated_step = int(extra["evaluated_step"])
@@ -285,6 +290,7 @@ class TrainingLoop:
             else:
                 self.log.warning(text, step=self.step)
         result = self._trainer.train(batch)
+        self.draws.use(batch.draws)
         if result.no_signal is not None:
             return result.metrics | self._skip(batch.step, result.no_signal)
         self._trained_steps += 1
@@ -406,7 +412,7 @@ class TrainingLoop:
         so far. With `last`, wait until it is written."""
         with self.log.phase("checkpoint"):
             if self._saved_step != self.step:
-                extra = {
+                extra: dict[str, Any] = {
                     "step": self.step,
                     "lineage": self.log.lineage,
                     "trained_steps": self._trained_steps,
@@ -416,6 +422,8 @@ class TrainingLoop:
                     "identity": dict(self.identity),
                     "early_stop": self.early_stop.state(),
                 }
+                if self.config.training.order == "ready":
+                    extra["draws"] = self.draws.state()
                 self._writer.save(self.step, extra, best=best, last=last)
                 self._saved_step = self.step
             elif best is not None:

@@ -52,6 +52,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "worker_extension_cls": "slipstream.inference.plugin.weights.receiver.WorkerExtension",
         **lora,
         **_capture_sizes(settings),
+        **_block_size(),
         **settings.options,
         **_model_overrides(settings),
     }
@@ -77,6 +78,20 @@ def _position_scaling(folder: Path) -> dict[str, Any]:
     length = rotary.get("original_max_position_embeddings")
     found = {"llama_4_scaling": {"original_max_position_embeddings": length, "beta": rotary["llama_4_scaling_beta"]}}
     return found if part is whole else {"text_config": found}
+
+
+def _block_size() -> dict[str, Any]:
+    """On a CPU the smallest block of the KV cache that its attention takes. Requests share whole blocks only, and with
+    the 128 tokens of vLLM's default there, each request of a group would prefill a prompt shorter than that."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {}
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    supported = getattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", list)()
+    sizes: list[int] = [getattr(size, "base", size) for size in supported]
+    return {"block_size": min(sizes)} if sizes else {}
 
 
 def _capture_sizes(settings: EngineSettings) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if uses_engine(config):
         plan_lengths(builder)
         plan_bridge(builder)
+        _plan_order(builder)
         if builder.on_cpu:
             plan_cpu_cache(builder)
         else:
@@ -221,6 +222,23 @@ def _plan_steps(builder: PlanBuilder) -> None:
     builder.derive("training.steps", steps, f"{passes} over {num_tasks} training prompts in batches of {size}")
     for _, sentence in warmup_problems(builder.original, steps):
         raise ConfigError(sentence)
+
+
+def _plan_order(builder: PlanBuilder) -> None:
+    """Derive `training.order`, after the bridge. Raises ConfigError where the engine cannot take weights in flight."""
+    staleness, restarts = builder.original.training.staleness, builder["weights.bridge"] == "restart"
+    if builder["training.order"] == "ready" and restarts:
+        raise ConfigError(
+            'training.order = "ready" generates for several batches at once, and weights.bridge = "restart" ends the '
+            "engine at every update: use another bridge, or the order of the data"
+        )
+    if not staleness:  # each batch is its own groups
+        return
+    if restarts:
+        builder.derive_auto("training.order", "data", "the engine ends at every update")
+    else:
+        reason = f"groups for {staleness + 1} batches at once: the engine need not wait for the longest of each"
+        builder.derive_auto("training.order", "ready", reason)
 
 
 def _plan_learning_rate(builder: PlanBuilder) -> None:

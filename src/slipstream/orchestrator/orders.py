@@ -1,0 +1,143 @@
+"""Two ways of making batches of rollouts, one after the other, for as long as the run goes on.
+
+`InDataOrder`: the groups of a batch follow from seed and step alone (`training.order = "data"`). `ReadyFirst`: groups
+begin as slots become free, across batches, and a batch is made of those that finish first (`"ready"`), so that the
+engine does not wait for the longest completion of each batch. See `slots.py` for what a batch still waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from slipstream.data.draws import Draws
+from slipstream.orchestrator.batcher import Batcher
+from slipstream.orchestrator.concurrency import task_group
+from slipstream.orchestrator.dynamic_sampling import drawn_metrics
+from slipstream.orchestrator.hooks import Hooks
+from slipstream.orchestrator.slots import Slots
+from slipstream.orchestrator.staleness import oldest_version
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Task, Version
+
+Put = Callable[[Batch], Awaitable[None]]
+
+
+class MakesBatches(Protocol):
+    """One of the two."""
+
+    async def make_all(self, first: int, num_steps: int, put: Put) -> None:
+        """Make the batches of the steps from `first` to `num_steps` - 1, and `put` each."""
+        ...
+
+
+class InDataOrder:
+    """One batch after the other."""
+
+    def __init__(
+        self, batcher: Batcher, versions: Versions, tasks_of_step: Callable[[int], Sequence[Task]], hooks: Hooks
+    ) -> None:
+        self._batcher = batcher
+        self._versions = versions
+        self._tasks_of_step = tasks_of_step
+        self._hooks = hooks
+
+    async def make_all(self, first: int, num_steps: int, put: Put) -> None:
+        """See `MakesBatches`."""
+        for step in range(first, num_steps):
+            # A resumed run's first version is the one it begins with.
+            # No deadline: the trainer is in this process, and when it ends, so does this wait.
+            version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
+            tasks = self._tasks_of_step(step)
+            self._hooks.round_began(len(tasks))
+            async with self._versions.generating():
+                batch = await self._batcher.make(step, version, tasks)
+            self._hooks.batch_ended()
+            await put(batch)
+
+
+class ReadyFirst:
+    """Groups of several batches at once. The engine must take new weights while it generates."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        versions: Versions,
+        tasks_of_step: Callable[[int], Sequence[Task]],
+        hooks: Hooks,
+        size: int,
+        draws: Draws,
+    ) -> None:
+        """`size`: groups in a batch. `draws`: which draws of the task order an earlier attempt has used up."""
+        self._batcher = batcher
+        self._versions = versions
+        self._tasks_of_step = tasks_of_step
+        self._hooks = hooks
+        self._size = size
+        self._draws = draws.unused()
+        self._began: dict[int, Version] = {}
+        self._finished: dict[int, list[Rollout]] = {}
+        self._silent: dict[int, list[Rollout]] = {}
+        """Groups without signal that were dropped since the last batch."""
+        self._changed = asyncio.Event()
+
+    async def make_all(self, first: int, num_steps: int, put: Put) -> None:
+        """See `MakesBatches`."""
+        await self._versions.wait_for(first, None)
+        slots = Slots(self._size, self._batcher.staleness, first, num_steps)
+        async with task_group() as tasks:
+            watch = tasks.create_task(self._watch(slots))
+            for step in range(first, num_steps):
+                since = time.monotonic()
+                self._hooks.round_began(self._size)
+                while (numbers := slots.cut()) is None:
+                    self._changed.clear()
+                    for _ in range(slots.num_free):
+                        number = next(self._draws)
+                        slots.begin(number)
+                        assert self._versions.current is not None
+                        self._began[number] = self._versions.current
+                        tasks.create_task(self._group(slots, number))
+                    await self._changed.wait()
+                self._hooks.batch_ended()
+                await put(self._batch(step, numbers, slots, time.monotonic() - since))
+            watch.cancel()
+
+    async def _watch(self, slots: Slots) -> None:
+        """Free the slots of batches whose version is released."""
+        while True:
+            await self._versions.wait_for(self._versions.released + 1, None)
+            slots.release(self._versions.released)
+            self._changed.set()
+
+    async def _group(self, slots: Slots, number: int) -> None:
+        step, place = divmod(number, self._size)
+        group = await self._batcher.group(step, place, self._tasks_of_step(step)[place])
+        refills = self._batcher.refills
+        allowed = refills.max_refills * self._size if refills is not None else 0
+        if refills is not None and not refills.has_signal(group) and len(self._silent) < allowed:
+            self._silent[number] = group
+            slots.drop(number)
+        else:
+            self._finished[number] = group
+            slots.finish(number)
+        self._changed.set()
+
+    def _batch(self, step: int, numbers: Sequence[int], slots: Slots, seconds: float) -> Batch:
+        silent, self._silent = self._silent, {}
+        chosen = [self._finished.pop(number) for number in numbers]
+        groups = [*chosen, *silent.values()]
+        oldest = min((self._began[number] for number in numbers), key=lambda version: version.step)
+        for number in (*numbers, *silent):
+            del self._began[number]
+        usable = sum(rollout.outcome in TRAINABLE_OUTCOMES for group in silent.values() for rollout in group)
+        metrics = {"rollout/groups_running": float(slots.num_running), "rollout/groups_ready": float(slots.num_ready)}
+        if self._batcher.refills is not None:
+            metrics |= drawn_metrics(groups, len(chosen), len(silent))
+        self._batcher.check(step, oldest, groups)
+        left_out = {"no_signal": usable} if usable else {}
+        batch = self._batcher.batch(step, oldest, groups, chosen, left_out, metrics, seconds)
+        batch.draws = sorted((*numbers, *silent))
+        return batch

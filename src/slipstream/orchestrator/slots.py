@@ -1,0 +1,93 @@
+"""Slots: how far generation may run ahead of training, and which finished groups make the next batch. Pure.
+
+With staleness S and P groups in a batch there are (S + 1) * P slots. A group takes one when it begins and gives it back
+when the trainer releases the version made from its batch, or when it is dropped. A group that began under version v may
+be trained at step v + S at the latest.
+
+Guarantees: batches are made of the groups that finished first, except that a batch takes, and waits for, a group that a
+later batch could not take without its being too old. So no group is ever too old, whatever the order in which groups
+finish: of the groups that must be trained by step k + j, at most (j + 1) * P exist when the batch of step k is cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Slots:
+    """The groups of one run, from `first`, the version that the run or its resume began with, to its last step."""
+
+    size: int
+    """P, groups in a batch."""
+    staleness: int
+    first: int
+    num_steps: int
+    """The last batch is that of step `num_steps` - 1; no more groups begin than the batches need."""
+    step: int = field(init=False)
+    """The step of the next batch."""
+
+    def __post_init__(self) -> None:
+        self.step = self.first
+        self._running: dict[int, int] = {}
+        """The latest step of each running group, by number."""
+        self._finished: dict[int, int] = {}
+        """The same of finished groups, in the order in which they finished."""
+        self._released = self.first
+
+    @property
+    def num_running(self) -> int:
+        """Groups that are being generated."""
+        return len(self._running)
+
+    @property
+    def num_ready(self) -> int:
+        """Finished groups that are in no batch."""
+        return len(self._finished)
+
+    @property
+    def num_free(self) -> int:
+        """How many groups may begin now."""
+        uncut = self.num_running + self.num_ready
+        ahead = (self._released + self.staleness + 1 - self.step) * self.size
+        return max(0, min(ahead, (self.num_steps - self.step) * self.size) - uncut)
+
+    def release(self, version: int) -> None:
+        """The trainer has released `version`: the slots of the batches that made it are free."""
+        self._released = max(self._released, version)
+
+    def begin(self, number: int) -> None:
+        """Group `number` begins, under the newest released version."""
+        if not self.num_free:
+            raise ValueError(f"no slot is free for group {number}")
+        self._running[number] = self._released + self.staleness
+
+    def finish(self, number: int) -> None:
+        """A running group has finished."""
+        self._finished[number] = self._running.pop(number)
+
+    def drop(self, number: int) -> None:
+        """A running group will not be trained on; its slot is free."""
+        del self._running[number]
+
+    def cut(self) -> list[int] | None:
+        """The groups of the next batch by ascending number, or None while it waits for groups."""
+        if self.num_ready < self.size:
+            return None
+        chosen: dict[int, None] = {}
+        for latest in range(self.step, self.step + self.staleness + 1):
+            due = [number for number, last in self._finished.items() if last <= latest]
+            num_due = len(due) + sum(last <= latest for last in self._running.values())
+            needed = num_due - (latest - self.step) * self.size
+            missing = needed - sum(number in chosen for number in due)
+            picked = [number for number in due if number not in chosen][: max(0, missing)]
+            if len(picked) < missing:
+                return None
+            chosen |= dict.fromkeys(picked)
+        others = (number for number in self._finished if number not in chosen)
+        chosen |= dict.fromkeys(itertools.islice(others, self.size - len(chosen)))
+        for number in chosen:
+            del self._finished[number]
+        self.step += 1
+        return sorted(chosen)

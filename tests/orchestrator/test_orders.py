@@ -1,0 +1,152 @@
+"""Batches in the order of the data, and of the groups that finish first: a scripted engine and a trainer."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.data.draws import Draws
+from slipstream.errors import EnvironmentFault
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator.dynamic_sampling import Refills
+from slipstream.orchestrator.hooks import Hooks
+from slipstream.orchestrator.orders import InDataOrder, ReadyFirst
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import Message, Task, Ticket, Version
+from tests.orchestrator.test_orchestrator import END, make_batcher, say
+
+SIZE = 3
+
+
+def tasks_of_step(step):
+    return [Task(f"t{step}.{i}", (Message("user", f"q{step}.{i}"),), "b") for i in range(SIZE)]
+
+
+class Uneven(ScriptedEngine):
+    """An engine whose answers take as long as chance has it."""
+
+    def __init__(self, script, seed=0, longest_s=0.01):
+        super().__init__(script)
+        self._random, self._longest_s = random.Random(seed), longest_s
+        self.num_running = self.most_running = 0
+
+    async def generate(self, request):
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        version = self.version
+        await asyncio.sleep(self._longest_s * self._random.random() ** 3)
+        self.num_running -= 1
+        now, self.version = self.version, version  # one version for the whole answer: the one that it began with
+        try:
+            return await super().generate(request)
+        finally:
+            self.version = now
+
+
+async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s=0.002, **options):
+    """All batches of a run whose trainer takes one after the other."""
+    versions = Versions(engine, apply_timeout_s=1.0)
+    versions.allow_in_flight()
+    batcher = make_batcher(engine, staleness=staleness, **options)
+    if order == "data":
+        batches = InDataOrder(batcher, versions, tasks_of_step, Hooks())
+    else:
+        batches = ReadyFirst(batcher, versions, tasks_of_step, Hooks(), SIZE, draws or Draws())
+    queue = asyncio.Queue(staleness + 1)
+    made = asyncio.create_task(batches.make_all(first, steps, queue.put))
+    trained = []
+    for step in range(first, steps):
+        await versions.apply(Ticket(Version(0, step, f"d{step}"), "disk", f"f{step}", ()))
+        await versions.release(step)
+        taking = asyncio.create_task(queue.get())
+        await asyncio.wait({taking, made}, return_when=asyncio.FIRST_COMPLETED)
+        if not taking.done():
+            taking.cancel()
+            await made
+        trained.append(await taking)
+        await asyncio.sleep(train_s)
+    await asyncio.wait_for(made, 1.0)
+    return trained
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), staleness=st.integers(0, 4), first=st.integers(0, 2))
+def test_every_group_is_in_one_batch_and_none_is_too_old(seed, staleness, first):
+    steps = first + 7
+    draws = Draws(first * SIZE)
+    batches = asyncio.run(
+        train(Uneven(say("b"), seed), order="ready", staleness=staleness, steps=steps, first=first, draws=draws)
+    )
+    assert [batch.step for batch in batches] == list(range(first, steps))
+    assert sorted(n for batch in batches for n in batch.draws) == list(range(first * SIZE, steps * SIZE))
+    ids = [rollout.id for batch in batches for rollout in batch.rollouts]
+    assert len(set(ids)) == len(ids) == 7 * SIZE * 2
+    for batch in batches:
+        oldest = min(int(s.version.split(".")[1]) for r in batch.rollouts for q in r.sequences for s in q.versions)
+        assert oldest >= batch.step - staleness
+        assert batch.version.step >= batch.step - staleness
+        draws.use(batch.draws)
+    assert draws == Draws(steps * SIZE)
+
+
+async def test_without_staleness_both_orders_make_the_same_batches():
+    made = [
+        await train(Uneven(lambda prompt, seed: [97 + seed % 5, END]), order=order, staleness=0, steps=4)
+        for order in ("data", "ready")
+    ]
+    rows = [[(r.id, r.completion) for batch in batches for r in batch.rollouts] for batches in made]
+    assert rows[0] == rows[1]
+
+
+async def test_groups_of_several_batches_run_at_once():
+    engine = Uneven(say("b"))
+    await train(engine, order="ready", staleness=2, steps=6)
+    assert engine.most_running == 3 * SIZE * 2
+    engine = Uneven(say("b"))
+    await train(engine, order="data", staleness=2, steps=6)
+    assert engine.most_running == SIZE * 2
+
+
+async def test_groups_without_signal_give_their_slots_back_and_are_counted():
+    def script(prompt, seed):
+        silent = prompt[-1] == ord("1")  # every third task: both completions are right
+        return [ord("b") if silent or seed % 2 else ord("c"), END]
+
+    refills = Refills(lambda step, number: [], max_refills=30)
+    batches = await train(Uneven(script), order="ready", staleness=1, steps=5, refills=refills)
+    for batch in batches:
+        groups = {rollout.group_id for rollout in batch.rollouts}
+        assert len(groups) == SIZE
+        assert not any(group.endswith(".1") for group in groups)
+    used = sorted(number for batch in batches for number in batch.draws)
+    assert len(used) == len(set(used))
+    dropped = sum(batch.dropped.get("no_signal", 0) for batch in batches)
+    assert dropped == 2 * (len(used) - 5 * SIZE)
+    assert sum(batch.metrics["rollout/drawn_groups"] for batch in batches) == len(used)
+
+
+async def test_where_nothing_has_signal_the_batches_are_made_and_the_trainer_sees_it():
+    refills = Refills(lambda step, number: [], max_refills=2)
+    batches = await train(Uneven(say("b")), order="ready", staleness=1, steps=3, refills=refills)
+    assert [len(batch.rollouts) for batch in batches] == [2 * SIZE] * 3
+    assert all(batch.dropped["no_signal"] <= 2 * 2 * SIZE for batch in batches)
+
+
+async def test_a_failure_ends_the_making_with_itself():
+    with pytest.raises(EnvironmentFault, match="x is not graded"):
+        await train(Uneven(say("x")), order="ready", staleness=1, steps=3)
+
+
+def test_draws_go_on_where_an_earlier_attempt_ended():
+    draws = Draws()
+    draws.use([0, 2, 5])
+    assert draws.state() == {"next": 6, "left": [1, 3, 4]}
+    again = Draws.of_state(draws.state())
+    unused = again.unused()
+    assert [next(unused) for _ in range(5)] == [1, 3, 4, 6, 7]
+    again.use([1, 3, 4, 6])
+    assert again == Draws(7)
+    with pytest.raises(KeyError):
+        again.use([1])

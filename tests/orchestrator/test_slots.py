@@ -1,0 +1,170 @@
+"""Slots: no group too old, every group once, capacity returns, whatever the order in which groups finish."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slipstream.orchestrator.slots import Slots
+
+
+class Machine(RuleBasedStateMachine):
+    """Groups that begin, finish and are dropped in any order, and a trainer that takes batches when it likes."""
+
+    @initialize(size=st.integers(1, 4), staleness=st.integers(0, 4), first=st.integers(0, 3), steps=st.integers(1, 8))
+    def start(self, size, staleness, first, steps):
+        self.slots = Slots(size, staleness, first, first + steps)
+        self.released = first
+        self.next = 0
+        self.running, self.began, self.batches, self.trained, self.dropped = [], {}, [], set(), set()
+
+    @precondition(lambda self: self.slots.num_free)
+    @rule(num=st.integers(1, 8))
+    def begin(self, num):
+        for _ in range(min(num, self.slots.num_free)):
+            self.slots.begin(self.next)
+            self.running.append(self.next)
+            self.began[self.next] = self.released
+            self.next += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num=st.integers(1, 6))
+    def finish(self, data, num):
+        for _ in range(min(num, len(self.running))):
+            self.slots.finish(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def drop(self, data):
+        number = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        free = self.slots.num_free
+        self.slots.drop(number)
+        self.dropped.add(number)
+        assert self.slots.num_free == free + 1
+
+    @rule()
+    def cut(self):
+        step = self.slots.step
+        batch = self.slots.cut()
+        if batch is None:
+            assert self.running or self.slots.num_free or self.slots.num_ready < self.slots.size
+            return
+        assert len(batch) == self.slots.size
+        assert not self.trained & set(batch)
+        assert not self.dropped & set(batch)
+        assert all(self.began[number] >= step - self.slots.staleness for number in batch)
+        self.trained |= set(batch)
+        self.batches.append(batch)
+
+    @precondition(lambda self: self.batches)
+    @rule()
+    def train(self):
+        self.batches.pop(0)
+        self.released += 1
+        self.slots.release(self.released)
+
+    @invariant()
+    def bounded(self):
+        if not hasattr(self, "slots"):
+            return
+        waiting = self.slots.num_running + self.slots.num_ready + self.slots.num_free
+        assert waiting + len(self.batches) * self.slots.size <= (self.slots.staleness + 1) * self.slots.size
+
+    def teardown(self):
+        """Whatever has happened, the run comes to its end: nothing waits for ever."""
+        if not hasattr(self, "slots"):
+            return
+        while self.slots.step < self.slots.num_steps or self.batches:
+            before = (self.slots.step, len(self.batches))
+            while self.slots.num_free:
+                self.begin(1)
+            while self.running:
+                self.slots.finish(self.running.pop())
+            self.cut() if self.slots.step < self.slots.num_steps else None
+            if (self.slots.step, len(self.batches)) == before:
+                self.train()
+        assert not self.slots.num_free
+        assert not self.slots.num_ready
+        assert not self.slots.num_running
+        assert len(self.trained) + len(self.dropped) == self.next
+
+
+Machine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestSlots = Machine.TestCase
+
+
+def slots(*, size=2, staleness=1, steps=10):
+    return Slots(size, staleness, 0, steps)
+
+
+def begin(made, *numbers):
+    for number in numbers:
+        made.begin(number)
+
+
+def test_without_staleness_a_batch_is_its_own_groups():
+    made = slots(staleness=0)
+    begin(made, 0, 1)
+    assert made.num_free == 0
+    made.finish(1)
+    assert made.cut() is None
+    made.finish(0)
+    assert made.cut() == [0, 1]
+    assert made.num_free == 0
+    made.release(1)
+    assert made.num_free == 2
+
+
+def test_the_first_finished_make_the_batch():
+    made = slots()
+    begin(made, 0, 1, 2, 3)
+    made.finish(3)
+    made.finish(1)
+    assert made.cut() == [1, 3]
+
+
+def test_a_batch_waits_for_a_group_that_the_next_one_could_not_take():
+    made = slots()
+    begin(made, 0, 1, 2, 3)
+    for number in (2, 3):
+        made.finish(number)
+    assert made.cut() == [2, 3]
+    made.release(1)
+    begin(made, 4, 5)
+    for number in (4, 5):
+        made.finish(number)
+    assert made.cut() is None  # 0 and 1 began under version 0: step 1 is their last
+    made.finish(0)
+    assert made.cut() is None
+    made.finish(1)
+    assert made.cut() == [0, 1]
+
+
+def test_several_groups_that_no_later_batch_has_room_for_are_taken_ahead():
+    made = slots(staleness=2)
+    begin(made, 0, 1, 2, 3, 4, 5)
+    for number in (0, 1):
+        made.finish(number)
+    assert made.cut() == [0, 1]
+    made.release(1)
+    begin(made, 6, 7)
+    for number in (6, 7, 2):
+        made.finish(number)
+    assert made.cut() is None  # four of version 0 are left for two batches
+    made.finish(3)
+    assert made.cut() == [2, 3]
+
+
+def test_no_more_groups_begin_than_the_last_batch_needs():
+    made = slots(staleness=3, steps=2)
+    assert made.num_free == 4
+    begin(made, 0, 1, 2, 3)
+    made.drop(2)
+    assert made.num_free == 1
+
+
+def test_a_group_needs_a_slot():
+    made = slots(staleness=0)
+    begin(made, 0, 1)
+    with pytest.raises(ValueError, match="no slot is free for group 2"):
+        made.begin(2)
