@@ -25,7 +25,7 @@ from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.orchestrator.batcher import Batcher
+from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import SamplingParams, Version
 from slipstream.trainer.model.tiny_qwen3 import new_tokenizer

@@ -143,6 +143,8 @@ COMMAND_LINE = [
     ("trace none 0:0", 2, "none holds no run: name a folder that `slipstream train` wrote"),
     ("trace finished 0:0", 2, "finished kept no sample: name a run of reinforcement learning"),
     ("trace finished", 2, "(?i)requires an argument"),
+    ("ledger none", 2, "none holds no run: name a folder that `slipstream train` wrote"),
+    ("ledger finished", 3, "finished has no ledger: name a run of reinforcement learning"),
 ]
 DATA_CASES = [
     ("sft sft.toml --data none.jsonl", 3, "none.jsonl cannot be read .*: correct data.path"),

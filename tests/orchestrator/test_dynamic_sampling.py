@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from slipstream.envs import Task
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.orchestrator.batcher import Batcher
-from slipstream.orchestrator.dynamic_sampling import Refills, choose
+from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Message, Rollout, Version
 from tests.orchestrator.test_orchestrator import END, SAMPLING, Odd, make_runner

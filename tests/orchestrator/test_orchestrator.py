@@ -24,14 +24,14 @@ from slipstream.errors import (
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator import thread as thread_module
-from slipstream.orchestrator.batcher import Batcher
+from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.batches.staleness import oldest_version, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of, retry_on_restart
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
-from slipstream.orchestrator.staleness import oldest_version, staleness_metrics
 from slipstream.orchestrator.thread import EventLoopThread, Orchestrator
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import (

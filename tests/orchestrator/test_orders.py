@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from slipstream.data.draws import Draws
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
-from slipstream.orchestrator.dynamic_sampling import Refills
+from slipstream.orchestrator.batches.dynamic_sampling import Refills
+from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Message, Task, Ticket, Version
 from tests.orchestrator.test_orchestrator import END, make_batcher, say

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.orchestrator.slots import Slots
+from slipstream.orchestrator.batches.slots import Slots
 
 
 class Machine(RuleBasedStateMachine):

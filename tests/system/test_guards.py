@@ -1,5 +1,6 @@
 """Each guard of a run, provoked: judged by the exit report, the metrics and the events."""
 
+import asyncio
 import gc
 import io
 import json
@@ -16,6 +17,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.runlog import read_exit, read_samples
+from slipstream.runlog.ledger import balance
 from slipstream.view import make_view
 from slipstream.weights.model_files import read_model_folder, write_model_folder
 
@@ -508,3 +510,41 @@ def test_groups_that_finish_first_are_trained_on_once_across_a_resume(scripted):
     groups = [sample["id"].rpartition(".")[0] for sample in read_samples(scripted.folder)]
     assert sorted(set(groups)) == sorted(f"{step}.{place}" for step in range(6) for place in range(4))
     assert len(groups) == 6 * 4 * 4
+    found = balance(scripted.folder)
+    assert (found.num("trained"), found.num_open) == (6 * 4, 0)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scripted, staleness):
+    options = (*WITHOUT_EVALUATION, "--training.staleness", str(staleness), "--training.steps", "6")
+    options += ("--run.checkpoint_every", "1", "--environment.max_reward_failures", "1.0", "--run.save_samples", "16")
+
+    def dies(engine):
+        generate = engine.generate
+
+        async def last_group_of_the_third_batch_kills(request):
+            if request.group_id == "2.3":
+                await asyncio.sleep(0.5)  # the others have finished
+                engine.kill()
+            return await generate(request)
+
+        engine.generate = last_group_of_the_third_batch_kills
+
+    assert scripted.run(*options, change=dies).status == "failed"
+    left = balance(scripted.folder)
+    assert left.num("ready", "batched") > 0
+    assert left.num("running") == 0
+    asked = []
+
+    def counts(engine):
+        engine.on_request = lambda request: asked.append(request.group_id)
+
+    report = scripted.run(*options, "--run.folder", str(scripted.folder), resume=True, change=counts)
+    assert (report.status, report.step) == ("finished", 6)
+    found = balance(scripted.folder)
+    assert (found.num("trained"), found.num_open) == (6 * 4, 0)
+    assert found.num("cancelled") > 0
+    generated = {group for group in asked if group and "probe" not in group}
+    assert len(generated) < 6 * 4 - 2 * 4, "what was ready is not generated again"
+    groups = [sample["id"].rpartition(".")[0] for sample in read_samples(scripted.folder)]
+    assert len(set(groups)) == 6 * 4

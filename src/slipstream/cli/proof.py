@@ -1,4 +1,4 @@
-"""The commands `verify` and `trace`, which prove what a run has done."""
+"""The commands `verify`, `trace` and `ledger`, which prove what a run has done."""
 
 from __future__ import annotations
 
@@ -84,6 +84,40 @@ def trace(
         print_json(dataclasses.asdict(found))
     else:
         _show_trace(found)
+    return 0
+
+
+def ledger(run: Annotated[Path, Parameter(help="The run folder.")], /, *, json: Json = False) -> int:
+    """Show where every group of rollouts of a run has ended: trained, dropped or cancelled, with the reason.
+
+    A group is begun once in each attempt of the run, and ends exactly once. Groups that are running, ready or batched
+    have not ended: the run is running, or `--resume` goes on with those that are ready. Reads only the run folder.
+    """
+    from slipstream.errors import DataError
+    from slipstream.runlog import read_run
+    from slipstream.runlog.ledger import balance
+
+    read_run(Path(run))  # refuses a folder that holds no run
+    found = balance(Path(run))
+    if found is None or not found.num_begun:
+        raise DataError(f"{run} has no ledger: name a run of reinforcement learning")
+    if json:
+        totals = {"num_begun": found.num_begun, "num_open": found.num_open}
+        print_json({"entries": [dataclasses.asdict(entry) for entry in found.entries]} | totals)
+    else:
+        print_table(
+            [
+                {
+                    "state": entry.state,
+                    "reason": entry.reason,
+                    "groups": entry.num_groups,
+                    "sampled tokens": entry.num_tokens,
+                }
+                for entry in found.entries
+            ]
+        )
+        ended = found.num("trained", "dropped", "cancelled")
+        print(f"{found.num_begun} groups were begun, {ended} have ended and {found.num_open} have not")
     return 0
 
 

@@ -12,7 +12,7 @@ from slipstream.config import PlannedConfig
 from slipstream.config.traits import apply_timeout_s
 from slipstream.data.sampler import DataOrder
 from slipstream.launch.prepare import Prepared
-from slipstream.orchestrator.dynamic_sampling import Refills
+from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.thread import Waits
 from slipstream.records import Task
 

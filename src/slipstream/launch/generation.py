@@ -17,17 +17,18 @@ from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.startup.stages import WAIT
 from slipstream.launch.weight_sync import publication_fields, repeats_update, run_bridge, update_metrics
-from slipstream.orchestrator.batcher import Batcher
+from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.batches.orders import InDataOrder, MakesBatches, ReadyFirst
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.orders import InDataOrder, MakesBatches, ReadyFirst
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.thread import Orchestrator, RolloutReader
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, Ticket
 from slipstream.runlog import sample_of
+from slipstream.runlog.ledger import Ledger
 from slipstream.weights import Announce
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _HEALTH_SHOWN = ("vllm_version", "plugin_version", "patches", "patches_left_out"
 def attach_orchestrator(run: RunContext, children: Children, loop: TrainingLoop, order: BatchOrder) -> None:
     """Give `loop` its engine and, under RL, the reader of rollouts, whose making begins in the background."""
     config, log = run.config, run.log
+    ledger = _ledger(run, children, loop) if config.algorithm.kind != "sft" else None
     engine, scorer, thread = children.create_engine(), children.create_scorer(), children.event_loop()
     bridge, published = run_bridge(config, loop.learner, engine, run.folder / "weights", thread)
     children.at_exit(bridge.publisher.close)
@@ -65,7 +67,9 @@ def attach_orchestrator(run: RunContext, children: Children, loop: TrainingLoop,
         hooks=hooks,
     )
     if config.algorithm.kind != "sft":
-        batcher = _batcher(run, children, runner, order, hooks)
+        assert ledger is not None
+        versions.on_release = ledger.trained
+        batcher = _batcher(run, children, runner, order, hooks, ledger)
         batches: MakesBatches = InDataOrder(batcher, versions, order.tasks, hooks)
         if config.training.order == "ready":
             size = config.training.prompts_per_batch
@@ -180,7 +184,32 @@ def _runner(run: RunContext, engine: RunEngine, scorer: ScorerPool) -> RolloutRu
     )
 
 
-def _batcher(run: RunContext, children: Children, runner: RolloutRunner, order: BatchOrder, hooks: Hooks) -> Batcher:
+def _ledger(run: RunContext, children: Children, loop: TrainingLoop) -> Ledger:
+    """The run's ledger, which is closed when the thread that writes it has ended."""
+    config = run.config
+    assert config.algorithm.kind != "sft"
+    ledger = Ledger(
+        run.folder,
+        run.log.lineage,
+        loop.step,
+        staleness=config.training.staleness,
+        shape={
+            "prompts_per_batch": config.training.prompts_per_batch,
+            "staleness": config.training.staleness,
+            "order": config.training.order,
+            "group_size": config.algorithm.group_size,
+            "sampling": run.prepared.sampling(),
+            "seed": config.run.seed,
+        },
+        saved_step=lambda: loop.saved_step,
+    )
+    children.at_exit(ledger.close)
+    return ledger
+
+
+def _batcher(
+    run: RunContext, children: Children, runner: RolloutRunner, order: BatchOrder, hooks: Hooks, ledger: Ledger
+) -> Batcher:
     config, algorithm = run.config, run.config.algorithm
     assert algorithm.kind != "sft"
     assert config.environment is not None
@@ -195,6 +224,7 @@ def _batcher(run: RunContext, children: Children, runner: RolloutRunner, order: 
         refills=order.refills(),
         teacher=children.teacher,
         hooks=hooks,
+        ledger=ledger,
     )
 
 

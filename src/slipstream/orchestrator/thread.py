@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import uvloop
 
 from slipstream.errors import DeadlineError, EngineError, Interrupted, SlipstreamError, WeightsError
+from slipstream.orchestrator.batches.orders import MakesBatches
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.event_loop_watch import LoopWatch
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.orders import MakesBatches
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import ApplyReport, Batch, Ticket
 from slipstream.records import Sequence as TokenSequence

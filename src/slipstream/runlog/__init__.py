@@ -7,6 +7,7 @@
 | `samples.jsonl` | rollouts kept for reading, of training and (`split` is `eval`) of held-out tasks |
 | `resolved.toml` | every setting of the run, without secrets |
 | `exit.json` | how the run ended; absent while it runs and after `kill -9` |
+| `ledger.sqlite` | under reinforcement learning, where every group of rollouts has ended: `ledger.py` |
 | `tickets/` | the parameters' fingerprints of the newest published versions |
 | `run.lock` | held by the writer for as long as it lives; contains its pid and host |
 

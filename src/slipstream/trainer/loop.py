@@ -178,7 +178,7 @@ class TrainingLoop:
                     f"the checkpoint was made with other {name} than there are now: resume with the same ones, or "
                     "start a new run from the checkpoint's weights"
                 )
-        self.step = self._saved_step = int(extra["step"])
+        self.step = self._saved_step = self._writer.saved_step = int(extra["step"])
         drawn = extra.get("draws")
         self.draws = Draws.of_state(drawn) if drawn else Draws(self.step * self.config.training.prompts_per_batch)
         self._trained_steps = int(extra["trained_steps"])
@@ -187,6 +187,11 @@ class TrainingLoop:
         self.early_stop.load(extra["early_stop"])
         if self.early_stop.keeps_best:
             self.store.best_step = self.early_stop.best_step
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest whole checkpoint; any thread may ask."""
+        return self._writer.saved_step
 
     @property
     def trained_s(self) -> float:

@@ -114,6 +114,8 @@ class CheckpointWriter:
         self._writes: Path | None = None
         self._prepared = False
         self._num_skipped = 0
+        self.saved_step = 0
+        """The step of the newest whole checkpoint."""
 
     def begin(self) -> None:
         """Start the clock: training begins."""
@@ -146,6 +148,7 @@ class CheckpointWriter:
 
         def write() -> None:
             path = self._store.save(step, learner, source, extra, critic, best=best is not None)
+            self.saved_step = step
             self._log.event(
                 "checkpoint",
                 step=step,

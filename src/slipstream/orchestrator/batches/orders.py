@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from slipstream.data.draws import Draws
-from slipstream.orchestrator.batcher import Batcher
+from slipstream.orchestrator.batches.batcher import Batcher, group_name
+from slipstream.orchestrator.batches.dynamic_sampling import drawn_metrics
+from slipstream.orchestrator.batches.slots import Slots
+from slipstream.orchestrator.batches.staleness import oldest_version
 from slipstream.orchestrator.concurrency import task_group
-from slipstream.orchestrator.dynamic_sampling import drawn_metrics
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.orchestrator.slots import Slots
-from slipstream.orchestrator.staleness import oldest_version
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, Task, Version
 
@@ -95,11 +95,7 @@ class ReadyFirst:
                 while (numbers := slots.cut()) is None:
                     self._changed.clear()
                     for _ in range(slots.num_free):
-                        number = next(self._draws)
-                        slots.begin(number)
-                        assert self._versions.current is not None
-                        self._began[number] = self._versions.current
-                        tasks.create_task(self._group(slots, number))
+                        self._begin(slots, next(self._draws), tasks)
                     await self._changed.wait()
                 self._hooks.batch_ended()
                 await put(self._batch(step, numbers, slots, time.monotonic() - since))
@@ -112,13 +108,32 @@ class ReadyFirst:
             slots.release(self._versions.released)
             self._changed.set()
 
-    async def _group(self, slots: Slots, number: int) -> None:
+    def _begin(self, slots: Slots, number: int, tasks: asyncio.TaskGroup) -> None:
+        """Generate the group of a draw, unless an earlier attempt has finished it."""
+        version = self._versions.current
+        assert version is not None
         step, place = divmod(number, self._size)
-        group = await self._batcher.group(step, place, self._tasks_of_step(step)[place])
+        kept = self._batcher.kept(group_name(step, place), slots.step)
+        if kept is not None:
+            oldest, group = kept
+            slots.begin(number, oldest)
+            self._began[number] = Version(version.lineage, oldest)
+            self._end(slots, number, group)
+        else:
+            slots.begin(number)
+            self._began[number] = version
+            tasks.create_task(self._group(slots, number, self._tasks_of_step(step)[place]))
+
+    async def _group(self, slots: Slots, number: int, task: Task) -> None:
+        self._end(slots, number, await self._batcher.group(*divmod(number, self._size), task))
+
+    def _end(self, slots: Slots, number: int, group: list[Rollout]) -> None:
+        """A group has finished: it is ready, or dropped for want of signal."""
         refills = self._batcher.refills
         allowed = refills.max_refills * self._size if refills is not None else 0
         if refills is not None and not refills.has_signal(group) and len(self._silent) < allowed:
             self._silent[number] = group
+            self._batcher.drop(group[0].group_id, "no_signal")
             slots.drop(number)
         else:
             self._finished[number] = group

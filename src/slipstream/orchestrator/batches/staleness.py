@@ -7,7 +7,7 @@ until that version is released; older tokens are refused, and the age of all oth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slipstream.errors import TrainingError
 from slipstream.records import Rollout, Version
@@ -19,9 +19,15 @@ def oldest_version(step: int, staleness: int, first: int) -> int:
     return max(first, step - staleness)
 
 
-def refuse_stale(rollouts: Sequence[Rollout], step: int, lineage: int, staleness: int) -> None:
-    """Raise TrainingError for a token of a version that is older than `staleness` allows, or of another lineage."""
-    allowed = {Version(lineage, k).name for k in range(max(0, step - staleness), step + 1)}
+def refuse_stale(
+    rollouts: Sequence[Rollout], step: int, lineage: int, staleness: int, survivors: Mapping[int, int] | None = None
+) -> None:
+    """Raise TrainingError for a token of a version that is older than `staleness` allows, or of another lineage. Of the
+    earlier lineages `survivors`, versions up to those steps are allowed: this one's weights descend from them."""
+    oldest = max(0, step - staleness)
+    allowed = {Version(lineage, k).name for k in range(oldest, step + 1)}
+    for earlier, newest in (survivors or {}).items():
+        allowed |= {Version(earlier, k).name for k in range(oldest, min(step, newest) + 1)}
     for rollout in rollouts:
         for sequence in rollout.sequences:
             others = {span.version for span in sequence.versions} - allowed

@@ -16,13 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.errors import TrainingError
+from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
+from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
-from slipstream.orchestrator.dynamic_sampling import Refills, choose
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
-from slipstream.orchestrator.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.teacher import Scores
 from slipstream.records import TRAINABLE_OUTCOMES, Batch, Rollout, SamplingParams, Task, Version
+from slipstream.runlog.ledger import Ledger
+
+
+def group_name(step: int, place: int) -> str:
+    """The id of the group of one task of the data order."""
+    return f"{step}.{place}"
 
 
 @dataclass
@@ -42,6 +48,7 @@ class Batcher:
     teacher: Scores | None = None
     """Scores each rollout as soon as it has ended."""
     hooks: Hooks = field(default_factory=Hooks)
+    ledger: Ledger | None = None
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
         """Generate a group for every task concurrently; under dynamic sampling, in further rounds too."""
@@ -57,12 +64,33 @@ class Batcher:
                 groups += await self._round(step, version, number * size, further)
             choice = choose(self.refills, groups, size, number)
             chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
+            for group, reason in choice.reasons.items():
+                self.drop(group, reason)
         return self.batch(step, version, groups, chosen, left_out, metrics, time.monotonic() - started)
 
     async def group(self, step: int, place: int, task: Task) -> list[Rollout]:
         """Generate the rollouts of one task concurrently, scored by the teacher where there is one. `step` and `place`
         are the task's in the data order; ids and seeds depend on them."""
-        return await all_of(self._rollout(step, place, number, task) for number in range(self.group_size))
+        group_id = group_name(step, place)
+        if self.ledger is None:
+            return await self._generate(group_id, step, place, task)
+        self.ledger.begin(group_id)
+        rollouts = await self._generate(group_id, step, place, task)
+        self.ledger.finish(group_id, rollouts)
+        return rollouts
+
+    def kept(self, group_id: str, step: int) -> tuple[int, list[Rollout]] | None:
+        """The oldest version's step, and the rollouts, of a group that an earlier attempt finished and that may be
+        trained on at `step`; None where there is none."""
+        kept = self.ledger.kept(group_id, step) if self.ledger is not None else None
+        for _ in kept[1] if kept is not None else ():
+            self.hooks.rollout_ended()
+        return kept
+
+    def drop(self, group_id: str, reason: str) -> None:
+        """A finished group will be in no batch."""
+        if self.ledger is not None:
+            self.ledger.drop(group_id, reason)
 
     def batch(
         self,
@@ -79,6 +107,8 @@ class Batcher:
         rollouts = [rollout for group in groups for rollout in group]
         warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
+        if self.ledger is not None:
+            self.ledger.batch(step, [group[0].group_id for group in chosen])
         sampled = sum(rollout.num_sampled for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES)
         return Batch(
             step=step,
@@ -106,22 +136,30 @@ class Batcher:
                         'old_policy = "engine" need: use an engine that returns them, or set the first to "none" and'
                         ' the second to "trainer"'
                     )
-        refuse_stale(rollouts, step, version.lineage, self.staleness)
+        survivors = self.ledger.survivors if self.ledger is not None else {}
+        refuse_stale(rollouts, step, version.lineage, self.staleness, survivors)
 
     async def _round(self, step: int, version: Version, first: int, tasks: Sequence[Task]) -> list[list[Rollout]]:
         """A group for each task; `first` is the index of the first group among all of this step."""
-        groups = await all_of(self.group(step, place, task) for place, task in enumerate(tasks, first))
+
+        async def group(place: int, task: Task) -> list[Rollout]:
+            kept = self.kept(group_name(step, place), step)
+            return kept[1] if kept is not None else await self.group(step, place, task)
+
+        groups = await all_of(group(place, task) for place, task in enumerate(tasks, first))
         self.check(step, version, groups)
         return groups
 
-    async def _rollout(self, step: int, group: int, number: int, task: Task) -> Rollout:
-        group_id = f"{step}.{group}"
+    async def _generate(self, group_id: str, step: int, place: int, task: Task) -> list[Rollout]:
+        return await all_of(self._rollout(group_id, step, place, number, task) for number in range(self.group_size))
+
+    async def _rollout(self, group_id: str, step: int, place: int, number: int, task: Task) -> Rollout:
         rollout = await self.runner.run(
             task,
             rollout_id=f"{group_id}.{number}",
             group_id=group_id,
             sampling=self.sampling,
-            seed=seed_of(self.seed, step, group, number),
+            seed=seed_of(self.seed, step, place, number),
         )
         if self.teacher is not None and rollout.outcome in TRAINABLE_OUTCOMES:
             await self.teacher.score(rollout)

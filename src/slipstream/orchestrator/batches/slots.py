@@ -57,11 +57,11 @@ class Slots:
         """The trainer has released `version`: the slots of the batches that made it are free."""
         self._released = max(self._released, version)
 
-    def begin(self, number: int) -> None:
-        """Group `number` begins, under the newest released version."""
+    def begin(self, number: int, version: int | None = None) -> None:
+        """Group `number` begins, under the newest released version, or began in an earlier attempt under `version`."""
         if not self.num_free:
             raise ValueError(f"no slot is free for group {number}")
-        self._running[number] = self._released + self.staleness
+        self._running[number] = (self._released if version is None else version) + self.staleness
 
     def finish(self, number: int) -> None:
         """A running group has finished."""

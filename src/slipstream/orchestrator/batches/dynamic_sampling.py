@@ -44,6 +44,8 @@ class Choice:
     groups: list[list[Rollout]]
     left_out: dict[str, int]
     metrics: dict[str, float]
+    reasons: dict[str, str]
+    """Why each group that is left out is, by its id."""
 
 
 def choose(refills: Refills, groups: list[list[Rollout]], size: int, num_refills: int) -> Choice:
@@ -53,12 +55,14 @@ def choose(refills: Refills, groups: list[list[Rollout]], size: int, num_refills
     chosen = with_signal[:size] or list(range(min(size, len(groups))))
     surplus = set(with_signal[size:])
     left_out = {"surplus": 0, "no_signal": 0}
+    reasons: dict[str, str] = {}
     for index in set(range(len(groups))) - set(chosen):
         usable = sum(rollout.outcome in TRAINABLE_OUTCOMES for rollout in groups[index])
-        left_out["surplus" if index in surplus else "no_signal"] += usable
+        reason = reasons[groups[index][0].group_id] = "surplus" if index in surplus else "no_signal"
+        left_out[reason] += usable
     metrics = drawn_metrics(groups, len(chosen), sum(index >= size for index in chosen))
     metrics["rollout/refills"] = float(num_refills)
-    return Choice([groups[index] for index in chosen], {k: n for k, n in left_out.items() if n}, metrics)
+    return Choice([groups[index] for index in chosen], {k: n for k, n in left_out.items() if n}, metrics, reasons)
 
 
 def drawn_metrics(groups: Sequence[Sequence[Rollout]], num_chosen: int, num_refilled: int) -> dict[str, float]:

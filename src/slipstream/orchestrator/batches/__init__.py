@@ -1,0 +1,1 @@
+"""Makes batches of groups of rollouts: slots, order, staleness, dynamic sampling."""

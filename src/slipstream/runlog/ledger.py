@@ -1,0 +1,247 @@
+"""The ledger of a run's groups of rollouts: `ledger.sqlite` in the run folder, written by the orchestrator.
+
+Every group ends exactly once: `trained` at a step, `dropped` for a reason, or `cancelled` for one. Before that it is
+`running`, `ready` (finished) or `batched`. Finished groups are stored whole until no crash can need them. The next
+attempt of a run that died uses them again (`kept`): those of weights that its checkpoint descends from, if fresh.
+
+One thread at a time writes. `balance` reads a ledger from any process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import ConfigError
+from slipstream.records import Rollout
+from slipstream.runlog.files import cannot_write
+
+FILE = "ledger.sqlite"
+_FORMAT = 1
+_OPEN = ("running", "ready", "batched", "kept")
+_SCHEMA = """
+CREATE TABLE attempts (lineage INTEGER PRIMARY KEY, first_step INTEGER NOT NULL, shape TEXT NOT NULL);
+CREATE TABLE groups (
+    id TEXT NOT NULL, lineage INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+    step INTEGER, oldest INTEGER, newest INTEGER, tokens INTEGER NOT NULL DEFAULT 0, rollouts BLOB,
+    PRIMARY KEY (id, lineage)
+) WITHOUT ROWID;
+CREATE INDEX of_state ON groups (state, step);
+"""
+_decoder = msgspec.msgpack.Decoder(list[Rollout])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Groups that are in one state, for one reason."""
+
+    state: str
+    reason: str
+    num_groups: int
+    num_tokens: int
+    """Sampled tokens; of a group that did not finish, none are counted."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Where all groups that were begun are."""
+
+    entries: tuple[Entry, ...]
+
+    def num(self, *states: str) -> int:
+        """How many groups are in these states."""
+        return sum(entry.num_groups for entry in self.entries if entry.state in states)
+
+    @property
+    def num_begun(self) -> int:
+        """All groups."""
+        return sum(entry.num_groups for entry in self.entries)
+
+    @property
+    def num_open(self) -> int:
+        """Groups that have not ended; 0 after a run that finished."""
+        return self.num(*_OPEN)
+
+
+class Ledger:
+    """The ledger, as the orchestrator writes it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        lineage: int,
+        first_step: int,
+        *,
+        staleness: int,
+        shape: Mapping[str, object],
+        saved_step: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
+        `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
+        on, is the same. `saved_step`: the step of the newest whole checkpoint."""
+        self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
+        self._path = path = folder / FILE
+        is_new = not path.exists()
+        if is_new:
+            path.touch(0o600)
+        self._data = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        with self._reported():
+            self._data.execute("PRAGMA journal_mode = WAL")
+            self._data.execute("PRAGMA synchronous = NORMAL")
+        with self._writing():
+            if is_new:
+                for statement in _SCHEMA.split(";"):
+                    self._data.execute(statement)
+                self._data.execute(f"PRAGMA user_version = {_FORMAT}")
+            elif (found := self._data.execute("PRAGMA user_version").fetchone()[0]) != _FORMAT:
+                raise ConfigError(f"{path} has format {found}, and this Slipstream reads {_FORMAT}: start a new run")
+            self.survivors = self._survivors()
+            self._take_over(repr(sorted(shape.items())))
+
+    def kept(self, group: str, step: int) -> tuple[int, list[Rollout]] | None:
+        """The oldest version's step, and the rollouts, of a group that an earlier attempt finished; None where there is
+        none that may be trained on at `step`. The group is ready then."""
+        row = self._data.execute(
+            "SELECT lineage, oldest, rollouts FROM groups WHERE id = ? AND state = 'kept'", (group,)
+        ).fetchone()
+        if row is None:
+            return None
+        lineage, oldest, data = row
+        if oldest + self._staleness < step:
+            self._set(group, "dropped", "stale", lineage=lineage)
+            return None
+        self._set(group, "ready", lineage=lineage)
+        return oldest, _decoder.decode(data)
+
+    def begin(self, group: str) -> None:
+        """A group begins."""
+        with self._writing():
+            self._data.execute(
+                "INSERT INTO groups (id, lineage, state) VALUES (?, ?, 'running')", (group, self._lineage)
+            )
+
+    def finish(self, group: str, rollouts: Sequence[Rollout]) -> None:
+        """All rollouts of a group have ended."""
+        steps = [_step_of(s.version) for rollout in rollouts for q in rollout.sequences for s in q.versions]
+        tokens = sum(rollout.num_sampled for rollout in rollouts)
+        with self._writing():
+            self._data.execute(
+                "UPDATE groups SET state = 'ready', oldest = ?, newest = ?, tokens = ?, rollouts = ? "
+                "WHERE id = ? AND lineage = ?",
+                (
+                    min(steps, default=self._first),
+                    max(steps, default=self._first),
+                    tokens,
+                    msgspec.msgpack.encode(rollouts),
+                    group,
+                    self._lineage,
+                ),
+            )
+
+    def drop(self, group: str, reason: str) -> None:
+        """A finished group will not be trained on."""
+        self._set(group, "dropped", reason)
+
+    def batch(self, step: int, groups: Iterable[str]) -> None:
+        """These groups are the batch of `step`."""
+        with self._writing():
+            for group in groups:
+                self._data.execute(
+                    "UPDATE groups SET state = 'batched', step = ? WHERE id = ? AND state = 'ready'", (step, group)
+                )
+
+    def trained(self, step: int) -> None:
+        """All batches of steps before `step` were trained on. Their groups are forgotten where no crash can need them:
+        where a checkpoint holds them, or the newest one does not descend from their weights."""
+        saved = self._saved_step()
+        with self._writing():
+            self._data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (step,))
+            self._data.execute(
+                "UPDATE groups SET rollouts = NULL WHERE state = 'trained' AND rollouts IS NOT NULL "
+                "AND (step < ? OR newest > ?)",
+                (saved, saved),
+            )
+
+    def close(self) -> None:
+        """The attempt ends: what is running is cancelled. Finished groups wait for the next attempt."""
+        with self._writing():
+            self._data.execute("UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'")
+        self._data.close()
+
+    def _take_over(self, shape: str) -> None:
+        """Decide on what earlier attempts have left."""
+        last = self._data.execute("SELECT shape FROM attempts ORDER BY lineage DESC LIMIT 1").fetchone()
+        self._data.execute("INSERT INTO attempts VALUES (?, ?, ?)", (self._lineage, self._first, shape))
+        self._data.execute("UPDATE groups SET state = 'cancelled', reason = 'process died' WHERE state = 'running'")
+        self._data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (self._first,))
+        left = self._data.execute(
+            "SELECT id, lineage, rollouts FROM groups WHERE state IN ('ready', 'batched', 'kept') "
+            "OR (state = 'trained' AND step >= ?)",
+            (self._first,),
+        ).fetchall()
+        for group, lineage, data in left:
+            if data is None or last is None or last[0] != shape or not self._descends(_decoder.decode(data)):
+                state, reason = "dropped", "other settings" if last and last[0] != shape else "undone by a resume"
+            else:
+                state, reason = "kept", ""
+            self._data.execute(
+                "UPDATE groups SET state = ?, reason = ?, step = NULL WHERE id = ? AND lineage = ?",
+                (state, reason, group, lineage),
+            )
+
+    def _survivors(self) -> dict[int, int]:
+        """For each earlier lineage, the newest of its versions that this attempt's weights descend from."""
+        starts = dict(self._data.execute("SELECT lineage, first_step FROM attempts").fetchall())
+        starts[self._lineage] = self._first
+        earlier = (lineage for lineage in starts if lineage < self._lineage)
+        return {lineage: min(step for other, step in starts.items() if other > lineage) for lineage in earlier}
+
+    def _descends(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether all tokens are of weights that this attempt's weights descend from."""
+        names = {span.version for rollout in rollouts for q in rollout.sequences for span in q.versions}
+        return all(_step_of(name) <= self.survivors.get(int(name.partition(".")[0]), -1) for name in names)
+
+    def _set(self, group: str, state: str, reason: str = "", lineage: int | None = None) -> None:
+        blob = "" if state == "ready" else ", rollouts = NULL"
+        where = "lineage = ?" if lineage is not None else "state IN ('running', 'ready', 'kept')"
+        with self._writing():
+            self._data.execute(
+                f"UPDATE groups SET state = ?, reason = ?{blob} WHERE id = ? AND {where}",
+                (state, reason, group, *([lineage] if lineage is not None else [])),
+            )
+
+    @contextlib.contextmanager
+    def _reported(self) -> Generator[None]:
+        """Raises `SlipstreamError` where the file cannot be written or is no ledger."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise cannot_write(self._path, str(error)) from error
+
+    @contextlib.contextmanager
+    def _writing(self) -> Generator[None]:
+        """One transaction."""
+        with self._reported(), self._data:
+            self._data.execute("BEGIN IMMEDIATE")
+            yield
+
+
+def balance(folder: Path) -> Balance | None:
+    """Where the groups of the run in `folder` are; None without a ledger."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as data:
+        rows = data.execute(
+            "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
+        ).fetchall()
+    return Balance(tuple(Entry(*row) for row in rows))
+
+
+def _step_of(version: str) -> int:
+    return int(version.partition(".")[2])

@@ -1,0 +1,159 @@
+"""The ledger: every group ends once, and what an attempt has finished is used by the next where it may be."""
+
+import stat
+
+import pytest
+
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.records import Rollout, Sequence, VersionSpan
+from slipstream.runlog.ledger import FILE, Ledger, balance
+
+SHAPE = {"prompts_per_batch": 2}
+
+
+def ledger(folder, lineage=0, first=0, **options):
+    return Ledger(folder, lineage, first, **{"staleness": 1, "shape": SHAPE, **options})
+
+
+def rollouts(group, *versions):
+    spans = [VersionSpan(1 + place, version) for place, version in enumerate(versions)]
+    sequence = Sequence([1] * (1 + len(versions)), [False] + [True] * len(versions), versions=spans)
+    return [Rollout(f"{group}.{n}", "task", group, [sequence], reward=0.5, outcome="done") for n in range(2)]
+
+
+def states(folder):
+    return {(e.state, e.reason): (e.num_groups, e.num_tokens) for e in balance(folder).entries}
+
+
+def test_a_group_ends_once_and_the_balance_says_how(tmp_path):
+    made = ledger(tmp_path)
+    for number in range(5):
+        made.begin(f"0.{number}")
+    for number in range(4):
+        made.finish(f"0.{number}", rollouts(f"0.{number}", "0.0"))
+    made.drop("0.2", "no_signal")
+    made.batch(0, ["0.0", "0.1"])
+    assert states(tmp_path) == {
+        ("batched", ""): (2, 4), ("dropped", "no_signal"): (1, 2), ("ready", ""): (1, 2), ("running", ""): (1, 0),
+    }  # fmt: skip
+    made.trained(1)
+    made.close()
+    assert states(tmp_path) == {
+        ("trained", ""): (2, 4), ("dropped", "no_signal"): (1, 2), ("ready", ""): (1, 2),
+        ("cancelled", "run ended"): (1, 0),
+    }  # fmt: skip
+    assert balance(tmp_path).num_begun == 5
+    assert balance(tmp_path).num_open == 1
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+
+
+def crashed(folder, **groups):
+    """An attempt that was killed: groups that had finished, with their versions, and one that had not."""
+    made = ledger(folder)
+    made.begin("running")
+    for name, versions in groups.items():
+        made.begin(name)
+        made.finish(name, rollouts(name, *versions))
+    return made
+
+
+def test_what_was_finished_is_used_by_the_next_attempt(tmp_path):
+    crashed(tmp_path, ready=["0.0", "0.1"])
+    again = ledger(tmp_path, 1, 1)
+    assert states(tmp_path) == {("kept", ""): (1, 4), ("cancelled", "process died"): (1, 0)}
+    oldest, found = again.kept("ready", 1)
+    assert oldest == 0
+    assert found == rollouts("ready", "0.0", "0.1")
+    assert again.kept("ready", 1) is None
+    assert again.kept("running", 1) is None
+    again.begin("running")
+    again.finish("running", rollouts("running", "1.1"))
+    again.batch(1, ["ready", "running"])
+    again.trained(2)
+    again.close()
+    assert states(tmp_path) == {("trained", ""): (2, 6), ("cancelled", "process died"): (1, 0)}
+    assert balance(tmp_path).num_open == 0
+
+
+def test_weights_that_were_lost_made_what_is_lost(tmp_path):
+    crashed(tmp_path, old=["0.1"], lost=["0.1", "0.2"])
+    again = ledger(tmp_path, 1, 1)
+    assert again.survivors == {0: 1}
+    assert again.kept("old", 1) is not None
+    assert again.kept("lost", 1) is None
+    assert states(tmp_path)["dropped", "undone by a resume"] == (1, 4)
+
+
+def test_a_later_resume_counts_for_all_earlier_attempts(tmp_path):
+    ledger(tmp_path, 0, 0)
+    ledger(tmp_path, 1, 6)
+    assert ledger(tmp_path, 2, 4).survivors == {0: 4, 1: 4}
+    assert ledger(tmp_path, 3, 5).survivors == {0: 4, 1: 4, 2: 5}
+
+
+def test_what_is_too_old_is_dropped(tmp_path):
+    crashed(tmp_path, old=["0.0"], young=["0.1"])
+    again = ledger(tmp_path, 1, 1)
+    assert again.kept("old", 2) is None
+    assert again.kept("young", 2) is not None
+    assert states(tmp_path)["dropped", "stale"] == (1, 2)
+
+
+def test_training_that_a_resume_undoes_is_made_again_from_the_same_rollouts(tmp_path):
+    made = crashed(tmp_path, a=["0.0"], b=["0.0"])
+    made.batch(0, ["a"])
+    made.batch(1, ["b"])
+    made.trained(1)
+    made.trained(2)
+    again = ledger(tmp_path, 1, 1)
+    assert again.kept("a", 1) is None, "the checkpoint holds it"
+    assert again.kept("b", 1) == (0, rollouts("b", "0.0"))
+
+
+def test_rollouts_are_forgotten_once_no_crash_can_need_them(tmp_path):
+    saved = [0]
+    made = ledger(tmp_path, saved_step=lambda: saved[0])
+    for step in range(4):
+        made.begin(f"g{step}")
+        made.finish(f"g{step}", rollouts(f"g{step}", f"0.{step}"))
+        made.batch(step, [f"g{step}"])
+        made.trained(step + 1)
+
+    def whole():
+        rows = made._data.execute("SELECT id FROM groups WHERE rollouts IS NOT NULL ORDER BY id").fetchall()
+        return [row[0] for row in rows]
+
+    assert whole() == ["g0"]
+    saved[0] = 3
+    made.trained(4)
+    assert whole() == []
+
+
+def test_other_settings_use_nothing_of_before(tmp_path):
+    crashed(tmp_path, ready=["0.0"])
+    again = ledger(tmp_path, 1, 0, shape={"prompts_per_batch": 3})
+    assert again.kept("ready", 0) is None
+    assert states(tmp_path)["dropped", "other settings"] == (1, 2)
+
+
+def test_another_format_is_refused(tmp_path):
+    made = ledger(tmp_path)
+    made._data.execute("PRAGMA user_version = 9")
+    made.close()
+    with pytest.raises(ConfigError, match="has format 9, and this Slipstream reads 1: start a new run"):
+        ledger(tmp_path, 1, 0)
+
+
+def test_a_file_that_is_no_ledger_and_a_full_disk_are_one_sentence(tmp_path):
+    made = ledger(tmp_path)
+    made._data.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(SlipstreamError, match=r"ledger\.sqlite.*full"):
+        made.begin("0." + "1" * 10_000)
+    made._data.close()
+    (tmp_path / FILE).write_text("no data base at all, but long enough to be taken for one" * 100)
+    with pytest.raises(SlipstreamError, match=r"ledger\.sqlite.*not a database"):
+        ledger(tmp_path, 1, 0)
+
+
+def test_a_run_without_a_ledger_has_no_balance(tmp_path):
+    assert balance(tmp_path) is None
