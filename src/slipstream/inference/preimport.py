@@ -42,6 +42,9 @@ def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str,
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    # A CPU's attention divides contexts among threads where there are few sequences; sums then depend on which requests
+    # a step happens to have, and the same run would not give the same bits.
+    environment.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
     return environment
 
 

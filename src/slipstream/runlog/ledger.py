@@ -64,7 +64,7 @@ class Balance:
 
     @property
     def num_open(self) -> int:
-        """Groups that have not ended; 0 after a run that finished."""
+        """Groups that have not ended; 0 after a run that made all its steps."""
         return self.num(*_OPEN)
 
 

@@ -1,0 +1,37 @@
+"""On a CPU a completion is the same to the last bit, whatever other requests the engine has, and prompts are shared."""
+
+import pytest
+import torch
+
+from slipstream.records import GenerateRequest, SamplingParams
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on a step's other requests"),
+]
+SAMPLING = SamplingParams(max_tokens=12, temperature=1.0)
+
+
+def requests(wave):
+    """Four groups of eight, with a beginning in common, on the border of some blocks of the KV cache."""
+    common = [10 + place % 7 for place in range(40)]
+    return [
+        GenerateRequest(
+            f"{wave}-{group}-{number}",
+            [*common, *([20 + group] * (20 + 11 * group))],
+            SAMPLING,
+            seed=100 * group + number,
+            group_id=str(group),
+        )
+        for group in range(4)
+        for number in range(8)
+    ]
+
+
+def test_a_completion_does_not_depend_on_the_requests_beside_it(live):
+    together = live.generate(*requests("together"))
+    backward = live.generate(*reversed(requests("backward")))[::-1]
+    alone = [live.generate(request)[0] for request in requests("alone")]
+    for one, other, third in zip(together, backward, alone, strict=True):
+        assert one.token_ids == other.token_ids == third.token_ids
+        assert one.logprobs == other.logprobs == third.logprobs
