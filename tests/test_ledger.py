@@ -120,7 +120,7 @@ def test_rollouts_are_forgotten_once_no_crash_can_need_them(tmp_path):
         made.trained(step + 1)
 
     def whole():
-        rows = made._data.execute("SELECT id FROM groups WHERE rollouts IS NOT NULL ORDER BY id").fetchall()
+        rows = made._data.execute("SELECT id FROM rollouts ORDER BY id").fetchall()
         return [row[0] for row in rows]
 
     assert whole() == ["g0"]
@@ -142,6 +142,13 @@ def test_another_format_is_refused(tmp_path):
     made.close()
     with pytest.raises(ConfigError, match="has format 9, and this Slipstream reads 1: start a new run"):
         ledger(tmp_path, 1, 0)
+
+
+def test_a_crash_before_the_first_line_leaves_nothing_in_the_way(tmp_path):
+    (tmp_path / FILE).touch()
+    made = ledger(tmp_path)
+    made.begin("0.0")
+    assert balance(tmp_path).num_open == 1
 
 
 def test_a_file_that_is_no_ledger_and_a_full_disk_are_one_sentence(tmp_path):

@@ -28,10 +28,10 @@ _SCHEMA = """
 CREATE TABLE attempts (lineage INTEGER PRIMARY KEY, first_step INTEGER NOT NULL, shape TEXT NOT NULL);
 CREATE TABLE groups (
     id TEXT NOT NULL, lineage INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
-    step INTEGER, oldest INTEGER, newest INTEGER, tokens INTEGER NOT NULL DEFAULT 0, rollouts BLOB,
-    PRIMARY KEY (id, lineage)
+    step INTEGER, oldest INTEGER, newest INTEGER, tokens INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (id, lineage)
 ) WITHOUT ROWID;
 CREATE INDEX of_state ON groups (state, step);
+CREATE TABLE rollouts (id TEXT NOT NULL, lineage INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (id, lineage));
 """
 _decoder = msgspec.msgpack.Decoder(list[Rollout])
 
@@ -86,19 +86,18 @@ class Ledger:
         on, is the same. `saved_step`: the step of the newest whole checkpoint."""
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
         self._path = path = folder / FILE
-        is_new = not path.exists()
-        if is_new:
-            path.touch(0o600)
+        path.touch(0o600)
         self._data = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         with self._reported():
             self._data.execute("PRAGMA journal_mode = WAL")
             self._data.execute("PRAGMA synchronous = NORMAL")
         with self._writing():
-            if is_new:
+            found = self._data.execute("PRAGMA user_version").fetchone()[0]
+            if found == 0:  # new
                 for statement in _SCHEMA.split(";"):
                     self._data.execute(statement)
                 self._data.execute(f"PRAGMA user_version = {_FORMAT}")
-            elif (found := self._data.execute("PRAGMA user_version").fetchone()[0]) != _FORMAT:
+            elif found != _FORMAT:
                 raise ConfigError(f"{path} has format {found}, and this Slipstream reads {_FORMAT}: start a new run")
             self.survivors = self._survivors()
             self._take_over(repr(sorted(shape.items())))
@@ -106,9 +105,8 @@ class Ledger:
     def kept(self, group: str, step: int) -> tuple[int, list[Rollout]] | None:
         """The oldest version's step, and the rollouts, of a group that an earlier attempt finished; None where there is
         none that may be trained on at `step`. The group is ready then."""
-        row = self._data.execute(
-            "SELECT lineage, oldest, rollouts FROM groups WHERE id = ? AND state = 'kept'", (group,)
-        ).fetchone()
+        query = "SELECT lineage, oldest, data FROM groups JOIN rollouts USING (id, lineage) WHERE id = ? AND state = ?"
+        row = self._data.execute(query, (group, "kept")).fetchone()
         if row is None:
             return None
         lineage, oldest, data = row
@@ -129,19 +127,14 @@ class Ledger:
         """All rollouts of a group have ended."""
         steps = [_step_of(s.version) for rollout in rollouts for q in rollout.sequences for s in q.versions]
         tokens = sum(rollout.num_sampled for rollout in rollouts)
+        values = (min(steps, default=self._first), max(steps, default=self._first), tokens, group, self._lineage)
         with self._writing():
             self._data.execute(
-                "UPDATE groups SET state = 'ready', oldest = ?, newest = ?, tokens = ?, rollouts = ? "
-                "WHERE id = ? AND lineage = ?",
-                (
-                    min(steps, default=self._first),
-                    max(steps, default=self._first),
-                    tokens,
-                    msgspec.msgpack.encode(rollouts),
-                    group,
-                    self._lineage,
-                ),
+                "UPDATE groups SET state = 'ready', oldest = ?, newest = ?, tokens = ? WHERE id = ? AND lineage = ?",
+                values,
             )
+            data = msgspec.msgpack.encode(rollouts)
+            self._data.execute("INSERT INTO rollouts VALUES (?, ?, ?)", (group, self._lineage, data))
 
     def drop(self, group: str, reason: str) -> None:
         """A finished group will not be trained on."""
@@ -162,8 +155,8 @@ class Ledger:
         with self._writing():
             self._data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (step,))
             self._data.execute(
-                "UPDATE groups SET rollouts = NULL WHERE state = 'trained' AND rollouts IS NOT NULL "
-                "AND (step < ? OR newest > ?)",
+                "DELETE FROM rollouts WHERE (id, lineage) IN (SELECT id, lineage FROM rollouts JOIN groups USING "
+                "(id, lineage) WHERE state = 'trained' AND (step < ? OR newest > ?))",
                 (saved, saved),
             )
 
@@ -180,8 +173,8 @@ class Ledger:
         self._data.execute("UPDATE groups SET state = 'cancelled', reason = 'process died' WHERE state = 'running'")
         self._data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (self._first,))
         left = self._data.execute(
-            "SELECT id, lineage, rollouts FROM groups WHERE state IN ('ready', 'batched', 'kept') "
-            "OR (state = 'trained' AND step >= ?)",
+            "SELECT id, lineage, data FROM groups LEFT JOIN rollouts USING (id, lineage) "
+            "WHERE state IN ('ready', 'batched', 'kept') OR (state = 'trained' AND step >= ?)",
             (self._first,),
         ).fetchall()
         for group, lineage, data in left:
@@ -207,13 +200,15 @@ class Ledger:
         return all(_step_of(name) <= self.survivors.get(int(name.partition(".")[0]), -1) for name in names)
 
     def _set(self, group: str, state: str, reason: str = "", lineage: int | None = None) -> None:
-        blob = "" if state == "ready" else ", rollouts = NULL"
-        where = "lineage = ?" if lineage is not None else "state IN ('running', 'ready', 'kept')"
+        """Of the group's row of `lineage`, or of its only one that has not ended."""
         with self._writing():
-            self._data.execute(
-                f"UPDATE groups SET state = ?, reason = ?{blob} WHERE id = ? AND {where}",
-                (state, reason, group, *([lineage] if lineage is not None else [])),
-            )
+            if lineage is None:
+                query = "SELECT lineage FROM groups WHERE id = ? AND state IN ('running', 'ready', 'kept')"
+                (lineage,) = self._data.execute(query, (group,)).fetchone()
+            where = "WHERE id = ? AND lineage = ?"
+            self._data.execute(f"UPDATE groups SET state = ?, reason = ? {where}", (state, reason, group, lineage))
+            if state != "ready":
+                self._data.execute(f"DELETE FROM rollouts {where}", (group, lineage))
 
     @contextlib.contextmanager
     def _reported(self) -> Generator[None]:
