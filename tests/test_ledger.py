@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.records import Rollout, Sequence, VersionSpan
 from slipstream.runlog.ledger import FILE, Ledger, balance
 
@@ -146,6 +146,8 @@ def test_another_format_is_refused(tmp_path):
 
 def test_a_crash_before_the_first_line_leaves_nothing_in_the_way(tmp_path):
     (tmp_path / FILE).touch()
+    with pytest.raises(DataError, match=r"ledger\.sqlite cannot be read \(no such table"):
+        balance(tmp_path)
     made = ledger(tmp_path)
     made.begin("0.0")
     assert balance(tmp_path).num_open == 1

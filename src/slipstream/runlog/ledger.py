@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.records import Rollout
 from slipstream.runlog.files import cannot_write
 
@@ -227,14 +227,16 @@ class Ledger:
 
 
 def balance(folder: Path) -> Balance | None:
-    """Where the groups of the run in `folder` are; None without a ledger."""
+    """Where the groups of the run in `folder` are; None without a ledger. Raises DataError if it cannot be read."""
     path = folder / FILE
     if not path.is_file():
         return None
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as data:
-        rows = data.execute(
-            "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
-        ).fetchall()
+    query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as data:
+            rows = data.execute(query).fetchall()
+    except sqlite3.Error as error:
+        raise DataError(f"{path} cannot be read ({error}): it is no ledger, or was not begun") from error
     return Balance(tuple(Entry(*row) for row in rows))
 
 
