@@ -36,8 +36,7 @@ def test_a_group_ends_once_and_the_balance_says_how(tmp_path):
     assert states(tmp_path) == {
         ("batched", ""): (2, 4), ("dropped", "no_signal"): (1, 2), ("ready", ""): (1, 2), ("running", ""): (1, 0),
     }  # fmt: skip
-    made.trained(1)
-    made.close()
+    made.close(1)
     assert states(tmp_path) == {
         ("trained", ""): (2, 4), ("dropped", "no_signal"): (1, 2), ("ready", ""): (1, 2),
         ("cancelled", "run ended"): (1, 0),
@@ -70,7 +69,7 @@ def test_what_was_finished_is_used_by_the_next_attempt(tmp_path):
     again.finish("running", rollouts("running", "1.1"))
     again.batch(1, ["ready", "running"])
     again.trained(2)
-    again.close()
+    again.close(2)
     assert states(tmp_path) == {("trained", ""): (2, 6), ("cancelled", "process died"): (1, 0)}
     assert balance(tmp_path).num_open == 0
 
@@ -139,7 +138,7 @@ def test_other_settings_use_nothing_of_before(tmp_path):
 def test_another_format_is_refused(tmp_path):
     made = ledger(tmp_path)
     made._data.execute("PRAGMA user_version = 9")
-    made.close()
+    made.close(0)
     with pytest.raises(ConfigError, match="has format 9, and this Slipstream reads 1: start a new run"):
         ledger(tmp_path, 1, 0)
 

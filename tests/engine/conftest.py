@@ -99,7 +99,7 @@ class LiveEngine:
                 each.result(120)
 
 
-def settings_for(model: Path, dtype: str = "float32", **changes: Any) -> EngineSettings:
+def settings_for(model: Path, dtype: str = "float32", *, threads: int = 1, **changes: Any) -> EngineSettings:
     return EngineSettings(
         model=str(model),
         socket="",
@@ -107,7 +107,7 @@ def settings_for(model: Path, dtype: str = "float32", **changes: Any) -> EngineS
         max_model_len=256,
         max_num_seqs=64,
         kv_cache_bytes=1 << 28,
-        threads=1,
+        threads=threads,
         **changes,
     )
 

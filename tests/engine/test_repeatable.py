@@ -1,9 +1,12 @@
-"""On a CPU a completion is the same to the last bit, whatever other requests the engine has, and prompts are shared."""
+"""On a CPU a completion is the same to the last bit, whatever other requests the engine has."""
 
 import pytest
 import torch
 
+from slipstream.inference.plugin.arguments import engine_arguments
 from slipstream.records import GenerateRequest, SamplingParams
+
+from .conftest import settings_for, start, stop
 
 pytestmark = [
     pytest.mark.engine,
@@ -18,7 +21,7 @@ def requests(wave):
     return [
         GenerateRequest(
             f"{wave}-{group}-{number}",
-            [*common, *([20 + group] * (20 + 11 * group))],
+            [*common, *([20 + group] * (20 + 41 * group))],
             SAMPLING,
             seed=100 * group + number,
             group_id=str(group),
@@ -28,10 +31,25 @@ def requests(wave):
     ]
 
 
-def test_a_completion_does_not_depend_on_the_requests_beside_it(live):
+@pytest.fixture
+def of_two_threads(tiny_model, tmp_path):
+    """Of one's own: with one thread no context is divided whatever the engine's environment says."""
+    live = start(tiny_model, tmp_path, threads=2)
+    yield live
+    stop(live)
+
+
+def test_a_completion_does_not_depend_on_the_requests_beside_it(of_two_threads):
+    live = of_two_threads
     together = live.generate(*requests("together"))
     backward = live.generate(*reversed(requests("backward")))[::-1]
     alone = [live.generate(request)[0] for request in requests("alone")]
     for one, other, third in zip(together, backward, alone, strict=True):
         assert one.token_ids == other.token_ids == third.token_ids
         assert one.logprobs == other.logprobs == third.logprobs
+
+
+def test_short_prompts_fill_blocks_unless_the_user_says_otherwise(tmp_path):
+    """Only whole blocks are shared."""
+    assert engine_arguments(settings_for(tmp_path))["block_size"] == 32
+    assert engine_arguments(settings_for(tmp_path, options={"block_size": 64}))["block_size"] == 64

@@ -25,7 +25,7 @@ from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
 from slipstream.orchestrator import thread as thread_module
 from slipstream.orchestrator.batches.batcher import Batcher
-from slipstream.orchestrator.batches.staleness import oldest_version, staleness_metrics
+from slipstream.orchestrator.batches.staleness import oldest_version, refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of, retry_on_restart
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.event_loop_watch import blame
@@ -387,6 +387,17 @@ async def test_a_batch_holds_no_older_tokens_than_the_staleness_allows():
     engine.version = Version(1, 4)
     with pytest.raises(TrainingError, match=r"allows only 0\.3, 0\.4"):
         await make_batcher(engine, staleness=1).make(4, Version(0, 4), TASKS)
+
+
+def test_tokens_of_an_earlier_attempt_are_allowed_as_far_as_the_weights_descend_from_it():
+    def of(version):
+        return [Rollout("a", "t", "g", [Sequence([1], [True], versions=[VersionSpan(0, version)])], 0.0, "done")]
+
+    refuse_stale(of("0.3"), 4, 2, 1, {0: 3, 1: 4})
+    refuse_stale(of("1.4"), 4, 2, 1, {0: 3, 1: 4})
+    for version in ("0.4", "0.2", "1.5", "2.5"):
+        with pytest.raises(TrainingError, match=f"holds tokens of version {version}"):
+            refuse_stale(of(version), 4, 2, 1, {0: 3, 1: 4})
 
 
 def test_staleness_counts_sampled_tokens():

@@ -68,7 +68,6 @@ def attach_orchestrator(run: RunContext, children: Children, loop: TrainingLoop,
     )
     if config.algorithm.kind != "sft":
         assert ledger is not None
-        versions.on_release = ledger.trained
         batcher = _batcher(run, children, runner, order, hooks, ledger)
         batches: MakesBatches = InDataOrder(batcher, versions, order.tasks, hooks)
         if config.training.order == "ready":
@@ -185,7 +184,7 @@ def _runner(run: RunContext, engine: RunEngine, scorer: ScorerPool) -> RolloutRu
 
 
 def _ledger(run: RunContext, children: Children, loop: TrainingLoop) -> Ledger:
-    """The run's ledger, which is closed when the thread that writes it has ended."""
+    """The run's ledger. Called before there is a thread that writes it, so that it is closed after that has ended."""
     config = run.config
     assert config.algorithm.kind != "sft"
     ledger = Ledger(
@@ -203,7 +202,15 @@ def _ledger(run: RunContext, children: Children, loop: TrainingLoop) -> Ledger:
         },
         saved_step=lambda: loop.saved_step,
     )
-    children.at_exit(ledger.close)
+
+    def close() -> None:
+        try:
+            ledger.close(loop.step)
+        except SlipstreamError as error:  # the error that ended the run is worth more
+            with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either
+                run.warn(f"the ledger lacks how the last groups ended: {error}")
+
+    children.at_exit(close)
     return ledger
 
 

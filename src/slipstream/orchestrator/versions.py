@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from slipstream.errors import DeadlineError
@@ -30,8 +29,6 @@ class Versions:
         self._apply_timeout_s = apply_timeout_s
         self._changed = asyncio.Condition()
         self._released = -1
-        self.on_release: Callable[[int], None] = lambda step: None
-        """Called with the version: all batches before it were trained on."""
         self.current: Version | None = None
 
     async def fence(self) -> None:
@@ -66,7 +63,6 @@ class Versions:
         """Allow rollouts to be made with version `step`."""
         async with self._changed:
             self._released = max(self._released, step)
-            self.on_release(self._released)
             self._changed.notify_all()
 
     @property

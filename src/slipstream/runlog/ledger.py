@@ -23,6 +23,7 @@ from slipstream.runlog.files import cannot_write
 
 FILE = "ledger.sqlite"
 _FORMAT = 1
+_ENDED = ("cancelled", "run ended")
 _OPEN = ("running", "ready", "batched", "kept")
 _SCHEMA = """
 CREATE TABLE attempts (lineage INTEGER PRIMARY KEY, first_step INTEGER NOT NULL, shape TEXT NOT NULL);
@@ -160,11 +161,17 @@ class Ledger:
                 (saved, saved),
             )
 
-    def close(self) -> None:
-        """The attempt ends: what is running is cancelled. Finished groups wait for the next attempt."""
-        with self._writing():
-            self._data.execute("UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'")
-        self._data.close()
+    def close(self, step: int) -> None:
+        """The attempt ends, with the batches of steps before `step` trained on: what is running is cancelled. Finished
+        groups wait for the next attempt."""
+        try:
+            self.trained(step)
+            with self._writing():
+                self._data.execute(
+                    "UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'"
+                )
+        finally:
+            self._data.close()
 
     def _take_over(self, shape: str) -> None:
         """Decide on what earlier attempts have left."""

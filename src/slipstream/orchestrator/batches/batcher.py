@@ -33,7 +33,7 @@ def group_name(step: int, place: int) -> str:
 
 @dataclass
 class Batcher:
-    """Makes the batch of a step from the tasks that the data order gives it."""
+    """Makes groups of rollouts, and of groups the batch of a step; the ledger learns of both."""
 
     runner: RolloutRunner
     group_size: int
@@ -86,6 +86,11 @@ class Batcher:
         for _ in kept[1] if kept is not None else ():
             self.hooks.rollout_ended()
         return kept
+
+    def trained(self, version: int) -> None:
+        """The batches that made `version` were trained on."""
+        if self.ledger is not None:
+            self.ledger.trained(version)
 
     def drop(self, group_id: str, reason: str) -> None:
         """A finished group will be in no batch."""

@@ -50,6 +50,7 @@ class InDataOrder:
             # A resumed run's first version is the one it begins with.
             # No deadline: the trainer is in this process, and when it ends, so does this wait.
             version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
+            self._batcher.trained(self._versions.released)
             tasks = self._tasks_of_step(step)
             self._hooks.round_began(len(tasks))
             async with self._versions.generating():
@@ -85,6 +86,7 @@ class ReadyFirst:
 
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
         """See `MakesBatches`."""
+        # No deadlines here: the trainer's wait for a batch has one, and is in this process.
         await self._versions.wait_for(first, None)
         slots = Slots(self._size, self._batcher.staleness, first, num_steps)
         async with task_group() as tasks:
@@ -106,6 +108,7 @@ class ReadyFirst:
         while True:
             await self._versions.wait_for(self._versions.released + 1, None)
             slots.release(self._versions.released)
+            self._batcher.trained(self._versions.released)
             self._changed.set()
 
     def _begin(self, slots: Slots, number: int, tasks: asyncio.TaskGroup) -> None:
