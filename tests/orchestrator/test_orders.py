@@ -15,6 +15,7 @@ from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Message, Task, Ticket, Version
+from slipstream.runlog.ledger import Ledger, balance
 from tests.orchestrator.test_orchestrator import END, make_batcher, say
 
 SIZE = 3
@@ -86,7 +87,7 @@ def test_every_group_is_in_one_batch_and_none_is_too_old(seed, staleness, first)
     for batch in batches:
         oldest = min(int(s.version.split(".")[1]) for r in batch.rollouts for q in r.sequences for s in q.versions)
         assert oldest >= batch.step - staleness
-        assert batch.version.step >= batch.step - staleness
+        assert batch.step - staleness <= batch.version.step <= oldest
         draws.use(batch.draws)
     assert draws == Draws(steps * SIZE)
 
@@ -132,6 +133,15 @@ async def test_where_nothing_has_signal_the_batches_are_made_and_the_trainer_see
     batches = await train(Uneven(say("b")), order="ready", staleness=1, steps=3, refills=refills)
     assert [len(batch.rollouts) for batch in batches] == [2 * SIZE] * 3
     assert all(batch.dropped["no_signal"] <= 2 * 2 * SIZE for batch in batches)
+
+
+@pytest.mark.parametrize("order", ["data", "ready"])
+async def test_the_ledger_knows_while_a_run_goes_on_what_was_trained(order, tmp_path):
+    ledger = Ledger(tmp_path, 0, 0, staleness=1, shape={})
+    batches = await train(Uneven(say("b")), order=order, staleness=1, steps=6, ledger=ledger)
+    found = balance(tmp_path)
+    assert found.num("trained") >= 4 * SIZE
+    assert found.num("trained", "batched") == found.num_begun == len(batches) * SIZE
 
 
 async def test_a_failure_ends_the_making_with_itself():

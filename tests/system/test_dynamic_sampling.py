@@ -5,6 +5,7 @@ import re
 import pytest
 
 from slipstream.runlog import read_metrics
+from slipstream.runlog.ledger import balance
 from slipstream.weights.fingerprint import describe
 from slipstream.weights.model_files import read_model_folder
 
@@ -40,6 +41,8 @@ def test_every_batch_gets_its_groups(staleness, scripted, every_third):
         assert row["reward/drawn_mean"] > row["reward/mean"], "what was left out was right"
         assert row["staleness/max"] <= int(staleness)
     assert any(row["rollout/refilled_groups"] for row in scripted.metrics[1:])
+    found, drawn = balance(scripted.folder), sum(row["rollout/drawn_groups"] for row in scripted.metrics[1:])
+    assert (found.num("trained"), found.num("dropped"), found.num_open) == (16, drawn - 16, 0)
 
 
 def test_a_resumed_run_draws_the_same(scripted, every_third, tmp_path):

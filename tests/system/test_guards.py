@@ -514,21 +514,22 @@ def test_groups_that_finish_first_are_trained_on_once_across_a_resume(scripted):
     assert (found.num("trained"), found.num_open) == (6 * 4, 0)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scripted, staleness):
+@pytest.mark.parametrize(("staleness", "deadly"), [(0, "2.3"), (2, "2.3"), (2, "0.0")])
+def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scripted, staleness, deadly):
+    """With (2, "0.0") later groups are in checkpoints, and the first one is still to be made."""
     options = (*WITHOUT_EVALUATION, "--training.staleness", str(staleness), "--training.steps", "6")
     options += ("--run.checkpoint_every", "1", "--environment.max_reward_failures", "1.0", "--run.save_samples", "16")
 
     def dies(engine):
         generate = engine.generate
 
-        async def last_group_of_the_third_batch_kills(request):
-            if request.group_id == "2.3":
+        async def kills_with_one_group(request):
+            if request.group_id == deadly:
                 await asyncio.sleep(0.5)  # the others have finished
                 engine.kill()
             return await generate(request)
 
-        engine.generate = last_group_of_the_third_batch_kills
+        engine.generate = kills_with_one_group
 
     assert scripted.run(*options, change=dies).status == "failed"
     left = balance(scripted.folder)

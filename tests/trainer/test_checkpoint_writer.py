@@ -203,6 +203,18 @@ def test_by_steps_each_is_written_and_waits_for_the_one_before(make_writer, make
     assert writer.told.noted == {}
 
 
+def test_a_checkpoint_counts_as_saved_when_it_is_whole(make_writer, make_batch, tmp_path):
+    store = SlowStore(tmp_path / "checkpoints")
+    writer = make_writer(store=store)
+    advance(writer.learner, make_batch(seed=1))
+    writer.save(3, {"step": 3})
+    assert store.begun.wait(WAIT_S)
+    assert writer.saved_step == 0
+    store.may_go_on.set()
+    writer.wait()
+    assert writer.saved_step == 3
+
+
 def test_by_the_clock_one_that_would_wait_is_put_off_and_counted(make_writer, make_batch, tmp_path):
     clock = Clock()
     writer = make_writer(every="10min", store=SlowStore(tmp_path / "checkpoints"), clock=clock)
