@@ -78,7 +78,7 @@ def test_every_group_is_in_one_batch_and_none_is_too_old(seed, staleness, first)
     steps = first + 7
     draws = Draws(first * SIZE)
     batches = asyncio.run(
-        train(Uneven(say("b"), seed), order="ready", staleness=staleness, steps=steps, first=first, draws=draws)
+        train(Uneven(say("b"), seed, 0.04), order="ready", staleness=staleness, steps=steps, first=first, draws=draws)
     )
     assert [batch.step for batch in batches] == list(range(first, steps))
     assert sorted(n for batch in batches for n in batch.draws) == list(range(first * SIZE, steps * SIZE))
