@@ -110,6 +110,24 @@ async def test_groups_of_several_batches_run_at_once():
     assert engine.most_running == SIZE * 2
 
 
+async def test_a_batch_is_of_its_oldest_groups_version():
+    class Slow(ScriptedEngine):
+        async def generate(self, request):
+            version = self.version
+            await asyncio.sleep(0.05 if request.group_id == "0.0" else 0.0)
+            now, self.version = self.version, version
+            try:
+                return await super().generate(request)
+            finally:
+                self.version = now
+
+    batches = await train(Slow(say("b")), order="ready", staleness=2, steps=5)
+    (late,) = (batch for batch in batches if any(rollout.group_id == "0.0" for rollout in batch.rollouts))
+    assert late.step == 2, "the last that may take it"
+    assert late.version.step == 0
+    assert len({span.version for r in late.rollouts for q in r.sequences for span in q.versions}) > 1
+
+
 async def test_groups_without_signal_give_their_slots_back_and_are_counted():
     def script(prompt, seed):
         silent = prompt[-1] == ord("1")  # every third task: both completions are right
