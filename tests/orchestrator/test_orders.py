@@ -110,22 +110,12 @@ async def test_groups_of_several_batches_run_at_once():
     assert engine.most_running == SIZE * 2
 
 
-async def test_a_batch_is_of_its_oldest_groups_version():
-    class Slow(ScriptedEngine):
-        async def generate(self, request):
-            version = self.version
-            await asyncio.sleep(0.05 if request.group_id == "0.0" else 0.0)
-            now, self.version = self.version, version
-            try:
-                return await super().generate(request)
-            finally:
-                self.version = now
-
-    batches = await train(Slow(say("b")), order="ready", staleness=2, steps=5)
-    (late,) = (batch for batch in batches if any(rollout.group_id == "0.0" for rollout in batch.rollouts))
-    assert late.step == 2, "the last that may take it"
-    assert late.version.step == 0
-    assert len({span.version for r in late.rollouts for q in r.sequences for span in q.versions}) > 1
+async def test_with_all_slots_full_a_batch_is_the_groups_of_one_version():
+    """The price of dropping none for its age: from the second version on no batch has a choice."""
+    batches = await train(Uneven(say("b"), 3, 0.03), order="ready", staleness=2, steps=7)
+    for batch in batches[3:]:
+        assert batch.version.step == batch.step - 2
+        assert batch.draws == list(range(batch.step * SIZE, (batch.step + 1) * SIZE))
 
 
 async def test_groups_without_signal_give_their_slots_back_and_are_counted():

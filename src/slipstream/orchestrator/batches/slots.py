@@ -7,6 +7,7 @@ be trained at step v + S at the latest.
 Guarantees: batches are made of the groups that finished first, except that a batch takes, and waits for, a group that a
 later batch could not take without its being too old. So no group is ever too old, whatever the order in which groups
 finish: of the groups that must be trained by step k + j, at most (j + 1) * P exist when the batch of step k is cut.
+Where all slots are always full, exactly as many exist, and the batch is the groups that began under version k - S.
 """
 
 from __future__ import annotations
