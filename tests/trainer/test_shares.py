@@ -79,11 +79,11 @@ def test_the_shares_add_up_to_the_step(session_learner, seed, prompts, size, obj
         found = predictions(learner.model, rows, SAMPLING)
         whole = learner.forward(batch.sequences, SAMPLING).logprobs
         for place, index in enumerate(chosen):
-            torch.testing.assert_close(found[place][0], whole[index], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found[place][0], whole[index], atol=1e-6, rtol=1e-6)
     assert sorted(seen) == [index for index, sequence in enumerate(batch.sequences) if sequence.num_trainable]
     for name, gradient in gradients(learner).items():
         difference = (gradient - expected[name]).norm() / max(1e-9, expected[name].norm())
-        assert difference < 1e-5, name
+        assert difference < 2e-6, name
 
 
 def gradients(learner):
@@ -97,6 +97,7 @@ def session_learner(model_folder):
     from slipstream.trainer.optim.base import MasterAdamW
 
     model = PolicyModel.load(model_folder)
+    model.network.double()  # in float32 some gradients are small differences of large numbers, and rounding shows
     return Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=512)
 
 
