@@ -42,6 +42,7 @@ from slipstream.launch.plan.summary import check_divided
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.tools.deployable import deployed_engine_plan, find_deployable
+from slipstream.orchestrator.executor import share
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.runlog.temporary import temporary
@@ -214,7 +215,8 @@ def _running(
         workers: tuple[SharedWeights, ...] = ()
         if shares:
             thread.call(engine.wait_ready(), wait_s, "the engine")
-            workers = thread.call(share_weights(config, engine), wait_s, "the engine to share its weights")
+            what = "the engine to share its weights"
+            workers = share_weights(config, lambda command: thread.call(share(engine, command), wait_s, what))
         with sync_trainer(config, workers, folder / "ranks", stop) as trainer:
             if name != "restart" and not shares:
                 thread.call(engine.wait_ready(), wait_s, "the engine")

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.launch.engine_sleep import SleepWake
-from slipstream.launch.generation import RunHooks
+from slipstream.launch.weight_sync import RunHooks
+from slipstream.orchestrator.handle import LocalCaller
 from slipstream.orchestrator.thread import EventLoopThread
+
+from ..orchestrator.executors import executor_of
 
 
 class Engine:
@@ -36,7 +39,8 @@ def hooks_of(thread, engine, kind, *, sleeps=True):
     log = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
     config = SimpleNamespace(algorithm=SimpleNamespace(kind=kind))
     run = SimpleNamespace(config=config, log=log, progress=SimpleNamespace())
-    return RunHooks(run, engine, SleepWake(thread, engine, log, sleeps=sleeps, timeout_s=5.0))
+    caller = LocalCaller(thread, executor_of(engine))
+    return RunHooks(run, caller, SleepWake(caller, log, sleeps=sleeps, timeout_s=5.0))
 
 
 def step(hooks):

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream import errors
-from slipstream.launch import weight_sync
+from slipstream.inference import engine
 from slipstream.launch.recovery.restarts import Restart, earlier_attempts, has_lost_weights, next_restart
+
+from ..orchestrator.executors import executor_of
 
 
 def died(*steps):
@@ -59,6 +61,8 @@ def test_only_the_attempts_of_one_command_count():
     ],
 )
 def test_what_an_engines_death_is_the_reason_of(monkeypatch, error, is_up, in_memory, expected):
-    monkeypatch.setattr(weight_sync, "_DYING_S", 0.05)
-    assert has_lost_weights(error, SimpleNamespace(is_up=is_up, is_in_memory_only=in_memory)) is expected
+    monkeypatch.setattr(engine, "_DYING_S", 0.05)
+    executor = executor_of(SimpleNamespace(is_up=is_up, is_in_memory_only=in_memory))
+    caller = SimpleNamespace(engine_state=executor.engine_state)
+    assert has_lost_weights(error, caller) is expected
     assert not has_lost_weights(error, None)

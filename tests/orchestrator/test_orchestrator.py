@@ -23,16 +23,17 @@ from slipstream.errors import (
 )
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
-from slipstream.orchestrator import thread as thread_module
+from slipstream.orchestrator import handle as handle_module
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.staleness import oldest_version, refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of, retry_on_restart
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.event_loop_watch import blame
-from slipstream.orchestrator.hooks import Hooks
+from slipstream.orchestrator.handle import LocalCaller, Orchestrator, Waits
+from slipstream.orchestrator.hooks import Hooks, TrainerHooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of
-from slipstream.orchestrator.thread import EventLoopThread, Orchestrator
+from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import (
     ApplyReport,
@@ -46,6 +47,8 @@ from slipstream.records import (
     VersionSpan,
 )
 from slipstream.runlog import sample_of
+
+from .executors import executor_of
 
 END = 0
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(END,))
@@ -554,7 +557,7 @@ def test_an_environment_that_holds_up_the_loop_ends_no_run_and_is_named(tmp_path
     thread = EventLoopThread(lambda: False, lambda stack, seconds: told.append(blame(stack, seconds, environment)))
     versions = Versions(None, apply_timeout_s=1.0)
     orchestrator = Orchestrator(
-        thread, versions, publish=None, probe=None, evaluate=None, start=None, waits=None, hooks=Hooks()
+        LocalCaller(thread, executor_of(versions=versions)), publish=None, waits=None, hooks=TrainerHooks()
     )
     runner = make_runner(ScriptedEngine(say("b")), environment, run_timeout_s=0.5)
     how = {"rollout_id": "r", "group_id": "g", "sampling": SAMPLING, "seed": 0}
@@ -586,7 +589,7 @@ def test_a_loop_that_waits_or_is_ours_is_nobodys_fault():
 
 @pytest.mark.parametrize("receives", ["fails a moment later", "goes on"])
 def test_where_both_sides_of_an_update_fail_the_receiver_says_why(receives, monkeypatch):
-    monkeypatch.setattr(thread_module, "_CAUSE_S", 1.0)
+    monkeypatch.setattr(handle_module, "_CAUSE_S", 1.0)
     thread = EventLoopThread(lambda: False)
 
     class Receiver:
@@ -599,7 +602,10 @@ def test_where_both_sides_of_an_update_fail_the_receiver_says_why(receives, monk
         raise WeightsError("version 0.1 could not be sent within 10 s")
 
     orchestrator = Orchestrator(
-        thread, Receiver(), publish=publish, probe=None, evaluate=None, start=None, waits=None, hooks=Hooks()
+        LocalCaller(thread, executor_of(versions=Receiver())),
+        publish=publish,
+        waits=Waits(5.0, 5.0, 5.0),
+        hooks=TrainerHooks(),
     )
     expected = (WeightsError, "could not be sent") if receives == "goes on" else (EngineError, "said nothing")
     with pytest.raises(expected[0], match=expected[1]):

@@ -9,6 +9,7 @@ again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +34,8 @@ from slipstream.records import (
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 OnEvent = Callable[..., None]
+_DYING_S, _POLL_S = 10.0, 0.1
+"""An engine's process lives a little longer than vLLM's core: how long, and how often, its end is polled for."""
 
 
 class RunEngine(Generates, TakesWeights, Protocol):
@@ -320,3 +323,12 @@ class SupervisedEngine:
         """See `RunEngine`."""
         self._process.kill()
         self._process.remove_files()
+
+
+def ends_soon(engine: RunEngine) -> bool:
+    """Wait a little for one of the engine's processes to end, as it does after vLLM's core has died; whether one
+    did."""
+    deadline = time.monotonic() + _DYING_S
+    while engine.is_up and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return not engine.is_up

@@ -6,14 +6,12 @@ saved position.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from slipstream.config import PlannedConfig
 from slipstream.config.traits import apply_timeout_s
 from slipstream.data.sampler import DataOrder
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
-from slipstream.orchestrator.thread import Waits
+from slipstream.orchestrator.handle import Waits
 from slipstream.records import Task
 
 START_GRACE_S = 60.0
@@ -60,9 +58,9 @@ def silence_limit_s(config: PlannedConfig) -> float:
     return own_s + engine_s + apply_timeout_s(config)
 
 
-def waits_of(config: PlannedConfig, activity: Callable[[], int]) -> Waits:
-    """Deadlines of the trainer's waits for the orchestrator; `activity` counts turns and rollouts that have ended."""
+def waits_of(config: PlannedConfig) -> Waits:
+    """Deadlines of the trainer's waits for the orchestrator."""
     start_s = config.inference.start_timeout_s
     # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
     apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * silence_limit_s(config)
-    return Waits(start_s + START_GRACE_S, apply_s, silence_limit_s(config), activity)
+    return Waits(start_s + START_GRACE_S, apply_s, silence_limit_s(config))

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config import PlannedConfig, RunConfig
 from slipstream.config.traits import uses_critic
-from slipstream.errors import ConfigError, DeadlineError, EngineError
-from slipstream.launch.engines import RunEngine
+from slipstream.errors import ConfigError
 from slipstream.launch.plan.measure import adapter_config
 from slipstream.records import SamplingParams
 from slipstream.runlog.temporary import temporary
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slipstream.launch.ranks.processes import RankProcesses
+    from slipstream.orchestrator import control
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.distributed.fsdp import RankGroup
     from slipstream.trainer.distributed.worker import RankModel
@@ -294,22 +294,20 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
     return MasterAdamW(named, **options)
 
 
-async def share_weights(config: PlannedConfig, engine: RunEngine) -> tuple[SharedWeights, ...]:
+def share_weights(config: PlannedConfig, ask: Callable[[control.Share], control.Answer]) -> tuple[SharedWeights, ...]:
     """Ask an engine that is ready where each worker has its live weights. Raises CannotShare when the engine is alive
     and cannot share them."""
+    from slipstream.orchestrator import control
     from slipstream.trainer.model.policy import resolve_folder
     from slipstream.weights.bridges.single_copy import CannotShare
     from slipstream.weights.model_files import stored_parameters
 
-    folder = resolve_folder(config.model.path)
-    try:
-        return await engine.share(stored_parameters(folder, config.model.dtype), config.weights.apply_timeout_s)
-    except DeadlineError:
-        raise
-    except EngineError as error:
-        if not engine.is_up:
-            raise
-        raise CannotShare(f"the engine cannot share its weights ({error})") from error
+    parameters = stored_parameters(resolve_folder(config.model.path), config.model.dtype)
+    answer = ask(control.Share(parameters, config.weights.apply_timeout_s))
+    if isinstance(answer, control.NotShared):
+        raise CannotShare(answer.problem)
+    assert isinstance(answer, control.Shared)
+    return answer.workers
 
 
 def open_shared(config: PlannedConfig, workers: Sequence[SharedWeights]) -> SharedTensors | None:

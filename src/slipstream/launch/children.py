@@ -1,4 +1,4 @@
-"""What a run starts beside its trainer: engine, teacher, trainer ranks, reward workers, the orchestrator's thread.
+"""What a process of a run starts: engine, teacher, trainer ranks, reward workers, the orchestrator's thread.
 
 Guarantees: all of them end with the run, in the opposite order of their start, whatever ends it; `kill` ends the
 processes at once, from any thread.
@@ -25,16 +25,16 @@ from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
-from slipstream.runlog import RunLog
+from slipstream.runlog import EventLog, RunLog
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
 @dataclass(frozen=True)
-class RunContext:
+class Context:
     """What all parts of a run need: its plan, and where to write and show what happens."""
 
     prepared: Prepared
-    log: RunLog
+    log: EventLog
     progress: Progress
     stages: Stages
     should_stop: StopRequest
@@ -55,10 +55,17 @@ class RunContext:
         self.log.warning(text)
 
 
+@dataclass(frozen=True)
+class RunContext(Context):
+    """The same in the process that writes the run folder."""
+
+    log: RunLog
+
+
 class Children:
     """The processes and the thread of one run; leaving the context ends those that were started."""
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: Context) -> None:
         self._run = run
         self._exits = contextlib.ExitStack()
         self.engine: RunEngine | None = None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any
-
-from slipstream.launch.engines import RunEngine
-from slipstream.orchestrator.thread import EventLoopThread
+from slipstream.orchestrator import control
+from slipstream.orchestrator.handle import Caller
 from slipstream.runlog import RunLog
 
 _GRACE_S = 5.0
@@ -18,11 +15,8 @@ class SleepWake:
     Does nothing unless `sleeps`. Both methods are called by the trainer's thread, which waits.
     """
 
-    def __init__(
-        self, thread: EventLoopThread, engine: RunEngine, log: RunLog, *, sleeps: bool, timeout_s: float
-    ) -> None:
-        self._thread = thread
-        self._engine = engine
+    def __init__(self, caller: Caller, log: RunLog, *, sleeps: bool, timeout_s: float) -> None:
+        self._caller = caller
         self._log = log
         self._sleeps = sleeps
         self._timeout_s = timeout_s
@@ -35,13 +29,13 @@ class SleepWake:
 
         with self._log.phase("wake"):
             torch.cuda.empty_cache()
-            self._wait(self._engine.wake(self._timeout_s), "the engine to wake")
+            self._wait(control.Wake(self._timeout_s), "the engine to wake")
 
     def sleep(self) -> None:
         """Put the engine to sleep."""
         if self._sleeps:
             with self._log.phase("sleep"):
-                self._wait(self._engine.sleep(self._timeout_s), "the engine to sleep")
+                self._wait(control.Sleep(self._timeout_s), "the engine to sleep")
 
-    def _wait(self, work: Coroutine[Any, Any, None], waits_for: str) -> None:
-        self._thread.call(work, self._timeout_s + _GRACE_S, waits_for)
+    def _wait(self, command: control.AnyCommand, waits_for: str) -> None:
+        self._caller.call(command, control.Done, self._timeout_s + _GRACE_S, waits_for)

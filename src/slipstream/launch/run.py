@@ -25,8 +25,8 @@ from slipstream.launch.build import (
 )
 from slipstream.launch.children import Children, RunContext
 from slipstream.launch.engines import EngineMaker, create_engine
-from slipstream.launch.generation import attach_orchestrator
 from slipstream.launch.messages import title_of, trainer_logs_as_events
+from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import rank_threads
@@ -38,8 +38,11 @@ from slipstream.launch.recovery.shortages import memory_at_start
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import WAIT, Stages
+from slipstream.launch.teacher import refuse_itself
+from slipstream.launch.weight_sync import attach_engine
+from slipstream.orchestrator import control
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.thread import Orchestrator
+from slipstream.orchestrator.handle import Orchestrator
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
 from slipstream.runlog import RunLog, read_events, read_settings
@@ -131,24 +134,22 @@ def train(
 
 def _carry_out(run: RunContext, resume: bool) -> RunResult:
     """Start what the plan needs, train, and end everything that was started in reverse order."""
-    config, loop = run.config, None
+    loop, generation = None, None
     with Children(run) as children:
         try:
             with reports_out_of_memory(run.prepared, run.log):
                 begins = f"starting vLLM (its log: {run.folder / 'logs'}) and " if run.prepared.uses_engine else ""
                 run.progress.message(f"{begins}loading the model")
-                if run.prepared.uses_engine and config.weights.bridge != "restart":
-                    children.create_engine().launch()
-                if config.teacher is not None:
-                    children.launch_teacher()
-                loop = _build_loop(run, children, resume)
+                if run.prepared.uses_engine:
+                    generation = start_generation(run, children, lambda: loop.step if loop else 0)
+                loop = _build_loop(run, children, generation, resume)
                 run.log.listen(record_memory(run.log, run.config.model.path))
                 run.progress.ready()
                 run.stages.begin_steps(loop.step)
                 loop.run()
                 return _result_of(loop)
         except Exception as error:
-            if not has_lost_weights(error, children.engine):
+            if not has_lost_weights(error, generation.caller if generation else None):
                 raise
             raise WeightsLost(error, loop.trained_s if loop else 0.0) from error
 
@@ -165,7 +166,7 @@ def _result_of(loop: TrainingLoop) -> RunResult:
     )
 
 
-def _build_loop(run: RunContext, children: Children, resume: bool) -> TrainingLoop:
+def _build_loop(run: RunContext, children: Children, generation: Generation | None, resume: bool) -> TrainingLoop:
     """Load the models while the engine starts, and build the training loop."""
     config, prepared, order = run.config, run.prepared, BatchOrder(run.prepared)
     with run.stages.stage("import the trainer"):
@@ -178,7 +179,7 @@ def _build_loop(run: RunContext, children: Children, resume: bool) -> TrainingLo
     torch.manual_seed(config.run.seed)
     store = CheckpointStore(run.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_weights)
     sampling = prepared.sampling() if prepared.uses_engine else SamplingParams(max_tokens=1)
-    trained = _build_models(run, children, sampling)
+    trained = _build_models(run, children, generation, sampling)
     loop = TrainingLoop(
         config=config,
         learner=trained.learner,
@@ -196,15 +197,16 @@ def _build_loop(run: RunContext, children: Children, resume: bool) -> TrainingLo
         held_out=prepared.held_out,
         identity=identity_of(config, prepared.train_tasks, prepared.conversations, trained.learner.model.folder),
     )
-    teacher = children.teacher
     if resume:
         _resume(run.log, loop)
-    elif teacher is not None and (config.lora is None or config.lora.path is None):
+    elif generation is not None and config.teacher is not None and (config.lora is None or config.lora.path is None):
         # A new adapter leaves the policy equal to its base.
-        learner = trained.learner
-        teacher.refuse_itself(learner.named_weights if config.lora is None else learner.base_weights)
-    if prepared.uses_engine:
-        attach_orchestrator(run, children, loop, order)
+        learner, waits_for = trained.learner, "the orchestrator to say what the teacher holds"
+        command, timeout_s = control.AskTeacher(), config.inference.start_timeout_s
+        digest = generation.caller.call(command, control.TeacherDigest, timeout_s, waits_for).digest
+        refuse_itself(config, digest, learner.named_weights if config.lora is None else learner.base_weights)
+    if generation is not None:
+        children.at_exit(attach_engine(run, generation.caller, generation.batches, loop).close)
     return loop
 
 
@@ -218,22 +220,24 @@ def _resume(log: RunLog, loop: TrainingLoop) -> None:
     log.resumed(loop.step, checkpoint=latest.name if latest else None)
 
 
-def _build_models(run: RunContext, children: Children, sampling: SamplingParams) -> Trained:
+def _build_models(
+    run: RunContext, children: Children, generation: Generation | None, sampling: SamplingParams
+) -> Trained:
     """Load policy, reference and critic, in this process or over ranks."""
-    config, workers = run.config, _share_weights(run, children)
+    config, workers = run.config, _share_weights(run, generation)
     planned_bytes, stage = run.prepared.plan.trainer_bytes, run.stages.stage
     if config.training.ranks == 1:
         return build(config, workers, planned_bytes, stage)
     return build_sharded(config, sampling, children.start_ranks(sampling, workers), planned_bytes, stage)
 
 
-def _share_weights(run: RunContext, children: Children) -> tuple[SharedWeights, ...]:
+def _share_weights(run: RunContext, generation: Generation | None) -> tuple[SharedWeights, ...]:
     """Under the single_copy bridge, wait for the engine and return where its workers hold the weights that the trainer
     will train in place; empty under other bridges."""
     config = run.config
-    if not run.prepared.uses_engine or config.weights.bridge != "single_copy":
+    if generation is None or config.weights.bridge != "single_copy":
         return ()
-    thread, waits_for = children.event_loop(), "the engine to start and to share its weights"
+    caller, waits_for = generation.caller, "the engine to start and to share its weights"
     timeout_s = config.inference.start_timeout_s + START_GRACE_S
     with run.stages.stage("import what loading needs"):
         import_trainer(config)
@@ -241,6 +245,6 @@ def _share_weights(run: RunContext, children: Children) -> tuple[SharedWeights, 
         with run.stages.stage("compile layers like the model's"):
             precompile_layers(config)
     with run.stages.stage(WAIT):
-        thread.call(children.engine_ready(), timeout_s, waits_for)
-    sharing = share_weights(config, children.create_engine())
-    return thread.call(sharing, config.weights.apply_timeout_s, waits_for)
+        caller.call(control.LaunchEngine(), control.Done, timeout_s, waits_for)
+    share_s = config.weights.apply_timeout_s
+    return share_weights(config, lambda command: caller.call(command, control.Answer, share_s, waits_for))

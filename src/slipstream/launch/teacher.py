@@ -19,7 +19,7 @@ from slipstream.launch.plan.memory.teacher import STEP_TOKENS, TeacherMemory
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.teacher import EngineSource, ServerSource, Source, Teacher
 from slipstream.records import ParameterSpec, Rollout, Version
-from slipstream.runlog import RunLog
+from slipstream.runlog import EventLog, RunLog
 
 if TYPE_CHECKING:
     from slipstream.data.chat_template import ChatTokenizer
@@ -36,7 +36,7 @@ class RunTeacher:
         config: PlannedConfig,
         planned: TeacherMemory | None,
         tokenizer: ChatTokenizer,
-        log: RunLog,
+        log: EventLog,
         logs: Path,
         make_engine: EngineMaker,
     ) -> None:
@@ -98,20 +98,6 @@ class RunTeacher:
         self._log.event("teacher", url=self._teacher.url)
         return server
 
-    def refuse_itself(self, weights: Callable[[], NamedWeights]) -> None:
-        """Raise ConfigError when the policy's initial `weights` equal the teacher's, and there is no reward to learn
-        from."""
-        from slipstream.weights.fingerprint import describe, digest
-
-        algorithm = self._config.algorithm
-        if not self.digest or algorithm.kind == "sft" or algorithm.advantage != "none":
-            return
-        if digest(describe(weights())) == self.digest:
-            raise ConfigError(
-                f'teacher.path = "{self._teacher.path}" holds exactly the weights that the run starts from, so '
-                "there is nothing to learn: give another teacher"
-            )
-
     async def stop(self) -> None:
         """Stop the engine, or close the connection."""
         if self._server is not None:
@@ -125,13 +111,28 @@ class RunTeacher:
             self._engine.kill()
 
 
-def launch_teacher(prepared: Prepared, folder: Path, log: RunLog, make_engine: EngineMaker) -> RunTeacher:
+def launch_teacher(prepared: Prepared, folder: Path, log: EventLog, make_engine: EngineMaker) -> RunTeacher:
     """Create the teacher of a run in `folder` and start it, without waiting."""
     config, plan = prepared.config, prepared.plan
     teacher = RunTeacher(config, plan.teacher, prepared.tokenizer, log, folder / "logs", make_engine)
     teacher.launch()
-    log.listen(agreement_warning(log))
     return teacher
+
+
+def refuse_itself(config: PlannedConfig, teacher_digest: str, weights: Callable[[], NamedWeights]) -> None:
+    """Raise ConfigError when the policy's initial `weights` equal the teacher's, and there is no reward to learn
+    from. `teacher_digest`: empty where a server is the teacher."""
+    from slipstream.weights.fingerprint import describe, digest
+
+    algorithm = config.algorithm
+    if not teacher_digest or algorithm.kind == "sft" or algorithm.advantage != "none":
+        return
+    assert config.teacher is not None
+    if digest(describe(weights())) == teacher_digest:
+        raise ConfigError(
+            f'teacher.path = "{config.teacher.path}" holds exactly the weights that the run starts from, so '
+            "there is nothing to learn: give another teacher"
+        )
 
 
 def agreement_warning(log: RunLog) -> Callable[[int, Mapping[str, float | None]], None]:

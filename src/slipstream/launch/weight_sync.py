@@ -1,60 +1,158 @@
-"""Weight synchronisation of a run: its bridge, what it publishes, and metrics of each publication."""
+"""The trainer's side of a run with an engine: what it publishes, and its handles to where rollouts are generated."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import PlannedConfig
-from slipstream.config.traits import apply_timeout_s, engine_workers, keeps_copy, num_replicas, publishes_adapter
+from slipstream.config.traits import (
+    apply_timeout_s,
+    engine_workers,
+    keeps_copy,
+    num_replicas,
+    publishes_adapter,
+    update_phase,
+)
 from slipstream.errors import SlipstreamError
-from slipstream.launch.engines import RunEngine
-from slipstream.orchestrator.thread import EventLoopThread
-from slipstream.records import Ticket, Version
-from slipstream.runlog import RunLog
-from slipstream.weights import Bridge, create_adapter_bridge, create_bridge
+from slipstream.launch.batch_order import waits_of
+from slipstream.launch.children import RunContext
+from slipstream.launch.engine_sleep import SleepWake
+from slipstream.launch.startup.stages import WAIT
+from slipstream.orchestrator import control
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.orchestrator.handle import Caller, Orchestrator, RolloutReader
+from slipstream.orchestrator.hooks import TrainerHooks
+from slipstream.records import ApplyReport, Batch, Ticket, Version
+from slipstream.runlog import sample_of
+from slipstream.transport import Transport
+from slipstream.weights import Announce, Publisher, create_adapter_publisher, create_publisher
 from slipstream.weights.base import NamedWeights
-
-_DYING_S, _POLL_S = 10.0, 0.1
-"""An engine's process lives a little longer than vLLM's core: how long, and how often, its end is polled for."""
 
 if TYPE_CHECKING:
     from slipstream.trainer.learner import Learner
+    from slipstream.trainer.loop import TrainingLoop
 
 
-def run_bridge(
-    config: PlannedConfig, learner: Learner, engine: RunEngine, folder: Path, thread: EventLoopThread
-) -> tuple[Bridge, Callable[[], NamedWeights]]:
-    """Create the bridge from the model of `learner` to `engine`, which runs in `thread`; also returns the weights to
-    publish, those of the adapter or of the whole model. `folder` is for bridges that write files."""
+def attach_engine(run: RunContext, caller: Caller, batches: Transport[Batch], loop: TrainingLoop) -> Publisher:
+    """Give `loop` its engine and, under RL, the reader of rollouts, whose making begins; returns the publisher, which
+    the caller closes."""
+    config, log = run.config, run.log
+    publisher, published = _publisher(config, loop.learner, run.folder / "weights", caller)
+    sleeps = SleepWake(caller, log, sleeps=config.inference.sleep is True, timeout_s=config.weights.apply_timeout_s)
+    hooks, waits = RunHooks(run, caller, sleeps), waits_of(config)
+
+    def publish(step: int, announce: Announce) -> Ticket:
+        ticket = publisher.publish(published(), step, log.lineage, announce)
+        log.published(ticket, **publication_fields(ticket))
+        log.note(update_metrics(ticket))
+        return ticket
+
+    loop.engine = Orchestrator(caller, publish=publish, saved_step=lambda: loop.saved_step, waits=waits, hooks=hooks)
+    if config.algorithm.kind != "sft":
+        loop.reader = reader = RolloutReader(caller, batches, waits=waits, hooks=hooks)
+        reader.start(control.MakeBatches(loop.step, config.training.steps, loop.draws.state()))
+    return publisher
+
+
+class RunHooks(TrainerHooks):
+    """Writes events and samples, and has engine and trainer take turns on a shared GPU."""
+
+    def __init__(self, run: RunContext, caller: Caller, sleep_wake: SleepWake) -> None:
+        self._run = run
+        self._config, self._log = run.config, run.log
+        self._caller = caller
+        self._sleep_wake = sleep_wake
+
+    @contextlib.contextmanager
+    def waiting_for_engine(self) -> Generator[None]:
+        """The wait is a stage of its own, except under the restart bridge, which starts the engine in the update."""
+        if self._config.weights.bridge == "restart":
+            yield
+            return
+        with self._run.stages.stage(WAIT):
+            yield
+        self._run.progress.phase(update_phase(self._config))
+
+    def before_update(self) -> None:
+        """See `TrainerHooks`."""
+        self._sleep_wake.wake()
+
+    def repeats_update(self, error: SlipstreamError) -> bool:
+        """Whether a version whose update failed with `error` is published once more: where one engine of several died
+        in a broadcast, which those that are left cannot finish. The whole version then goes over a new process
+        group."""
+        if self._config.weights.bridge != "broadcast" or num_replicas(self._config) == 1:
+            return False
+        has_died = not self._caller.engine_state(settles=True).is_up
+        if has_died:
+            self._log.event("update_repeated", reason=str(error))
+        return has_died
+
+    def version_applied(self, report: ApplyReport, metrics: Mapping[str, float]) -> None:
+        """Write an event, and numbers of the update and the engine into the step's row."""
+        self._log.event(
+            "apply",
+            version=report.version.name,
+            digest=report.version.digest,
+            transfer_s=report.transfer_s,
+            verify_s=report.verify_s,
+            num_bytes=report.num_bytes,
+            stall_s=report.stall_s,
+        )
+        if report.stall_s:
+            self._log.note({"update/stall_s": report.stall_s})
+        self._log.note(metrics)
+
+    def version_evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Keep the answers to the first held-out tasks, which are the same in every evaluation."""
+        for rollout in evaluation.rollouts[: self._config.run.save_samples]:
+            self._log.sample(sample_of(rollout, step, f"{self._log.lineage}.{step}", split="eval"))
+
+    def version_released(self) -> None:
+        """Under SFT the engine only evaluates, which is over: it sleeps."""
+        if self._config.algorithm.kind == "sft":
+            self._sleep_wake.sleep()
+
+    def batch_taken(self) -> None:
+        """See `TrainerHooks`."""
+        self._sleep_wake.sleep()
+
+
+def _publisher(
+    config: PlannedConfig, learner: Learner, folder: Path, caller: Caller
+) -> tuple[Publisher, Callable[[], NamedWeights]]:
+    """Create the trainer's half of the bridge from the model of `learner`; also returns the weights to publish, those
+    of the adapter or of the whole model. `folder` is for bridges that write files."""
     name, timeout_s = config.weights.bridge, apply_timeout_s(config)
     model = learner.model
     if publishes_adapter(config):
         assert model.adapter is not None
-        bridge = create_adapter_bridge(
-            folder=folder, engine=engine, adapter=model.adapter.config, base_weights=learner.base_weights()
-        )
-        return bridge, learner.adapter_weights
+        base = learner.base_weights()
+        return create_adapter_publisher(folder, model.adapter.config, base), learner.adapter_weights
     assert name != "lora"
 
     def held() -> Version | None:
         # An engine that died is restarted first.
         longest_s = timeout_s + config.inference.start_timeout_s
-        return thread.call(engine.held(), longest_s, "the engine to say which version it holds")
+        return caller.call(
+            control.AskHeld(), control.Held, longest_s, "the engine to say which version it holds"
+        ).version
 
     def joined() -> int:
-        return thread.call(engine.joined(), config.inference.start_timeout_s, "dead engines to start again")
+        start_s = config.inference.start_timeout_s
+        return caller.call(control.AskJoined(), control.Joined, start_s, "dead engines to start again").count
 
     def go_on(version: Version) -> None:
-        thread.call(engine.go_on(version, timeout_s), timeout_s, f"the engine to go on with version {version.name}")
+        command = control.GoOn(version, timeout_s)
+        caller.call(command, control.Done, timeout_s, f"the engine to go on with version {version.name}")
 
-    bridge = create_bridge(
+    publisher = create_publisher(
         name,
         folder=folder,
         source=model.folder,
-        engine=engine,
         timeout_s=timeout_s,
         num_workers=engine_workers(config),
         between_gpus=model.device.type == "cuda" and config.run.placement == "separate",
@@ -62,27 +160,7 @@ def run_bridge(
         joined=joined,
         go_on=go_on,
     )
-    return bridge, learner.named_weights
-
-
-def repeats_update(config: PlannedConfig, engine: RunEngine, log: RunLog, error: SlipstreamError) -> bool:
-    """Whether a version whose update failed with `error` is published once more: where one engine of several died in a
-    broadcast, which those that are left cannot finish. The whole version then goes over a new process group."""
-    if config.weights.bridge != "broadcast" or num_replicas(config) == 1:
-        return False
-    has_died = ends_soon(engine)
-    if has_died:
-        log.event("update_repeated", reason=str(error))
-    return has_died
-
-
-def ends_soon(engine: RunEngine) -> bool:
-    """Wait a little for one of the engine's processes to end, as it does after vLLM's core has died; whether one
-    did."""
-    deadline = time.monotonic() + _DYING_S
-    while engine.is_up and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return not engine.is_up
+    return publisher, learner.named_weights
 
 
 def update_metrics(ticket: Ticket) -> dict[str, float]:

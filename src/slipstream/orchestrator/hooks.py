@@ -1,7 +1,8 @@
-"""What a run does at certain points of generation: progress, log events, warnings, sleep and wake of the engine."""
+"""What a run does at certain points: `Hooks` where rollouts are generated, `TrainerHooks` where they are trained on."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from slipstream.errors import SlipstreamError
@@ -10,9 +11,7 @@ from slipstream.records import ApplyReport
 
 
 class Hooks:
-    """Methods that do nothing unless a subclass overrides them."""
-
-    # Called by the orchestrator's thread.
+    """Methods that do nothing unless a subclass overrides them; called by the event loop."""
 
     def round_began(self, num_tasks: int) -> None:
         """A round of generation for a batch begins: one group of rollouts for each of `num_tasks` tasks."""
@@ -26,7 +25,9 @@ class Hooks:
     def warn(self, text: str) -> None:
         """Something happened that a person should know."""
 
-    # Called by the trainer's thread.
+
+class TrainerHooks:
+    """The same for what the trainer's handles do; called by its thread."""
 
     def waiting_for_engine(self) -> AbstractContextManager[None]:
         """Entered while the first update waits for the engine to start."""
@@ -39,8 +40,8 @@ class Hooks:
         """Whether an update that failed with `error` is published a second time."""
         return False
 
-    def version_applied(self, report: ApplyReport) -> None:
-        """The engine has taken a version and proved it."""
+    def version_applied(self, report: ApplyReport, metrics: Mapping[str, float]) -> None:
+        """The engine has taken a version and proved it; `metrics` are of several engines since the last update."""
 
     def version_evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Version `step` was evaluated on the held-out tasks."""

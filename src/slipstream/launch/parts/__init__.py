@@ -1,0 +1,1 @@
+"""The generating side of a run, in the trainer's process or in one of its own (`run.streams`)."""

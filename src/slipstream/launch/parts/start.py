@@ -1,0 +1,39 @@
+"""Starts the generating side of a run, as the trainer sees it: a caller that brings it commands, and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slipstream.launch.children import Children, RunContext
+from slipstream.launch.generation import build_executor
+from slipstream.launch.teacher import agreement_warning
+from slipstream.orchestrator.handle import Caller, LocalCaller
+from slipstream.records import Batch
+from slipstream.transport import MemoryTransport, Transport
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The generating side of a run."""
+
+    caller: Caller
+    batches: Transport[Batch]
+
+
+def start_generation(run: RunContext, children: Children, step: Callable[[], int]) -> Generation:
+    """Begin to start engine and teacher, without waiting. `step`: how many batches were trained on when the run
+    ends."""
+    if run.config.teacher is not None:
+        run.log.listen(agreement_warning(run.log))
+    if run.config.weights.bridge != "restart":
+        children.create_engine().launch()
+    if run.config.teacher is not None:
+        children.launch_teacher()
+    # Every slot's batch fits, so that groups begin while a batch waits for the trainer.
+    batches: MemoryTransport[Batch] = MemoryTransport(
+        run.config.training.staleness + 1, producer="the rollouts of the next batch", consumer="the trainer"
+    )
+    executor = build_executor(run, children, batches)
+    children.at_exit(lambda: executor.close(step()))  # after the thread has ended, which begins later
+    return Generation(LocalCaller(children.event_loop(), executor), batches)

@@ -1,0 +1,191 @@
+"""What the trainer asks of the generating side, and what comes back: records, whether both share a process or not.
+
+A command is answered once, or fails. `executor.py` carries commands out; a `Caller` (`handle.py`) brings them there,
+within the process or over transports (`remote.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.records import ApplyReport, ParameterSpec, Sequence, Ticket, Version
+from slipstream.weights.bridges.single_copy import SharedWeights
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """Base of all commands."""
+
+
+class LaunchEngine(Command, frozen=True):
+    """Wait until the engine is in service."""
+
+
+class Start(Command, frozen=True):
+    """Wait until engine, reward workers and teacher are ready; sent before the first update."""
+
+
+class MakeBatches(Command, frozen=True):
+    """Make the batches of the steps from `first` to `num_steps` - 1; answered after the last one."""
+
+    first: int
+    num_steps: int
+    draws: dict[str, Any] = {}
+    """State of `Draws`: the draws of the task order that were used up before."""
+
+
+class Apply(Command, frozen=True):
+    """Have the engine take a version and prove it, then sample the probe; answered by `Applied`."""
+
+    ticket: Ticket
+
+
+class Fence(Command, frozen=True):
+    """Pause the engine until the next `Apply`: its weights are about to be written in place."""
+
+
+class GoOn(Command, frozen=True):
+    """Compute with what was written since the fence, as `version`."""
+
+    version: Version
+    timeout_s: float
+
+
+class Release(Command, frozen=True):
+    """Rollouts may be made with version `step`; `saved_step` is that of the newest whole checkpoint."""
+
+    step: int
+    saved_step: int = 0
+
+
+class Evaluate(Command, frozen=True):
+    """Evaluate the version applied last; answered by `Evaluated`."""
+
+
+class AskHeld(Command, frozen=True):
+    """Which version the engine has verified; answered by `Held`."""
+
+
+class AskJoined(Command, frozen=True):
+    """Wait until all of the engine's workers run; answered by `Joined`."""
+
+
+class AskState(Command, frozen=True):
+    """Whether the engine runs; with `settles`, one that is dying gets a moment to end. Answered by `EngineState`."""
+
+    settles: bool = False
+
+
+class AskTeacher(Command, frozen=True):
+    """The digest of the teacher's weights; answered by `TeacherDigest`."""
+
+
+class Share(Command, frozen=True):
+    """Handles of the engine's live weights; answered by `Shared`, or `NotShared` by an engine that cannot."""
+
+    parameters: tuple[ParameterSpec, ...]
+    timeout_s: float
+
+
+class Sleep(Command, frozen=True):
+    """Free the engine's GPU memory."""
+
+    timeout_s: float
+
+
+class Wake(Command, frozen=True):
+    """Take the engine's GPU memory back."""
+
+    timeout_s: float
+
+
+class Close(Command, frozen=True):
+    """The run ends, with the batches of steps before `step` trained on; answered when nothing is left to be written."""
+
+    step: int
+
+
+AnyCommand = (
+    LaunchEngine
+    | Start
+    | MakeBatches
+    | Apply
+    | Fence
+    | GoOn
+    | Release
+    | Evaluate
+    | AskHeld
+    | AskJoined
+    | AskState
+    | AskTeacher
+    | Share
+    | Sleep
+    | Wake
+    | Close
+)
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Base of all answers."""
+
+
+class Done(Answer, frozen=True):
+    """The command was carried out."""
+
+
+class Applied(Answer, frozen=True):
+    """The engine holds the version."""
+
+    report: ApplyReport
+    probe: list[Sequence]
+    """Sequences sampled with it."""
+    metrics: dict[str, float] = {}
+    """Of several engines since the last update."""
+
+
+class Evaluated(Answer, frozen=True):
+    """Results on the held-out tasks."""
+
+    evaluation: Evaluation
+
+
+class Held(Answer, frozen=True):
+    """The version that the engine has verified; None when there is none."""
+
+    version: Version | None
+
+
+class Joined(Answer, frozen=True):
+    """How often workers were replaced."""
+
+    count: int
+
+
+class Shared(Answer, frozen=True):
+    """One for each worker."""
+
+    workers: tuple[SharedWeights, ...]
+
+
+class NotShared(Answer, frozen=True):
+    """Why an engine that is alive cannot share its weights."""
+
+    problem: str
+
+
+class EngineState(Answer, frozen=True):
+    """See `RunEngine.is_up` and `is_in_memory_only`."""
+
+    is_up: bool
+    is_in_memory_only: bool
+
+
+class TeacherDigest(Answer, frozen=True):
+    """Empty where there is none, or where a server is the teacher."""
+
+    digest: str
+
+
+AnyAnswer = Done | Applied | Evaluated | Held | Joined | Shared | NotShared | EngineState | TeacherDigest

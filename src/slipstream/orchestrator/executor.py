@@ -1,0 +1,115 @@
+"""Carries out the trainer's commands where rollouts are generated. All of it belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference.engine import RunEngine, ends_soon
+from slipstream.orchestrator import control
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.orchestrator.versions import Versions
+from slipstream.records import Sequence
+
+_DONE = control.Done()
+
+
+class Executor:
+    """Answers commands; they may overlap."""
+
+    def __init__(
+        self,
+        engine: RunEngine,
+        versions: Versions,
+        *,
+        probe: Callable[[], Awaitable[list[Sequence]]],
+        evaluate: Callable[[], Awaitable[Evaluation]],
+        launch: Callable[[], Awaitable[object]],
+        start: Callable[[], Awaitable[None]],
+        make_batches: Callable[[control.MakeBatches], Awaitable[None]],
+        close: Callable[[int], None],
+        num_ended: Callable[[], int] = lambda: 0,
+        teacher_digest: str = "",
+    ) -> None:
+        """`launch` and `start` end when the engine, or everything, is ready."""
+        self._engine = engine
+        self._versions = versions
+        self._probe = probe
+        self._evaluate = evaluate
+        self._launch = launch
+        self._start = start
+        self._make_batches = make_batches
+        self.close = close
+        """Writes what is left to be written, with the step that the run has reached, once nothing else is done here."""
+        self._teacher_digest = teacher_digest
+        self.num_ended = num_ended
+        """Counts turns and rollouts that have ended; any thread may ask."""
+        self.saved_step = 0
+        """The step of the newest whole checkpoint, as far as is known here."""
+
+    async def do(self, command: control.AnyCommand) -> control.AnyAnswer:
+        """Carry out a command. Raises what the command fails with."""
+        match command:
+            case control.LaunchEngine():
+                await self._launch()
+            case control.Start():
+                await self._start()
+            case control.MakeBatches():
+                await self._make_batches(command)
+            case control.Apply(ticket):
+                report = await self._versions.apply(ticket)
+                return control.Applied(report, await self._probe(), self._engine.take_metrics())
+            case control.Fence():
+                await self._versions.fence()
+            case control.GoOn(version, timeout_s):
+                await self._engine.go_on(version, timeout_s)
+            case control.Release(step, saved_step):
+                self.saved_step = saved_step
+                await self._versions.release(step)
+            case control.Evaluate():
+                return control.Evaluated(await self._evaluate())
+            case control.Close(step):
+                self.close(step)
+            case _:
+                return await self._ask(command)
+        return _DONE
+
+    async def _ask(self, command: control.AnyCommand) -> control.AnyAnswer:
+        """Commands to the engine alone."""
+        engine = self._engine
+        match command:
+            case control.AskHeld():
+                return control.Held(await engine.held())
+            case control.AskJoined():
+                return control.Joined(await engine.joined())
+            case control.AskState(settles):
+                return await asyncio.to_thread(self.engine_state, settles=settles)
+            case control.AskTeacher():
+                return control.TeacherDigest(self._teacher_digest)
+            case control.Share():
+                return await share(engine, command)
+            case control.Sleep(timeout_s):
+                await engine.sleep(timeout_s)
+            case control.Wake(timeout_s):
+                await engine.wake(timeout_s)
+            case _:
+                raise TypeError(f"{type(command).__name__} is no command to the engine")
+        return _DONE
+
+    def engine_state(self, *, settles: bool) -> control.EngineState:
+        """Whether the engine runs; with `settles`, after a moment in which a dying one ends. From any thread."""
+        has_ended = ends_soon(self._engine) if settles else not self._engine.is_up
+        return control.EngineState(not has_ended, self._engine.is_in_memory_only)
+
+
+async def share(engine: RunEngine, command: control.Share) -> control.Shared | control.NotShared:
+    """Have the engine share its live weights."""
+    try:
+        return control.Shared(await engine.share(command.parameters, command.timeout_s))
+    except DeadlineError:
+        raise
+    except EngineError as error:
+        if not engine.is_up:
+            raise
+        return control.NotShared(f"the engine cannot share its weights ({error})")

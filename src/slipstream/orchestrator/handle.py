@@ -1,0 +1,255 @@
+"""The trainer's handles to the generating side: what the training loop calls `Engine` and `Reader`.
+
+The trainer's thread calls them; rollouts are made elsewhere as soon as the version that they need is released.
+Guarantees: a failure there ends the trainer's wait with the failure itself; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from slipstream.errors import DeadlineError, EngineError, Interrupted, WeightsError
+from slipstream.orchestrator import control
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.orchestrator.executor import Executor
+from slipstream.orchestrator.hooks import TrainerHooks
+from slipstream.orchestrator.thread import POLL_S, EventLoopThread, Silence, wait_for
+from slipstream.records import Batch, Ticket
+from slipstream.records import Sequence as TokenSequence
+from slipstream.transport import Transport, TransportClosed
+from slipstream.weights import Announce
+
+A = TypeVar("A", bound=control.Answer)
+_CAUSE_S = 5.0
+"""How long after a failed send the receiver may take to fail: one of the same deadline does so a moment later."""
+
+
+class Caller(ABC):
+    """Brings commands to where they are carried out."""
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self.should_stop = should_stop
+
+    @abstractmethod
+    def submit(self, command: control.AnyCommand) -> Future[control.AnyAnswer]:
+        """Send a command; the future has its answer or raises what it failed with. Does not wait."""
+
+    @abstractmethod
+    def activity(self) -> int:
+        """How many turns and rollouts have ended; any thread may ask."""
+
+    @abstractmethod
+    def engine_state(self, *, settles: bool) -> control.EngineState:
+        """See `control.AskState`."""
+
+    def call(self, command: control.AnyCommand, kind: type[A], timeout_s: float, waits_for: str, **options: Any) -> A:
+        """Send a command and wait for its answer, of type `kind`; see `wait`."""
+        return self.wait(self.submit(command), kind, timeout_s, waits_for, **options)
+
+    def wait(
+        self,
+        future: Future[control.AnyAnswer],
+        kind: type[A],
+        timeout_s: float,
+        waits_for: str,
+        *,
+        while_silent: bool = False,
+        may_stop: bool = True,
+    ) -> A:
+        """Wait for an answer, see `wait_for`; `while_silent`: the deadline restarts whenever a rollout goes on."""
+        activity = self.activity if while_silent else lambda: 0
+        answer = wait_for(
+            future, timeout_s, waits_for, should_stop=self.should_stop, activity=activity, may_stop=may_stop
+        )
+        if not isinstance(answer, kind):
+            raise TypeError(f"the orchestrator answered {type(answer).__name__} and not {kind.__name__}")
+        return answer
+
+
+class LocalCaller(Caller):
+    """To an executor in a thread of this process."""
+
+    def __init__(self, thread: EventLoopThread, executor: Executor) -> None:
+        super().__init__(thread.should_stop)
+        self._thread = thread
+        self._executor = executor
+
+    def submit(self, command: control.AnyCommand) -> Future[control.AnyAnswer]:
+        """See `Caller`."""
+        return self._thread.submit(self._executor.do(command))
+
+    def activity(self) -> int:
+        """See `Caller`."""
+        return self._executor.num_ended()
+
+    def engine_state(self, *, settles: bool) -> control.EngineState:
+        """See `Caller`; answers also while the event loop is blocked."""
+        return self._executor.engine_state(settles=settles)
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Deadlines of the trainer's waits for the generating side, in seconds."""
+
+    start_s: float
+    """For the engine to start."""
+    apply_s: float
+    """For a version to be applied, without activity of rollouts."""
+    rollouts_s: float
+    """For a batch or an evaluation, without activity of rollouts."""
+
+
+class Orchestrator:
+    """Implements the training loop's `Engine`: publishes versions to the engine, evaluates them, releases them."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        *,
+        publish: Callable[[int, Announce], Ticket],
+        saved_step: Callable[[], int] = lambda: 0,
+        waits: Waits,
+        hooks: TrainerHooks,
+    ) -> None:
+        """`saved_step`: the step of the newest whole checkpoint."""
+        self._caller = caller
+        self._publish = publish
+        self._saved_step = saved_step
+        self._waits = waits
+        self._hooks = hooks
+        self._has_started = False
+        self.last_evaluation: Evaluation | None = None
+
+    def update(self, step: int) -> list[TokenSequence]:
+        """See the loop's `Engine`."""
+        if not self._has_started:
+            self._has_started = True
+            with self._hooks.waiting_for_engine():
+                self._caller.call(control.Start(), control.Done, self._waits.start_s, "the engine to start")
+        self._hooks.before_update()
+        try:
+            return self._publish_and_probe(step)
+        except (EngineError, WeightsError) as error:
+            if not self._hooks.repeats_update(error):
+                raise
+        return self._publish_and_probe(step)
+
+    def _publish_and_probe(self, step: int) -> list[TokenSequence]:
+        """Publish the live weights, have them applied, and probe."""
+        # The bridge decides when the engine begins to apply: after the files are complete, or before a collective.
+        applying: list[Future[control.AnyAnswer]] = []
+
+        def announce(ticket: Ticket) -> Callable[[], bool]:
+            applying.append(self._caller.submit(control.Apply(ticket)))
+            return applying[0].done
+
+        try:
+            ticket = self._publish(step, announce)
+        except WeightsError as error:
+            # Where the receiver failed too, that is the cause, and the sender's error a consequence.
+            for future in applying:
+                cause = _failure_of(future)
+                if cause is not None:
+                    raise cause from error
+                future.cancel()
+            raise
+        waits_for = f"the engine to apply version {ticket.version.name}"
+        answer = self._caller.wait(applying[0], control.Applied, self._waits.apply_s, waits_for, while_silent=True)
+        self._hooks.version_applied(answer.report, answer.metrics)
+        return answer.probe
+
+    def fence(self) -> None:
+        """See the loop's `Engine`. A stop request does not end this wait: the update has begun."""
+        self._caller.call(
+            control.Fence(),
+            control.Done,
+            self._waits.apply_s,
+            "the engine to pause",
+            while_silent=True,
+            may_stop=False,
+        )
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """See the loop's `Engine`."""
+        answer = self._caller.call(
+            control.Evaluate(),
+            control.Evaluated,
+            self._waits.rollouts_s,
+            f"the evaluation of step {step}",
+            while_silent=True,
+        )
+        self.last_evaluation = answer.evaluation
+        self._hooks.version_evaluated(step, answer.evaluation)
+        return answer.evaluation.metrics()
+
+    def release(self, step: int) -> None:
+        """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""
+        self._caller.submit(control.Release(step, self._saved_step()))
+        self._hooks.version_released()
+
+
+class RolloutReader:
+    """Implements the training loop's `Reader`: batches of rollouts that are made in the background, in order."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        transport: Transport[Batch],
+        *,
+        waits: Waits,
+        hooks: TrainerHooks,
+    ) -> None:
+        """`transport` brings the batches."""
+        self._caller = caller
+        self._transport = transport
+        self._waits = waits
+        self._hooks = hooks
+        self._making: Future[control.AnyAnswer] | None = None
+
+    def start(self, command: control.MakeBatches) -> None:
+        """Have batches made, each as soon as a version that is new enough is released."""
+        self._making = self._caller.submit(command)
+
+    def take(self, step: int) -> Batch:
+        """See the loop's `Reader`."""
+        silence, limit_s = Silence(self._caller.activity), self._waits.rollouts_s
+        while True:
+            try:
+                receipt, batch = self._transport.take(POLL_S)
+            except DeadlineError:
+                self._raise_failure(0.0)
+                silence.poll()
+            except TransportClosed:
+                self._raise_failure(_CAUSE_S)
+                raise
+            else:
+                self._transport.ack(receipt)
+                self._hooks.batch_taken()
+                return batch
+            if self._caller.should_stop():
+                raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")
+            if silence.seconds >= limit_s:
+                raise DeadlineError(
+                    f"the rollouts of step {step} are not ready, and none has gone on for {limit_s:.0f} s"
+                )
+
+    def _raise_failure(self, within_s: float) -> None:
+        """Raise what the making of batches failed with, if it does so in time."""
+        assert self._making is not None
+        failure = _failure_of(self._making, within_s)
+        if failure is not None:
+            raise failure
+
+
+def _failure_of(future: Future[Any], within_s: float | None = None) -> BaseException | None:
+    """What work elsewhere fails with, soon after this side did; None where it goes on, had all it needed, or was
+    cancelled."""
+    try:
+        return future.exception(_CAUSE_S if within_s is None else within_s)
+    except (FutureTimeout, CancelledError):
+        return None
