@@ -4,13 +4,24 @@ import itertools
 
 import pytest
 
-from slipstream.transport import FileStreams, MemoryStreams, open_transport
+from slipstream.transport import FileStreams, MemoryStreams, RedisStreams, open_transport
+
+from ..redis_server import Server
 
 PLACES = {
     "memory": lambda request, number: MemoryStreams(),
     "files": lambda request, number: FileStreams(request.getfixturevalue("tmp_path_factory").mktemp("streams"), number),
+    "redis": lambda request, number: RedisStreams(request.getfixturevalue("redis_server").url, f"run-{number}"),
 }
 NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory):
+    """One server for all tests, which only read and write queues there."""
+    server = Server(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.end()
 
 
 def makers(*names):

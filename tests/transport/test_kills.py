@@ -18,10 +18,12 @@ from .conftest import open_in
 
 CAPACITY = 3
 PLENTY_S = 60.0
-NUM_RESTS = 8
+OUTSIDE = {"open", "close", "flock", "listdir", "pwrite", "ftruncate", "rename", "replace", "unlink", "link", "read"}
+OUTSIDE |= {"connect", "sendall", "recv", "recv_into"}
+PIECES = {("recv", "recv"), ("recv_into", "recv_into")}
 WALK = ("put", "put", "take", "ack", "put", "put", "take", "take", "requeue", "take", "ack", "put", "take", "requeue")
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["__main__", "slipstream.transport", __name__])
+PROCESSES.set_forkserver_preload(["__main__", "slipstream.transport.redis_server", "redis", __name__])
 
 
 class Log:
@@ -40,11 +42,17 @@ class Log:
 
 @contextmanager
 def killed_at(moments, moment):
-    """Kills this process before the call of a C function (a system call, say) that has this number."""
+    """Kills this process before the call with this number of a function that changes something outside, or learns of it.
+    Between two such calls nobody else can tell the moments apart. Reading an answer counts once, in however many
+    pieces it comes."""
+    name = ""
 
     def before(_, event, function):
-        if event == "c_call" and next(moments) == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
+        nonlocal name
+        if event == "c_call" and function.__name__ in OUTSIDE and (name, function.__name__) not in PIECES:
+            name = function.__name__
+            if next(moments) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.setprofile(before)
     try:
@@ -116,25 +124,22 @@ def check_rest(streams, log):
         transport.put(CAPACITY, 0)
 
 
-@pytest.mark.quick("*-0")
-@pytest.mark.parametrize("rest", range(NUM_RESTS))
-def test_a_kill_at_any_moment_of_any_operation(make_shared, tmp_path, rest):
-    """At every moment, divided among tests."""
+def test_a_kill_at_any_moment_of_any_operation(make_shared, tmp_path):
     streams = make_shared.new_streams()
     run(walk, streams, tmp_path / "whole", -1).join(PLENTY_S)
     log = Log(tmp_path / "whole").read()
     assert log[-1][0] == "end"
     check_rest(streams, log)
     num_moments = int(log[-1][1])
-    moments = range(rest, num_moments, NUM_RESTS)
+    assert num_moments >= 2 * len(WALK)
     num_killed = 0
-    for moment in moments:
+    for moment in range(num_moments):
         streams, path = make_shared.new_streams(), tmp_path / str(moment)
         process = run(walk, streams, path, moment)
         process.join(PLENTY_S)
         num_killed += process.exitcode == -signal.SIGKILL
         check_rest(streams, Log(path).read())
-    assert num_killed > 0.9 * len(moments), "the walks differ in their moments"
+    assert num_killed > 0.9 * num_moments, "the walks differ in their moments"
 
 
 def produce(streams, path, first):
@@ -166,8 +171,14 @@ def test_both_sides_killed_at_random_moments(make_shared, tmp_path):
         return run(produce, streams, path, last + 1) if side == "put" else run(consume, streams, path)
 
     running = {side: start(side) for side in ("put", "take")}
-    for _ in range(30):
-        time.sleep(chance.uniform(0.02, 0.2))
+    num_done = 0
+    for _ in range(20):
+        deadline = time.monotonic() + PLENTY_S
+        while len(numbers_of(log.read(), "ack-done")) <= num_done:
+            assert time.monotonic() < deadline, "nothing moves any more"
+            time.sleep(0.01)
+        num_done = len(numbers_of(log.read(), "ack-done"))
+        time.sleep(chance.uniform(0, 0.1))
         side = chance.choice(sorted(running))
         running[side].kill()
         running[side].join()
@@ -177,14 +188,12 @@ def test_both_sides_killed_at_random_moments(make_shared, tmp_path):
         process.join()
     lines = log.read()
     check_rest(streams, lines)
-    acknowledged, last = set(), -1
+    acknowledged = set()
     for word, number in lines:
         assert word != "taken" or int(number) not in acknowledged
-        assert word != "taken" or int(number) > last - CAPACITY
         if word == "ack-done":
             acknowledged.add(int(number))
-            last = int(number)
-    assert len(acknowledged) > 100
+    assert len(acknowledged) >= 20
 
 
 def test_a_close_reaches_the_other_process(make_shared, tmp_path):

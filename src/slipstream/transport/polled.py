@@ -126,10 +126,10 @@ class PolledTransport(ABC, Generic[T]):
             self._give_back(receipt)
             raise
 
-    def _call(self, attempt: Callable[[], Answer | None]) -> Answer:
-        """The answer of a call without a deadline of its own."""
-        if (answer := self._wait(attempt, _deadline(_CALL_S))) is None:
-            raise DeadlineError(f"{self} did not answer for {_CALL_S:g} s: see what holds it up")
+    def _call(self, attempt: Callable[[], Answer | None], timeout_s: float = _CALL_S) -> Answer:
+        """The answer of a call that waits only while the place of the queue cannot be reached."""
+        answer = self._wait(attempt, _deadline(timeout_s))
+        assert answer is not None
         return answer
 
     def _wait(self, attempt: Callable[[], Answer | None], deadline: float) -> Answer | None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from slipstream.transport.base import Transport
 from slipstream.transport.files import FileTransport
 from slipstream.transport.memory import MemoryTransport
+from slipstream.transport.redis import RedisTransport
 
 T = TypeVar("T")
 
@@ -62,12 +63,20 @@ def open_transport(
     for name in (topic, *([streams.run_id] if isinstance(streams, RedisStreams) else [])):
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} names no queue: use letters, digits, '.', '_' and '-'")
-    match streams:
-        case MemoryStreams():
-            return MemoryTransport(capacity, producer, consumer)
-        case FileStreams():
-            return FileTransport(
-                streams.folder, topic, kind, capacity, lineage=streams.lineage, producer=producer, consumer=consumer
-            )
-        case RedisStreams():
-            raise NotImplementedError("Redis")
+    if isinstance(streams, MemoryStreams):
+        return MemoryTransport(capacity, producer, consumer)
+    if isinstance(streams, FileStreams):
+        return FileTransport(
+            streams.folder, topic, kind, capacity, lineage=streams.lineage, producer=producer, consumer=consumer
+        )
+    return RedisTransport(
+        streams.url,
+        streams.run_id,
+        topic,
+        kind,
+        capacity,
+        lineage=streams.lineage,
+        password_variable=streams.password_variable,
+        producer=producer,
+        consumer=consumer,
+    )
