@@ -1,6 +1,7 @@
-"""One suite for every transport: add an implementation's factory to `FACTORIES`."""
+"""One suite for every transport: add an implementation to `PLACES` in `conftest.py`."""
 
 import asyncio
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,18 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from slipstream.errors import DeadlineError
-from slipstream.transport import MemoryTransport, Transport, TransportClosed
+from slipstream.transport import Transport, TransportClosed
 
-FACTORIES = {"memory": lambda capacity: MemoryTransport(capacity, producer="the writer", consumer="the reader")}
 PLENTY_S = 20.0
-
-
-@pytest.fixture(params=FACTORIES.values(), ids=FACTORIES.keys())
-def make(request):
-    return request.param
 
 
 def in_thread(function, *arguments):
@@ -190,6 +192,58 @@ async def test_a_cancelled_take_takes_nothing(make):
         transport.ack(receipt)
 
 
+async def test_a_cancelled_put_puts_nothing(make):
+    transport = make(1)
+    for number in range(60):
+        putting = asyncio.create_task(transport.put_async(number, PLENTY_S))
+        await asyncio.sleep(0.0001 * (number % 20))
+        putting.cancel()
+        await asyncio.wait([putting])
+        if putting.cancelled():
+            with pytest.raises(DeadlineError):
+                transport.take(0)
+        else:
+            receipt, record = transport.take(0)
+            assert record == number
+            transport.ack(receipt)
+
+
+async def test_a_timeout_of_the_caller_ends_a_put_for_good(make):
+    transport = make(1)
+    for number in range(30):
+        done = False
+        try:
+            async with asyncio.timeout(0.0002 * (number % 15)):
+                await transport.put_async(number, PLENTY_S)
+                done = True
+        except TimeoutError:
+            pass
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (len(transport) == 1) == done
+        if done:
+            transport.ack(transport.take(0)[0])
+
+
+async def test_a_cancellation_that_comes_after_the_put_ends_the_task_at_its_next_wait(make):
+    transport = make(100)
+    put = []
+
+    async def produce():
+        for number in itertools.count():
+            await transport.put_async(number, PLENTY_S)
+            put.append(number)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(produce())
+    while not put:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.wait([task], timeout=PLENTY_S)
+    assert task.cancelled()
+    assert len(transport) == len(put)
+
+
 def test_many_threads_lose_and_double_nothing(make):
     transport = make(3)
     num_records, taken, guard = 200, [], threading.Lock()
@@ -216,11 +270,9 @@ def test_many_threads_lose_and_double_nothing(make):
 class Model(RuleBasedStateMachine):
     """Any order of calls behaves as two lists do."""
 
-    factory = staticmethod(FACTORIES["memory"])
-
     @initialize(capacity=st.integers(1, 4))
     def start(self, capacity):
-        self.capacity, self.transport = capacity, self.factory(capacity)
+        self.capacity, self.transport = capacity, self.make(capacity)
         self.waiting: list[int] = []
         self.taken: dict[str, int] = {}
         self.stale: list[str] = []
@@ -268,5 +320,10 @@ class Model(RuleBasedStateMachine):
         assert not any(self.transport.ack(receipt) for receipt in getattr(self, "stale", []))
 
 
-TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+def test_any_order_of_calls_behaves_as_two_lists_do(make):
+    class Here(Model):
+        pass
+
+    Here.make = staticmethod(make)
+    num_examples = 60 if make.name == "memory" else 20
+    run_state_machine_as_test(Here, settings=settings(max_examples=num_examples, stateful_step_count=30, deadline=None))

@@ -34,7 +34,7 @@ class FolderLock:
         path = folder / LOCK_FILE
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _LOCK_WAIT_S
-        while not _try_lock(self._handle, fcntl.LOCK_EX):
+        while not try_lock(self._handle, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 self.release()
                 holder = path.read_text(errors="replace").strip() or "another process"
@@ -98,7 +98,7 @@ def is_locked(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not _try_lock(handle, fcntl.LOCK_SH)
+        return not try_lock(handle, fcntl.LOCK_SH)
     finally:
         os.close(handle)
 
@@ -216,7 +216,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged ({error}): rewrite or remove it") from error
 
 
-def _try_lock(handle: int, kind: int) -> bool:
+def try_lock(handle: int, kind: int) -> bool:
+    """Whether the flock (`fcntl.LOCK_EX` or `LOCK_SH`) could be had at once."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
         return True

@@ -1,6 +1,20 @@
-"""Queue of batches from the orchestrator to the trainer: put, take, acknowledge."""
+"""Queues of records between two sides of a run, for example of batches from the orchestrator to the trainer: put, take,
+acknowledge."""
 
-from slipstream.transport.base import Receipt, Transport, TransportClosed
+from slipstream.transport.base import Receipt, RecordError, Transport, TransportClosed, TransportLost
 from slipstream.transport.memory import MemoryTransport
+from slipstream.transport.streams import FileStreams, MemoryStreams, RedisStreams, Streams, open_transport
 
-__all__ = ["MemoryTransport", "Receipt", "Transport", "TransportClosed"]
+__all__ = [
+    "FileStreams",
+    "MemoryStreams",
+    "MemoryTransport",
+    "Receipt",
+    "RecordError",
+    "RedisStreams",
+    "Streams",
+    "Transport",
+    "TransportClosed",
+    "TransportLost",
+    "open_transport",
+]

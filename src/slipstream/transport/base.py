@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Protocol, TypeVar
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import DeadlineError, SlipstreamError
 
 Receipt = str
 T = TypeVar("T")
@@ -26,9 +26,21 @@ class TransportClosed(SlipstreamError):
         self.reason = reason
 
 
+class TransportLost(SlipstreamError):
+    """The queue is gone with all its records: its folder was removed, or its server came back without its data. Opening
+    the transport again makes an empty queue, for which the producer has to make again what was not acknowledged."""
+
+    is_retriable = True
+
+
+class RecordError(SlipstreamError):
+    """A record in the queue cannot be read: it is damaged, of another type or of a newer Slipstream. It stays, as
+    the next one to be taken."""
+
+
 class Transport(Protocol[T]):
     """Both ends of a bounded queue. All methods may be called from any thread. The `_async` methods are for coroutines;
-    a cancelled one has put or taken nothing."""
+    one that ends with `CancelledError` has put or taken nothing."""
 
     def put(self, record: T, timeout_s: float) -> None:
         """Appends a record. Raises `DeadlineError` if no place becomes free, or `TransportClosed`."""
@@ -67,3 +79,25 @@ def check_timeout(timeout_s: float) -> float:
     if not (math.isfinite(timeout_s) and timeout_s >= 0):
         raise ValueError(f"timeout_s = {timeout_s} is no deadline: give a number of seconds")
     return timeout_s
+
+
+def check_capacity(capacity: int) -> int:
+    """Returns the number of places; raises an error for none."""
+    if capacity < 1:
+        raise ValueError(f"capacity = {capacity} lets nothing through: use at least 1")
+    return capacity
+
+
+def put_deadline(consumer: str, capacity: int, timeout_s: float) -> DeadlineError:
+    """The error of a `put` for which no place became free."""
+    return DeadlineError(
+        f"waited {timeout_s:g} s for {consumer}, which has not finished any of {capacity} "
+        "records: see why it is slow or allow more time"
+    )
+
+
+def take_deadline(producer: str, timeout_s: float) -> DeadlineError:
+    """The error of a `take` for which no record came."""
+    return DeadlineError(
+        f"waited {timeout_s:g} s for {producer}, which has put nothing more: see why it is slow or allow more time"
+    )

@@ -13,8 +13,14 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
-from slipstream.errors import DeadlineError
-from slipstream.transport.base import Receipt, TransportClosed, check_timeout
+from slipstream.transport.base import (
+    Receipt,
+    TransportClosed,
+    check_capacity,
+    check_timeout,
+    put_deadline,
+    take_deadline,
+)
 
 T = TypeVar("T")
 Answer = TypeVar("Answer")
@@ -25,9 +31,7 @@ class MemoryTransport(Generic[T]):
 
     def __init__(self, capacity: int, producer: str = "the orchestrator", consumer: str = "the trainer") -> None:
         """`capacity` counts records from `put` to `ack`."""
-        if capacity < 1:
-            raise ValueError(f"capacity = {capacity} lets nothing through: use at least 1")
-        self._capacity = capacity
+        self._capacity = check_capacity(capacity)
         self._producer = producer
         self._consumer = consumer
         self._waiting: deque[tuple[int, T]] = deque()
@@ -41,23 +45,23 @@ class MemoryTransport(Generic[T]):
     def put(self, record: T, timeout_s: float) -> None:
         """See `Transport.put`."""
         if self._wait(lambda: self._try_put(record), timeout_s) is None:
-            raise self._put_deadline(timeout_s)
+            raise put_deadline(self._consumer, self._capacity, timeout_s)
 
     def take(self, timeout_s: float) -> tuple[Receipt, T]:
         """See `Transport.take`."""
         if (taken := self._wait(self._try_take, timeout_s)) is None:
-            raise self._take_deadline(timeout_s)
+            raise take_deadline(self._producer, timeout_s)
         return taken
 
     async def put_async(self, record: T, timeout_s: float) -> None:
         """See `Transport.put_async`."""
         if await self._wait_async(lambda: self._try_put(record), timeout_s) is None:
-            raise self._put_deadline(timeout_s)
+            raise put_deadline(self._consumer, self._capacity, timeout_s)
 
     async def take_async(self, timeout_s: float) -> tuple[Receipt, T]:
         """See `Transport.take_async`."""
         if (taken := await self._wait_async(self._try_take, timeout_s)) is None:
-            raise self._take_deadline(timeout_s)
+            raise take_deadline(self._producer, timeout_s)
         return taken
 
     def ack(self, receipt: Receipt) -> bool:
@@ -146,15 +150,3 @@ class MemoryTransport(Generic[T]):
     def _refuse_closed(self) -> None:
         if self._reason is not None:
             raise TransportClosed(self._reason)
-
-    def _put_deadline(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"waited {timeout_s:g} s for {self._consumer}, which has not finished any of {self._capacity} "
-            "records: see why it is slow or allow more time"
-        )
-
-    def _take_deadline(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"waited {timeout_s:g} s for {self._producer}, which has put nothing more: "
-            "see why it is slow or allow more time"
-        )

@@ -1,0 +1,176 @@
+"""The transport over a folder that both processes see, also on a network file system.
+
+`<folder>/<lineage>/<topic>/` holds one file for each record from `put` until `ack`:
+
+    <number>.msg              waiting
+    <number>.<token>.taken    taken; `<number>.<token>` is the receipt
+    closed                    the reason of `close`
+    lock                      held (flock) while a record is put or taken
+
+Every operation takes effect with one rename or unlink, so a process that is killed at any moment leaves a record whole
+or not at all, and its lock is released by the operating system. Files are not synchronised to the disk: they survive
+the death of processes, not of the machine. Folders and files are for their owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TypeVar
+
+from slipstream.runlog.files import disk_errors, try_lock, write_whole
+from slipstream.transport.base import Receipt, TransportClosed, TransportLost
+from slipstream.transport.polled import PolledTransport, Unreachable
+
+T = TypeVar("T")
+
+_LOCK, _CLOSED = "lock", "closed"
+_WAITING, _TAKEN, _PARTIAL = ".msg", ".taken", ".partial"
+_RECEIPT = re.compile(r"[0-9]{16,20}\.[0-9a-f]{16}")
+_LOCK_WAIT_S = 1.0
+_LOCK_PAUSE_S = 0.0005
+
+
+class FileTransport(PolledTransport[T]):
+    """A bounded queue in a folder. Any number of producers and one consumer, each in any process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        topic: str,
+        kind: type[T],
+        capacity: int,
+        *,
+        lineage: int = 0,
+        producer: str = "the orchestrator",
+        consumer: str = "the trainer",
+    ) -> None:
+        """Opens the queue, and makes it if there is none. `kind` is the type of the records; `capacity` counts them
+        from `put` to `ack`. Raises `SlipstreamError` if the folder cannot be made."""
+        super().__init__(kind, capacity, producer, consumer)
+        self._folder = folder / str(lineage) / topic
+        with disk_errors(self._folder):
+            for part in (self._folder.parent.parent, self._folder.parent, self._folder):
+                part.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.chmod(0o700)
+            os.close(os.open(self._folder / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+    def __repr__(self) -> str:
+        return f"the queue in {self._folder}"
+
+    def __len__(self) -> int:
+        """Number of occupied places."""
+        with self._locked():
+            return len(self._names(_WAITING, _TAKEN))
+
+    def ack(self, receipt: Receipt) -> bool:
+        """See `Transport.ack`."""
+        if not _RECEIPT.fullmatch(receipt):
+            return False
+        try:
+            (self._folder / f"{receipt}{_TAKEN}").unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def requeue(self) -> int:
+        """See `Transport.requeue`."""
+        return self._call(self._requeue)
+
+    def close(self, reason: str) -> None:
+        """See `Transport.close`."""
+        own = self._folder / f"{secrets.token_hex(8)}{_PARTIAL}"
+        with disk_errors(self._folder / _CLOSED):
+            try:
+                write_whole(own, reason.encode(), durable=False)
+                with contextlib.suppress(FileExistsError):
+                    os.link(own, self._folder / _CLOSED)
+            finally:
+                own.unlink(missing_ok=True)
+
+    def _putting(self, data: bytes) -> Callable[[], bool | None]:
+        def attempt() -> bool | None:
+            with self._locked():
+                self._refuse_closed()
+                records = self._names(_WAITING, _TAKEN)
+                if len(records) >= self._capacity:
+                    return None
+                for name in self._names(_WAITING + _PARTIAL):  # left by a process that was killed
+                    (self._folder / name).unlink()
+                # Names never come again, whatever a network file system remembers of them.
+                number = max([time.time_ns() // 1000, *(1 + _number(name) for name in records)])
+                write_whole(self._folder / f"{number:016d}{_WAITING}", data, durable=False)
+                return True
+
+        return attempt
+
+    def _taking(self) -> Callable[[], tuple[Receipt, bytes] | None]:
+        def attempt() -> tuple[Receipt, bytes] | None:
+            with self._locked():
+                self._refuse_closed()
+                if not (names := self._names(_WAITING)):
+                    return None
+                path = self._folder / min(names, key=_number)
+                data = path.read_bytes()
+                receipt = f"{path.stem}.{secrets.token_hex(8)}"
+                path.rename(self._folder / f"{receipt}{_TAKEN}")
+                return receipt, data
+
+        return attempt
+
+    def _give_back(self, receipt: Receipt) -> None:
+        self._untake(f"{receipt}{_TAKEN}")
+
+    def _requeue(self) -> int:
+        with self._locked():
+            return sum(self._untake(name) for name in self._names(_TAKEN))
+
+    def _untake(self, name: str) -> bool:
+        """Makes a taken record available again: False if it was acknowledged meanwhile."""
+        try:
+            (self._folder / name).rename(self._folder / f"{name.partition('.')[0]}{_WAITING}")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _names(self, *suffixes: str) -> list[str]:
+        return [name for name in os.listdir(self._folder) if name.endswith(suffixes)]
+
+    def _refuse_closed(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            raise TransportClosed((self._folder / _CLOSED).read_text(encoding="utf-8"))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[None]:
+        """Context manager: holds the queue's lock, against threads too. Raises `Unreachable` if another process holds
+        it for long, for example because it was stopped."""
+        try:
+            handle = os.open(self._folder / _LOCK, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise TransportLost(
+                f"{self._folder} is gone with its records: let nothing remove it, and resume"
+            ) from error
+        try:
+            deadline = time.monotonic() + _LOCK_WAIT_S
+            while not try_lock(handle, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    raise Unreachable(
+                        f"{self._folder} is locked by another process, which may have been stopped: end it"
+                    )
+                time.sleep(_LOCK_PAUSE_S)
+            try:
+                yield
+            finally:  # not only closed: a forked child may have the handle too
+                fcntl.flock(handle, fcntl.LOCK_UN)
+        finally:
+            os.close(handle)
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0])

@@ -1,0 +1,150 @@
+"""A connection to a Redis server: what is refused, and what its failures mean.
+
+The password comes from an environment variable and stands in no setting, log or error.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+from slipstream.errors import ConfigError, SlipstreamError, first_line
+from slipstream.transport.base import TransportLost
+from slipstream.transport.polled import Unreachable
+
+_OLDEST = (6, 2)
+_ANSWER_S = 10.0
+"""How long one answer may take, and one record be on its way."""
+_SCHEMES = ("redis", "rediss", "unix")
+_UNCHECKED = {"ssl_cert_reqs": ("none", "optional"), "ssl_check_hostname": ("false", "0", "no", "off")}
+
+
+class RedisServer:
+    """Runs scripts on a server. Any thread may use it."""
+
+    def __init__(self, url: str, password_variable: str, environment: Mapping[str, str] = os.environ) -> None:
+        """Connects to nothing yet. Raises `ConfigError` for a URL or password that is refused."""
+        self._name, password = _checked(url, password_variable, environment)
+        try:
+            import redis
+            import redis.exceptions
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            raise ConfigError(
+                f"the queues are on {self._name}, and the Python package redis is missing: pip install redis"
+            ) from error
+        self._errors = redis.exceptions
+        try:
+            self._client = redis.Redis.from_url(
+                url,
+                password=password,
+                socket_timeout=_ANSWER_S,
+                socket_connect_timeout=_ANSWER_S,
+                retry=Retry(NoBackoff(), 0),  # whether a command may be sent again, its caller knows
+                protocol=2,
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{self._name} has options that are refused ({first_line(error)}): correct them"
+            ) from error
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def check_version(self) -> None:
+        """Raises `ConfigError` for a server that is too old."""
+        version = str(self._call(lambda: self._client.info("server"))["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+            raise ConfigError(
+                f"{self._name} is Redis {version}, which cannot hand on what a dead reader held (XAUTOCLAIM): "
+                "use Redis 6.2 or newer"
+            )
+
+    def script(self, text: str) -> Callable[[Sequence[str], Sequence[str | bytes | int]], Any]:
+        """A function of keys and arguments that runs this Lua script, in one step for everyone else. It raises
+        `Unreachable` if its result is unknown, `TransportLost` if the server lost its stream, and another
+        `SlipstreamError` if the server refuses."""
+        run = self._client.register_script(text)
+        return lambda keys, arguments: self._call(lambda: run(keys=keys, args=arguments))
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (self._errors.AuthenticationError, self._errors.AuthorizationError) as error:
+            raise ConfigError(
+                f"{self._name} refuses the password ({first_line(error)}): correct the environment variable that "
+                "holds it, and name that in the settings"
+            ) from error
+        except (self._errors.ConnectionError, self._errors.TimeoutError, OSError) as error:
+            raise Unreachable(
+                f"{self._name} does not answer ({first_line(error)}): start it, or correct its address"
+            ) from error
+        except self._errors.ResponseError as error:
+            if "NOGROUP" in str(error):
+                raise lost(self._name) from error
+            raise SlipstreamError(
+                f"{self._name} refuses a record or a request ({first_line(error)}): correct the server's settings"
+            ) from error
+
+
+def lost(name: str) -> TransportLost:
+    """The error of a queue that the server no longer has as it was."""
+    return TransportLost(
+        f"{name} has lost records of a queue, because it was restarted without all of its data or they were removed: "
+        "resume, which makes them again, and give the server persistence (appendonly yes)"
+    )
+
+
+def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -> tuple[str, str | None]:
+    """The server's name in messages, and its password."""
+    try:
+        parts = urlsplit(url)
+        place = parts.path if parts.scheme == "unix" else _host_and_port(parts)
+    except ValueError:
+        raise ConfigError(
+            "the Redis URL cannot be read: write redis://host:port, rediss://... or unix:///path"
+        ) from None
+    options = parse_qs(parts.query)
+    if parts.password is not None or "password" in options:
+        raise ConfigError(
+            "the Redis URL holds a password, which logs would show: put it into an environment variable, and name that"
+        )
+    if parts.scheme not in _SCHEMES or not place:
+        raise ConfigError(f"{parts.scheme}://{place} names no Redis server: write redis://, rediss:// or unix:///path")
+    name = f"the Redis server {parts.scheme}://{place}"
+    password = environment.get(password_variable) if password_variable else None
+    if password_variable and not password:
+        raise ConfigError(f"{password_variable} is to hold the password of {name}, and is not set: set it")
+    if parts.scheme == "unix" or _is_loopback(parts.hostname or ""):
+        return name, password
+    if parts.scheme != "rediss" or password is None:
+        missing = " and ".join(
+            [*(["TLS"] if parts.scheme != "rediss" else []), *(["a password"] if password is None else [])]
+        )
+        raise ConfigError(
+            f"{name} is another machine's, where anybody on the network could read and write the queues without "
+            f"{missing}: use rediss:// and name the variable that holds the password"
+        )
+    for option, unchecked in _UNCHECKED.items():
+        if options.get(option, ["required"])[-1].lower() in unchecked:
+            raise ConfigError(
+                f"{name} could be anybody with {option}={options[option][-1]}: leave it out, and name the authority "
+                "with ssl_ca_certs=PATH"
+            )
+    return name, password
+
+
+def _host_and_port(parts: SplitResult) -> str:
+    host = parts.hostname or ""
+    return f"[{host}]:{parts.port or 6379}" if ":" in host else f"{host}:{parts.port or 6379}" if host else ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,48 @@
+"""The places where the tests of transports keep their queues."""
+
+import itertools
+
+import pytest
+
+from slipstream.transport import FileStreams, MemoryStreams, RedisStreams, open_transport
+
+from ..redis_server import Server
+
+PLACES = {
+    "memory": lambda request, number: MemoryStreams(),
+    "files": lambda request, number: FileStreams(request.getfixturevalue("tmp_path_factory").mktemp("streams"), number),
+    "redis": lambda request, number: RedisStreams(request.getfixturevalue("redis_server").url, f"run-{number}"),
+}
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory):
+    """One server for all tests, which only read and write queues there."""
+    server = Server(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.end()
+
+
+def makers(*names):
+    """A fixture that gives a function from a capacity to an empty queue in each of these places."""
+
+    @pytest.fixture(params=names)
+    def maker(request):
+        def make(capacity):
+            return open_in(make.new_streams(), capacity)
+
+        make.name = request.param
+        make.new_streams = lambda: PLACES[request.param](request, next(NUMBERS))
+        return make
+
+    return maker
+
+
+def open_in(streams, capacity, kind=int | str):
+    """The queue that all tests use."""
+    return open_transport(streams, "batches", kind, capacity=capacity, producer="the writer", consumer="the reader")
+
+
+make = makers(*PLACES)
+make_shared = makers(*(name for name in PLACES if name != "memory"))
