@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-FailureClass = Literal["bug", "config", "data", "disk", "engine", "environment", "guard", "memory", "rank", "stopped"]
+FailureClass = Literal[
+    "bug", "config", "data", "disk", "engine", "environment", "guard", "memory", "orchestrator", "rank", "stopped"
+]
 """What kind of thing ended a run; `guard`: a check that the run computes what it should."""
 _MAX_CHARACTERS = 300
 
@@ -90,6 +92,14 @@ class RankError(SlipstreamError):
 
     exit_code = 8
     failure_class = "rank"
+    is_retriable = True
+
+
+class OrchestratorError(SlipstreamError):
+    """The process in which rollouts are generated died or did not answer."""
+
+    exit_code = 10
+    failure_class = "orchestrator"
     is_retriable = True
 
 

@@ -6,16 +6,16 @@ import platform
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.launch.preflight.torch_builds import check_torch_builds
+from slipstream.launch.preflight.torch_builds import can_import, check_torch_builds
 
 
-def check(**versions):
+def check(is_usable=False, **versions):
     def version_of(name):
         if name not in versions:
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    check_torch_builds(version_of)
+    check_torch_builds(version_of, lambda name: is_usable)
 
 
 def test_builds_for_cuda_beside_a_torch_for_the_cpu_are_named(monkeypatch):
@@ -25,5 +25,15 @@ def test_builds_for_cuda_beside_a_torch_for_the_cpu_are_named(monkeypatch):
     check(torch="2.13.0+cpu", torchvision="0.28.0+cpu")
     check(torch="2.13.0", torchvision="0.28.0", torchcodec="0.17.0")
     check(torch="2.13.0+cpu")
+    check(torch="2.13.0+cpu", torchvision="0.28.0", is_usable=True)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     check(torch="2.13.0+cpu", torchvision="0.28.0")
+
+
+def test_whether_a_package_can_be_imported_is_tried(tmp_path, monkeypatch):
+    (tmp_path / "breaks_here.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "works_here.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert can_import("works_here")
+    assert not can_import("breaks_here")
+    assert not can_import("is_not_there")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from slipstream.config.batch_checks import batch_problems
 from slipstream.config.parse.keys import keys_of
+from slipstream.config.python_objects import is_python_object
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
 from slipstream.config.traits import bridge_of, num_replicas, shares_weights, uses_critic, uses_engine
@@ -74,6 +75,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     if config.teacher is not None and config.teacher.url is None:
         for name in ("name", "key_variable"):
             found[f"teacher.{name}"] = "has no effect without teacher.url"
+    if config.run.streams != "redis":
+        found["redis"] = 'has no effect without run.streams = "redis"'
     if isinstance(algorithm, RLConfig):
         if config.data is not None:
             found["data"] = f"applies to sft, not to {algorithm.kind}, whose tasks come from the environment"
@@ -85,6 +88,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         return found | _inapplicable_to(resolved(algorithm))
     found["run.max_steps_without_signal"] = "applies to grpo, not to sft"
     found["teacher"] = "applies to distill and other recipes of reinforcement learning, not to sft"
+    found["run.streams"] = "applies to grpo, not to sft, whose batches no engine makes"
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
     for name in ("staleness", "order"):
@@ -137,12 +141,25 @@ def reason_against(path: str, reasons: Mapping[str, str]) -> str:
     return next((reasons[name] for name in above if name in reasons), "")
 
 
+def _streams(config: RunConfig) -> Iterator[tuple[str, str]]:
+    streams, environment = config.run.streams, config.environment
+    if streams == "redis" and config.redis is None:
+        yield "run.streams", 'run.streams = "redis" needs a server: set redis.url, or use "files"'
+    if streams != "memory" and environment is not None and is_python_object(environment.name):
+        yield (
+            "run.streams",
+            f'run.streams = "{streams}" generates in a process of its own, which has no object of the Python caller: '
+            "put the environment into a file and give its path",
+        )
+
+
 def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, sentence) for each combination of settings that cannot be run."""
     yield from _sources(config)
     yield from batch_problems(config)
     yield from _engine(config)
     yield from _early_stop(config)
+    yield from _streams(config)
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
     yield from _optimizer(config)

@@ -425,6 +425,10 @@ class RunSection(Section):
     at the same step before. 0: never, and the run ends."""
     save_samples: bounds.Items = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
+    streams: Literal["memory", "files", "redis"] = "memory"
+    """How batches and commands travel between trainer and orchestrator. `memory`: they share a process. `files`: the
+    orchestrator has a process of its own, so that environments and tokenizers do not slow the trainer; over files in
+    the run folder. `redis`: the same over the server of [redis]."""
     placement: Literal["auto", "shared", "separate"] = "auto"
     """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
     first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where
@@ -447,6 +451,16 @@ class RunSection(Section):
     `batch_mean` no two in the batch. A critic (`ppo`) and a teacher find something to teach in every batch."""
 
 
+class RedisConfig(Section):
+    """The Redis server, of version 6.2 or later, that carries batches and commands under `run.streams = "redis"`."""
+
+    url: str
+    """`redis://host:port/database`, or `rediss://` with TLS, without a password; off this machine it needs TLS and a
+    password."""
+    password_variable: str = ""
+    """The environment variable that holds the server's password. Not set: it asks for none."""
+
+
 class RunConfig(Section):
     """One run: everything that `slipstream train` needs."""
 
@@ -466,3 +480,5 @@ class RunConfig(Section):
     evaluation: EvaluationConfig | None = EvaluationConfig()
     """`evaluation = false` turns it off."""
     run: RunSection = RunSection()
+    redis: RedisConfig | None = None
+    """Not set: no server is used."""

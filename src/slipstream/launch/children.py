@@ -74,6 +74,7 @@ class Children:
         self._scorer: ScorerPool | None = None
         self._thread: EventLoopThread | None = None
         self._health: EngineHealth | None = None
+        self._kills: list[Callable[[], None]] = []
         run.should_stop.at_once = self.kill
 
     def __enter__(self) -> Self:
@@ -88,6 +89,12 @@ class Children:
             for child in (self.engine, self.teacher, self._ranks):
                 if child is not None:
                     stack.callback(child.kill)
+            for kill in self._kills:
+                stack.callback(kill)
+
+    def killed_by(self, kill: Callable[[], None]) -> None:
+        """Another process of the run, which `kill` ends at once, from any thread."""
+        self._kills.append(kill)
 
     def at_exit(self, end: Callable[[], None]) -> None:
         """Call `end` when the run ends, before what was started earlier ends."""

@@ -73,6 +73,10 @@ class Transport(Protocol[T]):
         Records that were not taken are not delivered: closing ends a run and does not drain it."""
         ...
 
+    def remove(self) -> None:
+        """Removes what the queue keeps outside of this process; neither side uses it any more."""
+        ...
+
 
 def check_timeout(timeout_s: float) -> float:
     """Returns the timeout; raises an error for one that would wait for ever."""

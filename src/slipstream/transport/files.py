@@ -19,6 +19,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -93,6 +94,13 @@ class FileTransport(PolledTransport[T]):
                     os.link(own, self._folder / _CLOSED)
             finally:
                 own.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """See `Transport.remove`; the last queue of a folder takes it along."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in (self._folder.parent, self._folder.parent.parent):
+            with contextlib.suppress(OSError):  # it holds other queues
+                folder.rmdir()
 
     def _putting(self, data: bytes) -> Callable[[], bool | None]:
         def attempt() -> bool | None:

@@ -82,6 +82,9 @@ class MemoryTransport(Generic[T]):
         with self._changing():
             self._reason = reason if self._reason is None else self._reason
 
+    def remove(self) -> None:
+        """See `Transport.remove`: there is nothing."""
+
     def __len__(self) -> int:
         """Number of occupied places."""
         with self._changed:

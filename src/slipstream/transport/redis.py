@@ -141,6 +141,11 @@ redis.call('EXPIRE', state, kept)
 return {'done', changed('done')}
 """
 
+_REMOVE = """
+redis.call('DEL', stream, state)
+return {'done', seen}
+"""
+
 _LEN = "return {'done', seen, redis.call('XLEN', stream)}"
 
 
@@ -175,8 +180,9 @@ class RedisTransport(PolledTransport[T]):
         """Calls that were sent more than once: what was sent first may still arrive, so their notes are kept."""
         self._unsure_takes: deque[str] = deque()
         """Calls of `take` without an answer: they may have taken a record, which the next one gets."""
-        self._put, self._take, self._ack, self._return, self._requeue, self._close, self._count = (
-            self._server.script(_HEAD + text) for text in (_PUT, _TAKE, _ACK, _GIVE_BACK, _REQUEUE, _CLOSE, _LEN)
+        texts = (_PUT, _TAKE, _ACK, _GIVE_BACK, _REQUEUE, _CLOSE, _LEN, _REMOVE)
+        self._put, self._take, self._ack, self._return, self._requeue, self._close, self._count, self._delete = (
+            self._server.script(_HEAD + text) for text in texts
         )
         self._mark, self._seen = self._call(self._open, _OPEN_S)
 
@@ -200,6 +206,10 @@ class RedisTransport(PolledTransport[T]):
     def close(self, reason: str) -> None:
         """See `Transport.close`. The server keeps a closed queue for a day."""
         self._call(self._attempt(self._close, reason, _KEPT_S))
+
+    def remove(self) -> None:
+        """See `Transport.remove`."""
+        self._call(self._attempt(self._delete))
 
     def _putting(self, data: bytes) -> Callable[[], bool | None]:
         operation = self._new_operation()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slipstream.launch.children import Children, RunContext
+from slipstream.launch.children import Children, Context, RunContext
 from slipstream.launch.generation import build_executor
+from slipstream.launch.parts.process import OrchestratorProcess
 from slipstream.launch.teacher import agreement_warning
 from slipstream.orchestrator.handle import Caller, LocalCaller
 from slipstream.records import Batch
@@ -22,18 +23,27 @@ class Generation:
 
 
 def start_generation(run: RunContext, children: Children, step: Callable[[], int]) -> Generation:
-    """Begin to start engine and teacher, without waiting. `step`: how many batches were trained on when the run
-    ends."""
+    """Begin to start engine and teacher, in a process of their own or as children of this one, without waiting.
+    `step`: how many batches were trained on when the run ends."""
     if run.config.teacher is not None:
         run.log.listen(agreement_warning(run.log))
-    if run.config.weights.bridge != "restart":
-        children.create_engine().launch()
-    if run.config.teacher is not None:
-        children.launch_teacher()
-    # Every slot's batch fits, so that groups begin while a batch waits for the trainer.
+    if run.config.run.streams != "memory":
+        process = OrchestratorProcess(run)
+        children.killed_by(process.kill)
+        children.at_exit(lambda: process.close(step()))
+        return Generation(process.caller, process.batches)
+    begin(run, children)
     batches: MemoryTransport[Batch] = MemoryTransport(
         run.config.training.staleness + 1, producer="the rollouts of the next batch", consumer="the trainer"
     )
     executor = build_executor(run, children, batches)
     children.at_exit(lambda: executor.close(step()))  # after the thread has ended, which begins later
     return Generation(LocalCaller(children.event_loop(), executor), batches)
+
+
+def begin(context: Context, children: Children) -> None:
+    """Launch what takes longest to start."""
+    if context.config.weights.bridge != "restart":
+        children.create_engine().launch()
+    if context.config.teacher is not None:
+        children.launch_teacher()

@@ -8,15 +8,32 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 
 from slipstream.errors import ConfigError
 
 _WITH_OPERATORS = ("torchvision", "torchaudio", "torchcodec")
+_IMPORT_S = 120.0
 
 
-def check_torch_builds(version_of: Callable[[str], str] = importlib.metadata.version) -> None:
-    """Raise ConfigError where packages for CUDA are beside a torch for the CPU.
+def can_import(name: str) -> bool:
+    """Whether a new process can import the package after torch."""
+    command = [sys.executable, "-c", f"import torch, {name}"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def check_torch_builds(
+    version_of: Callable[[str], str] = importlib.metadata.version, is_usable: Callable[[str], bool] = can_import
+) -> None:
+    """Raise ConfigError where packages for CUDA are beside a torch for the CPU, and cannot be imported.
 
     A CPU build's version ends with `+cpu`; a version without a suffix is the default build, on x86-64 that for CUDA.
     """
@@ -27,8 +44,10 @@ def check_torch_builds(version_of: Callable[[str], str] = importlib.metadata.ver
         except importlib.metadata.PackageNotFoundError:
             continue
     torch = versions.pop("torch", "")
-    for_cuda = [name for name, version in versions.items() if "+" not in version]
-    if for_cuda and torch.endswith("+cpu") and platform.machine() == "x86_64":
+    if not torch.endswith("+cpu") or platform.machine() != "x86_64":
+        return
+    for_cuda = [name for name, version in versions.items() if "+" not in version and not is_usable(name)]
+    if for_cuda:
         found = ", ".join(f"{name} {versions[name]}" for name in for_cuda)
         raise ConfigError(
             f"{found} cannot be loaded beside torch {torch}, because they were built for CUDA: run "

@@ -20,6 +20,7 @@ from slipstream.errors import (
     EnvironmentFault,
     IntegrityError,
     Interrupted,
+    OrchestratorError,
     StartsAgain,
     TrainingError,
 )
@@ -53,7 +54,10 @@ class Restart:
 
 
 def has_lost_weights(error: Exception, caller: Caller | None) -> bool:
-    """Whether the engine behind `caller` died, which caused `error`, and no file holds its weights."""
+    """Whether the engine behind `caller` died, which caused `error`, and no file holds its weights; or the process in
+    which rollouts are generated did, and its engine with it."""
+    if isinstance(error, OrchestratorError):
+        return True
     if caller is None or isinstance(error, _FINAL):
         return False
     state = caller.engine_state(settles=False)

@@ -50,8 +50,9 @@ class Stage:
 class Stages:
     """Records the stages of one run. Its methods may be called from any thread."""
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
+    def __init__(self, began: float | None = None) -> None:
+        """`began`: when the command began, by `time.monotonic`, if not now."""
+        self._began = time.monotonic() if began is None else began
         self._guard = threading.Lock()
         self._done: list[Stage] = []
         self._unwritten: list[Stage] = []
@@ -88,6 +89,16 @@ class Stages:
                 self._unwritten.append(stage)
         if self._log is not None:
             self._log.event("stage", **dataclasses.asdict(stage))
+
+    @property
+    def began(self) -> float:
+        """When the command began, by `time.monotonic`."""
+        return self._began
+
+    def ended_elsewhere(self, stage: Stage) -> None:
+        """Another process of the run has recorded a stage."""
+        with self._guard:
+            self._done.append(stage)
 
     def watch(self, engine: RunEngine) -> None:
         """Show the phases of an engine's start, in a thread of its own, until it is ready or `end` is called."""

@@ -1,0 +1,78 @@
+"""The orchestrator's process: `python -m slipstream.launch.parts.child SETTINGS`.
+
+It plans the run again from its settings, starts engine, reward workers and teacher, and carries out the trainer's
+commands until it is told to end, or the process that started it ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from slipstream.config import Loaded, PlannedConfig, RunConfig
+from slipstream.errors import ConfigError
+from slipstream.inference.child_process import leave
+from slipstream.inference.plugin import lifeline
+from slipstream.launch.children import Children, Context
+from slipstream.launch.engines import EngineMaker, create_engine
+from slipstream.launch.generation import build_executor
+from slipstream.launch.parts.process import Queues, Settings
+from slipstream.launch.parts.start import begin
+from slipstream.launch.prepare import Prepared, prepare
+from slipstream.launch.signals import StopRequest
+from slipstream.launch.startup import preimport_vllm
+from slipstream.launch.startup.compile_caches import persistent_caches
+from slipstream.launch.startup.stages import Stages
+from slipstream.orchestrator.remote import NoticeLog, NoticeProgress, Outbox, serve
+
+_NEVER_S = 365 * 24 * 3600.0
+"""A run lasts no longer."""
+
+
+def main(path: str) -> int:
+    """Serve until the end."""
+    lifeline.follow_stdin()
+    settings = msgspec.json.decode(Path(path).read_bytes(), type=Settings)
+    config = RunConfig.model_validate_json(settings.config)
+    with persistent_caches(lambda text: None), preimport_vllm(config) as ahead:
+        prepared = plan_again(config, PlannedConfig.model_validate_json(settings.planned))
+        carry_out(settings, prepared, partial(create_engine, ahead=ahead))
+    return 0
+
+
+def plan_again(config: RunConfig, planned: PlannedConfig) -> Prepared:
+    """Read environment, data and tokenizer again. Raises ConfigError where that gives another plan than the
+    trainer's."""
+    prepared = prepare(Loaded(config, {}))
+    ours, theirs = prepared.config.model_dump(mode="json"), planned.model_dump(mode="json")
+    differ = [name for name in theirs if name != "run" and ours[name] != theirs[name]]
+    if differ:
+        raise ConfigError(
+            f"the orchestrator plans other settings than the trainer in [{'], ['.join(differ)}]: did files that the "
+            "run file names, or this machine's memory, change since the start?"
+        )
+    return prepared
+
+
+def carry_out(settings: Settings, prepared: Prepared, make_engine: EngineMaker) -> None:
+    """Start the generating side of the run in `settings.folder`, and serve."""
+    folder, outbox, stages = Path(settings.folder), Outbox(), Stages(settings.began)
+    log, progress = NoticeLog(outbox, folder, settings.lineage), NoticeProgress(outbox)
+    queues = Queues(prepared.config, folder, settings.lineage)
+    stages.attach(log, progress)
+    context = Context(prepared, log, progress, stages, StopRequest(), make_engine)
+    try:
+        with Children(context) as children:
+            begin(context, children)
+            executor = build_executor(context, children, queues.batches)
+            serving = serve(executor, queues.requests, queues.messages, outbox)
+            children.event_loop().submit(serving).result(_NEVER_S)
+    finally:
+        stages.end()
+
+
+if __name__ == "__main__":
+    leave(main(*sys.argv[1:]))

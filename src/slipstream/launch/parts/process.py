@@ -1,0 +1,172 @@
+"""The orchestrator's process, as the trainer's process starts, watches and ends it.
+
+Guarantees: it ends with the process that started it, whose end closes its standard input, and its engines end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from slipstream.config import PlannedConfig, RunConfig, with_values
+from slipstream.errors import SlipstreamError
+from slipstream.inference import child_process
+from slipstream.launch.children import RunContext
+from slipstream.launch.startup.stages import Stage
+from slipstream.orchestrator import control, remote
+from slipstream.orchestrator.remote import Message, RemoteCaller, Request
+from slipstream.progress import Progress
+from slipstream.records import Batch
+from slipstream.runlog.temporary import make_temporary, remove_temporary
+from slipstream.transport import FileStreams, RedisStreams, Transport, open_transport
+
+PROGRAM = "slipstream.launch.parts.child"
+"""The module that the process runs."""
+_CLOSE_S, _END_S = 30.0, 15.0
+"""How long it may take to write what is left, and to end with its engines."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the process is started with: a JSON file that only this user may read."""
+
+    config: str
+    """The `RunConfig` as JSON, with what the plan derived."""
+    planned: str
+    """The `PlannedConfig` that it must plan again, as JSON."""
+    folder: str
+    lineage: int
+    began: float
+    """When the command began, by `time.monotonic`."""
+
+
+class Queues:
+    """The three queues between trainer and orchestrator."""
+
+    def __init__(self, config: PlannedConfig, folder: Path, lineage: int) -> None:
+        self._streams = streams = _streams(config, folder, lineage)
+        trainer, orchestrator = "the trainer", "the orchestrator"
+        places = remote.PLACES
+        self.requests: Transport[Request] = open_transport(
+            streams, "requests", Request, capacity=places, producer=trainer, consumer=orchestrator
+        )
+        self.messages: Transport[Message] = open_transport(
+            streams, "messages", Message, capacity=places, producer=orchestrator, consumer=trainer
+        )
+        # Every slot's batch fits, so that groups begin while a batch waits for the trainer.
+        self.batches: Transport[Batch] = open_transport(
+            streams, "batches", Batch, capacity=config.training.staleness + 1, producer=orchestrator, consumer=trainer
+        )
+
+    def remove(self) -> None:
+        """Leave nothing of them behind."""
+        for queue in (self.requests, self.messages, self.batches):
+            with suppress(SlipstreamError):
+                queue.remove()
+
+
+class OrchestratorProcess:
+    """The process, and the caller that brings it commands."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._log = run.folder / "logs" / "orchestrator.log"
+        self._queues = Queues(run.config, run.folder, run.log.lineage)
+        self._folder = make_temporary("orchestrator")
+        self._process = self._launch()
+        self.caller = RemoteCaller(
+            self._queues.requests,
+            self._queues.messages,
+            on_notice=self._on_notice,
+            ended=self._ended,
+            should_stop=run.should_stop,
+        )
+
+    @property
+    def batches(self) -> Transport[Batch]:
+        """What it makes."""
+        return self._queues.batches
+
+    @property
+    def pid(self) -> int:
+        """The process, which leads a session of its own."""
+        return self._process.pid
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        run = self._run
+        asked = run.prepared.loaded.config.model_copy(update={"model": run.config.model})
+        config: RunConfig = with_values(asked, {item.name: item.value for item in run.prepared.plan.derived})
+        settings = Settings(
+            config.model_dump_json(),
+            run.config.model_dump_json(),
+            str(run.folder.absolute()),
+            run.log.lineage,
+            run.stages.began,
+        )
+        path = self._folder / "settings.json"
+        path.write_bytes(msgspec.json.encode(settings))
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
+        return child_process.launch([sys.executable, "-m", PROGRAM, str(path)], environment, self._log)
+
+    def _ended(self) -> str:
+        code = self._process.poll()
+        return "" if code is None else child_process.ending(code, self._log)
+
+    def _on_notice(self, notice: remote.Notice) -> None:
+        run, progress = self._run, self._run.progress
+        if isinstance(notice, remote.Progressed):
+            _show(progress, notice)
+        elif notice.kind == "warning":
+            run.log.warning(**notice.fields)
+        else:
+            run.log.event(notice.kind, **notice.fields)
+            if notice.kind == "stage":
+                run.stages.ended_elsewhere(msgspec.convert(notice.fields, Stage))
+
+    def close(self, step: int) -> None:
+        """End it: it writes how the last groups ended, and stops its engines."""
+        try:
+            if self._process.poll() is None:
+                with suppress(SlipstreamError):
+                    command, waits_for = control.Close(step), "the orchestrator to end"
+                    self.caller.call(command, control.Done, _CLOSE_S, waits_for, may_stop=False)
+                    with suppress(subprocess.TimeoutExpired):
+                        self._process.wait(_END_S)
+        finally:
+            self.caller.close()
+            child_process.end(self._process, 0.0)
+            self._queues.remove()
+            remove_temporary(self._folder)
+
+    def kill(self) -> None:
+        """End it and its engines at once, from any thread."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _show(progress: Progress, notice: remote.Progressed) -> None:
+    """Call the method of `progress` that the other process has called."""
+    match notice.method, notice.arguments:
+        case "phase", [str(name), int() | None as total]:
+            progress.phase(name, total)
+        case "advance", [int(count)]:
+            progress.advance(count)
+        case "end_phase", []:
+            progress.end_phase()
+        case "message", [str(text), str(level)]:
+            progress.message(text, level)
+        case _:
+            raise ValueError(f"{notice.method} is nothing to show")
+
+
+def _streams(config: PlannedConfig, folder: Path, lineage: int) -> FileStreams | RedisStreams:
+    if config.run.streams == "redis":
+        assert config.redis is not None
+        run_id = f"{folder.name}-{lineage}"
+        return RedisStreams(config.redis.url, run_id, lineage, config.redis.password_variable)
+    return FileStreams(folder / "streams", lineage)

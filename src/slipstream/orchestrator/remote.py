@@ -1,0 +1,332 @@
+"""Commands to a generating side in another process, over transports: `RemoteCaller` there, `serve` here.
+
+Requests go one way, and messages the other: replies, and notices of what happens (events, warnings, progress), which
+the trainer's process writes, as it owns the run folder. Guarantees: a command is answered once; notices come in order,
+and before the reply that follows them; when the other side ends, every open command fails and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream import errors
+from slipstream.errors import DeadlineError, OrchestratorError, SlipstreamError
+from slipstream.orchestrator import control
+from slipstream.orchestrator.executor import Executor
+from slipstream.orchestrator.handle import Caller
+from slipstream.orchestrator.thread import POLL_S
+from slipstream.transport import Transport
+
+_SEND_S = 60.0
+"""How long the other side may leave messages unread."""
+_NOTICE_S = 0.05
+"""How long a notice waits for others, with which it is sent."""
+_STATE_S = 15.0
+PLACES = 1024
+"""Capacity of the two transports."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A command; without one, the request of that number is cancelled."""
+
+    number: int
+    command: control.AnyCommand | None
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """What a command failed with: the name of an error of `slipstream.errors`, or of a bug."""
+
+    kind: str
+    text: str
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """An event for the log; a warning where `kind` is `warning`."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+class Progressed(msgspec.Struct, frozen=True, tag=True):
+    """A call of `Progress`."""
+
+    method: str
+    arguments: list[Any]
+
+
+Notice = Event | Progressed
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a request, or what it failed with."""
+
+    number: int
+    answer: control.AnyAnswer | None
+    failure: Failure | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What has happened since the last message and, after that, a reply."""
+
+    notices: list[Notice]
+    num_ended: int
+    """Turns and rollouts that have ended."""
+    reply: Reply | None = None
+
+
+class RemoteCaller(Caller):
+    """Sends commands to a process that runs `serve`, and hears what it says in a thread of its own."""
+
+    def __init__(
+        self,
+        requests: Transport[Request],
+        messages: Transport[Message],
+        *,
+        on_notice: Callable[[Notice], None],
+        ended: Callable[[], str],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """`on_notice` is called in order. `ended` says why the other side has ended; empty while it lives."""
+        super().__init__(should_stop)
+        self._requests = requests
+        self._messages = messages
+        self._on_notice = on_notice
+        self._ended = ended
+        self._guard = threading.Lock()
+        self._numbers = itertools.count()
+        self._open: dict[int, Future[control.AnyAnswer]] = {}
+        self._failure: SlipstreamError | None = None
+        self._num_ended = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="orchestrator", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: control.AnyCommand) -> Future[control.AnyAnswer]:
+        """See `Caller`."""
+        number, future = next(self._numbers), Future[control.AnyAnswer]()
+        future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
+        with self._guard:
+            if self._failure is not None:
+                future.set_exception(self._failure)
+                return future
+            self._open[number] = future
+        self._requests.put(Request(number, command), _SEND_S)
+        return future
+
+    def _cancel(self, number: int) -> None:
+        with contextlib.suppress(SlipstreamError):
+            self._requests.put(Request(number, None), _SEND_S)
+
+    def activity(self) -> int:
+        """See `Caller`."""
+        return self._num_ended
+
+    def engine_state(self, *, settles: bool) -> control.EngineState:
+        """See `Caller`."""
+        waits_for = "the orchestrator to say whether the engine runs"
+        try:
+            return self.call(control.AskState(settles), control.EngineState, _STATE_S, waits_for, may_stop=False)
+        except SlipstreamError:  # the engine ended with the orchestrator, or nobody can say
+            return control.EngineState(is_up=False, is_in_memory_only=self._failure is not None)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed.set()
+        self._thread.join(2 * POLL_S)
+
+    def _listen(self) -> None:
+        try:
+            while not self._closed.is_set():
+                try:
+                    receipt, message = self._messages.take(POLL_S)
+                except DeadlineError:
+                    if reason := self._ended():
+                        raise OrchestratorError(f"the orchestrator {reason}") from None
+                    continue
+                self._hear(message)
+                self._messages.ack(receipt)
+        except Exception as error:  # noqa: BLE001 (whoever waits learns of it)
+            self._fail(error if isinstance(error, SlipstreamError) else OrchestratorError(errors.one_line(error)))
+
+    def _hear(self, message: Message) -> None:
+        for notice in message.notices:
+            self._on_notice(notice)
+        self._num_ended = message.num_ended
+        if (reply := message.reply) is None:
+            return
+        with self._guard:
+            future = self._open.pop(reply.number, None)
+        if future is None:  # it was cancelled
+            return
+        with contextlib.suppress(InvalidStateError):
+            if reply.failure is not None:
+                future.set_exception(_error_of(reply.failure))
+            elif reply.answer is not None:
+                future.set_result(reply.answer)
+
+    def _fail(self, error: SlipstreamError) -> None:
+        """Nothing will be answered any more."""
+        with self._guard:
+            self._failure = error
+            waiting, self._open = list(self._open.values()), {}
+        for future in waiting:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(error)
+
+
+class Outbox:
+    """Takes notices from any thread, for `serve` to send."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._items: list[Notice] = []
+
+    def add(self, notice: Notice) -> None:
+        """Send a notice soon; calls of `advance` in a row become one."""
+        with self._guard:
+            last = self._items[-1] if self._items else None
+            if _advances(notice) and last is not None and _advances(last):
+                assert isinstance(notice, Progressed)
+                assert isinstance(last, Progressed)
+                self._items[-1] = Progressed("advance", [last.arguments[0] + notice.arguments[0]])
+            else:
+                self._items.append(notice)
+
+    def take(self) -> list[Notice]:
+        """The notices since the last call."""
+        with self._guard:
+            items, self._items = self._items, []
+        return items
+
+
+class NoticeLog:
+    """An `EventLog` whose lines another process writes."""
+
+    def __init__(self, outbox: Outbox, folder: Path, lineage: int) -> None:
+        self._outbox = outbox
+        self.folder = folder
+        self.lineage = lineage
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """See `RunLog`."""
+        self._outbox.add(Event(kind, msgspec.to_builtins(fields, enc_hook=str)))
+
+    def warning(self, message: str, **fields: Any) -> None:
+        """See `RunLog`."""
+        self.event("warning", message=message, **fields)
+
+
+class NoticeProgress:
+    """A `Progress` that another process shows; of a run's whole it shows nothing."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def start(self, title: str, total_steps: int, step: int = 0) -> None:
+        """Nothing."""
+
+    def ready(self) -> None:
+        """Nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """See `Progress`."""
+        self._outbox.add(Progressed("phase", [name, total]))
+
+    def advance(self, n: int = 1) -> None:
+        """See `Progress`."""
+        self._outbox.add(Progressed("advance", [n]))
+
+    def end_phase(self) -> None:
+        """See `Progress`."""
+        self._outbox.add(Progressed("end_phase", []))
+
+    def message(self, text: str, level: str = "info") -> None:
+        """See `Progress`."""
+        self._outbox.add(Progressed("message", [text, level]))
+
+
+async def serve(executor: Executor, requests: Transport[Request], messages: Transport[Message], outbox: Outbox) -> None:
+    """Carry out requests until `control.Close`, before which all other work is cancelled."""
+    sending, tasks, num_told = asyncio.Lock(), dict[int, asyncio.Task[None]](), -1
+
+    async def send(reply: Reply | None) -> None:
+        nonlocal num_told
+        async with sending:
+            items, num_ended = outbox.take(), executor.num_ended()
+            if items or num_ended != num_told or reply is not None:
+                await messages.put_async(Message(items, num_ended, reply), _SEND_S)
+                num_told = num_ended
+
+    async def answer(number: int, command: control.AnyCommand) -> None:
+        try:
+            reply = Reply(number, await executor.do(command))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 (the trainer learns of any error)
+            if not isinstance(error, SlipstreamError):
+                traceback.print_exception(error)
+            reply = Reply(number, None, Failure(type(error).__name__, str(error)))
+        finally:
+            tasks.pop(number, None)
+        await send(reply)
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(_NOTICE_S)
+            await send(None)
+
+    telling = asyncio.create_task(tell())
+    try:
+        while True:
+            try:
+                receipt, request = await requests.take_async(POLL_S)
+            except DeadlineError:
+                if telling.done():
+                    telling.result()
+                continue
+            await asyncio.to_thread(requests.ack, receipt)
+            number, command = request.number, request.command
+            if command is None:
+                if (task := tasks.get(number)) is not None:
+                    task.cancel()
+            elif isinstance(command, control.Close):
+                await _cancel([*tasks.values()])
+                await answer(number, command)
+                return
+            else:
+                tasks[number] = asyncio.create_task(answer(number, command))
+    finally:
+        await _cancel([telling, *tasks.values()])
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _advances(notice: Notice) -> bool:
+    return isinstance(notice, Progressed) and notice.method == "advance"
+
+
+def _error_of(failure: Failure) -> Exception:
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, SlipstreamError):
+        return kind(failure.text)
+    return RuntimeError(f"{failure.kind}: {failure.text} (in the orchestrator, see logs/orchestrator.log)")
