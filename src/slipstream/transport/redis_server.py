@@ -47,6 +47,7 @@ class RedisServer:
                 retry=Retry(NoBackoff(), 0),  # whether a command may be sent again, its caller knows
                 protocol=2,
             )
+            self._client.connection_pool.make_connection()  # does not connect, but looks at the options
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"{self._name} has options that are refused ({first_line(error)}): correct them"
