@@ -320,7 +320,7 @@ def test_a_refusal_of_the_server_is_one_sentence(own):
         for _ in range(10):
             transport.put("x" * 400_000, 1)
 
-    with pytest.raises(SlipstreamError, match=r"refuses .*OOM.*: correct"):
+    with pytest.raises(SlipstreamError, match=r"refuses .*maxmemory.*: correct"):
         fill()
     receipt, record = transport.take(0)
     assert record == "x" * 400_000

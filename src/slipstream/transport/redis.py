@@ -157,7 +157,12 @@ _LEN = "return done(redis.call('XLEN', stream))"
 
 
 class RedisTransport(PolledTransport[T]):
-    """A bounded queue on a Redis server. Any number of producers and one consumer, each in any process."""
+    """A bounded queue on a Redis server. Any number of producers and one consumer, each in any process.
+
+    While the server does not answer every call tries again, `put` and `take` until their deadline and the others for
+    30 s, and then raises a `DeadlineError` that names the server. One answer may take 10 s, and so may a record on its
+    way: a deadline is exceeded by as much where the server is stopped.
+    """
 
     def __init__(
         self,

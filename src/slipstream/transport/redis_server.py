@@ -18,6 +18,7 @@ from slipstream.transport.polled import Unreachable
 _OLDEST = (6, 2)
 _ANSWER_S = 10.0
 """How long one answer may take, and one record be on its way."""
+_READ_BYTES = 1 << 20
 _SCHEMES = ("redis", "rediss", "unix")
 _UNCHECKED = {"ssl_cert_reqs": ("none", "optional"), "ssl_check_hostname": ("false", "0", "no", "off")}
 
@@ -46,6 +47,7 @@ class RedisServer:
                 socket_connect_timeout=_ANSWER_S,
                 retry=Retry(NoBackoff(), 0),  # whether a command may be sent again, its caller knows
                 protocol=2,
+                socket_read_size=_READ_BYTES,
             )
             self._client.connection_pool.make_connection()  # does not connect, but looks at the options
         except (ValueError, TypeError) as error:
