@@ -2,11 +2,11 @@
 
     python benchmarks/transports.py [--rollouts 64] [--tokens 512] [--batches 100] [--rounds 5] [--server PATH]
 
-A batch is put, taken and acknowledged: in turn in one process, and from one process to another with three places. The
-latter also with bytes of the same size, which need not be made of Python objects and into them; and only put, with places
-for all. Beside it, for Redis:
-`redis-benchmark -c 1 -P 1` with XADD and a value of the same size if that program (7.0) is on PATH, and the same
-command over a plain socket from Python. Starts a `redis-server` of its own, without persistence.
+A batch is put, taken and acknowledged: in turn in one process, and from one process to another with three places; and
+only put, with places for all. The latter two also with bytes of the same size, which need not be made of Python objects
+and into them. Beside it, for Redis: `redis-benchmark -c 1 -P 1` with XADD and a value of the same size if that program
+(7.0) is on PATH, and the same command over a plain socket from Python. Starts a `redis-server` of its own, without
+persistence.
 
 Prints a Markdown table, medians (ranges) over rounds, and its rows as JSON lines on standard error.
 """
