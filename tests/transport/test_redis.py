@@ -27,6 +27,8 @@ SECRET = "s3cr3t-word"
         ("redis://example.org:6379/0", "WORD", r"without TLS: use"),
         ("rediss://10.0.0.7", "", r"without a password: use"),
         ("rediss://example.org?ssl_cert_reqs=none", "WORD", r"could be anybody with ssl_cert_reqs=none"),
+        ("rediss://example.org?ssl_check_hostname=n&ssl_check_hostname=1", "WORD", r"could be anybody with .*=n:"),
+        ("rediss://localhost?ssl_cert_reqs=any", "", r"options that are refused"),
         ("rediss://example.org?ssl_check_hostname=False", "WORD", r"could be anybody with ssl_check_hostname=False"),
         (
             "rediss://example.org",
@@ -329,3 +331,16 @@ def test_a_refusal_of_the_server_is_one_sentence(own):
     receipt, _ = transport.take(0)
     assert transport.ack(receipt)
     transport.close("over")
+
+
+def test_what_the_server_notes_of_calls_does_not_grow(redis_server):
+    transport = open_in(RedisStreams(redis_server.url, "notes"), 2)
+    for number in range(100):
+        transport.put(number, 0)
+        transport.take(0)
+        transport.requeue()
+        assert transport.ack(transport.take(0)[0])
+    stream, state = transport._keys
+    client = transport._server._client
+    assert client.xlen(stream) == client.xpending(stream, "sides")["pending"] == 0
+    assert client.hlen(state) <= 3, "its mark, its changes and the last call"
