@@ -22,7 +22,7 @@ import re
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from slipstream.transport.base import Receipt, TransportClosed
@@ -56,13 +56,18 @@ if tonumber(redis.call('HGET', state, 'changes')) < seen then
     redis.call('HDEL', state, 'mark')  -- for everyone
     return {'lost'}
 end
-for name in string.gmatch(settled, '%S+') do redis.call('HDEL', state, name) end
 local before = redis.call('HGET', state, operation)
 local reason = redis.call('HGET', state, 'closed')
 
-local function changed(result)
+local function note(result)
     redis.call('HSET', state, operation, result)
-    return redis.call('HINCRBY', state, 'changes', 1)
+    redis.call('HINCRBY', state, 'changes', 1)
+end
+
+-- Called last: a server that is full refuses some writes, but none of a script that has written.
+local function done(...)
+    for name in string.gmatch(settled, '%S+') do redis.call('HDEL', state, name) end
+    return {'done', tonumber(redis.call('HGET', state, 'changes')), ...}
 end
 
 local function is_taken(id, deliveries)
@@ -73,20 +78,22 @@ end
 
 _PUT = """
 local capacity, record = tonumber(ARGV[5]), ARGV[6]
-if before then return {'done', seen} end
+if before then return done() end
 if reason then return {'closed', seen, reason} end
 if redis.call('XLEN', stream) >= capacity then return {'not yet', seen} end
 if not record then return {'room', seen} end
 if not redis.call('XADD', stream, 'NOMKSTREAM', '*', 'record', record) then return {'lost'} end
-return {'done', changed('done')}
+note('put')
+return done()
 """
 
 _TAKE = """
 local consumer = ARGV[5]
 local id, deliveries = string.match(before or '', '^(%S+) (%S+)$')
-if id and is_taken(id, deliveries) then
+if id then
+    if not is_taken(id, deliveries) then return {'not yet', seen} end
     local entry = redis.call('XRANGE', stream, id, id)[1]
-    return {'done', seen, id .. '.' .. deliveries, entry[2][2]}
+    return done(id .. '.' .. deliveries, entry[2][2])
 end
 if reason then return {'closed', seen, reason} end
 local entry
@@ -100,27 +107,30 @@ else
 end
 id = entry[1]
 deliveries = redis.call('XPENDING', stream, 'sides', id, id, 1)[1][4]
-return {'done', changed(id .. ' ' .. deliveries), id .. '.' .. deliveries, entry[2][2]}
+note(id .. ' ' .. deliveries)
+return done(id .. '.' .. deliveries, entry[2][2])
 """
 
 _ACK = """
 local id, deliveries = ARGV[5], ARGV[6]
-if before then return {'done', seen, tonumber(before)} end
-if not is_taken(id, deliveries) then return {'done', seen, 0} end
+if before then return done(1) end
+if not is_taken(id, deliveries) then return done(0) end
 redis.call('XACK', stream, 'sides', id)
 redis.call('XDEL', stream, id)
-return {'done', changed(1), 1}
+note('acknowledged')
+return done(1)
 """
 
 _GIVE_BACK = """
 local id, deliveries = ARGV[5], ARGV[6]
-if before or not is_taken(id, deliveries) then return {'done', seen} end
+if before or not is_taken(id, deliveries) then return done() end
 redis.call('XCLAIM', stream, 'sides', 'requeued', 0, id, 'JUSTID')
-return {'done', changed('done')}
+note('given back')
+return done()
 """
 
 _REQUEUE = """
-if before then return {'done', seen, tonumber(before)} end
+if before then return done(tonumber(before)) end
 local held = 0
 local pending = redis.call('XPENDING', stream, 'sides')
 for _, consumer in ipairs(pending[4] or {}) do
@@ -130,15 +140,17 @@ local cursor = '0-0'
 repeat
     cursor = redis.call('XAUTOCLAIM', stream, 'sides', 'requeued', 0, cursor, 'COUNT', 1000, 'JUSTID')[1]
 until cursor == '0-0'
-return {'done', changed(held), held}
+note(held)
+return done(held)
 """
 
 _CLOSE = """
 local why, kept = ARGV[5], ARGV[6]
-if not reason then redis.call('HSET', state, 'closed', why) end
 redis.call('EXPIRE', stream, kept)
 redis.call('EXPIRE', state, kept)
-return {'done', changed('done')}
+redis.call('HSETNX', state, 'closed', why)
+note('closed')
+return done()
 """
 
 _REMOVE = """
@@ -146,11 +158,16 @@ redis.call('DEL', stream, state)
 return {'done', seen}
 """
 
-_LEN = "return {'done', seen, redis.call('XLEN', stream)}"
+_LEN = "return done(redis.call('XLEN', stream))"
 
 
 class RedisTransport(PolledTransport[T]):
-    """A bounded queue on a Redis server. Any number of producers and one consumer, each in any process."""
+    """A bounded queue on a Redis server. Any number of producers and one consumer, each in any process.
+
+    While the server does not answer every call tries again, `put` and `take` until their deadline and the others for
+    30 s, and then raises a `DeadlineError` that names the server. One answer may take 10 s, and so may a record on its
+    way: a deadline is exceeded by as much where the server is stopped.
+    """
 
     def __init__(
         self,
@@ -174,7 +191,7 @@ class RedisTransport(PolledTransport[T]):
         self._keys = [stream, f"{stream}/state"]
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         self._numbers = itertools.count()
-        self._settled: list[str] = []
+        self._settled: deque[str] = deque()
         """Calls whose notes the server may forget."""
         self._repeated: set[str] = set()
         """Calls that were sent more than once: what was sent first may still arrive, so their notes are kept."""
@@ -258,13 +275,17 @@ class RedisTransport(PolledTransport[T]):
 
     def _ask(self, script: Callable[..., Any], operation: str, *arguments: str | bytes | int) -> list[Any] | None:
         """What the script answers; None for "not yet"."""
-        settled, self._settled = self._settled, []
+        settled = [*_drained(self._settled)]
+        status = ""
         try:
             answer = script(self._keys, [self._mark, self._seen, " ".join(settled), operation, *arguments])
+            status = answer[0].decode()
         except Unreachable:
             self._repeated.add(operation)
             raise
-        status = answer[0].decode()
+        finally:
+            if status != "done":  # they were not forgotten
+                self._settled.extend(settled)
         if status == "lost":
             raise lost(str(self._server))
         self._seen = max(self._seen, int(answer[1]))
@@ -273,3 +294,12 @@ class RedisTransport(PolledTransport[T]):
         if status == "done" and operation not in self._repeated:
             self._settled.append(operation)
         return None if status == "not yet" else answer[2:]
+
+
+def _drained(names: deque[str]) -> Iterator[str]:
+    """Takes everything out, also while other threads do."""
+    while True:
+        try:
+            yield names.popleft()
+        except IndexError:
+            return

@@ -18,8 +18,10 @@ from slipstream.transport.polled import Unreachable
 _OLDEST = (6, 2)
 _ANSWER_S = 10.0
 """How long one answer may take, and one record be on its way."""
+_READ_BYTES = 1 << 20
 _SCHEMES = ("redis", "rediss", "unix")
-_UNCHECKED = {"ssl_cert_reqs": ("none", "optional"), "ssl_check_hostname": ("false", "0", "no", "off")}
+_CHECKS = {"ssl_cert_reqs": ("required",), "ssl_check_hostname": ("true", "yes", "1")}
+"""Options of a URL that could turn the check of a certificate off, with the values that do not."""
 
 
 class RedisServer:
@@ -38,6 +40,8 @@ class RedisServer:
                 f"the queues are on {self._name}, and the Python package redis is missing: pip install redis"
             ) from error
         self._errors = redis.exceptions
+        # The default only since version 6 of the client.
+        checks = {"ssl_check_hostname": True} if url.startswith("rediss:") and "ssl_cert_reqs=none" not in url else {}
         try:
             self._client = redis.Redis.from_url(
                 url,
@@ -46,8 +50,11 @@ class RedisServer:
                 socket_connect_timeout=_ANSWER_S,
                 retry=Retry(NoBackoff(), 0),  # whether a command may be sent again, its caller knows
                 protocol=2,
+                socket_read_size=_READ_BYTES,
+                **checks,
             )
-        except (ValueError, TypeError) as error:
+            self._client.connection_pool.make_connection()  # does not connect, but looks at the options
+        except (ValueError, TypeError, redis.exceptions.RedisError) as error:
             raise ConfigError(
                 f"{self._name} has options that are refused ({first_line(error)}): correct them"
             ) from error
@@ -129,12 +136,13 @@ def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -
             f"{name} is another machine's, where anybody on the network could read and write the queues without "
             f"{missing}: use rediss:// and name the variable that holds the password"
         )
-    for option, unchecked in _UNCHECKED.items():
-        if options.get(option, ["required"])[-1].lower() in unchecked:
-            raise ConfigError(
-                f"{name} could be anybody with {option}={options[option][-1]}: leave it out, and name the authority "
-                "with ssl_ca_certs=PATH"
-            )
+    for option, checked in _CHECKS.items():
+        for value in options.get(option, ()):
+            if value.lower() not in checked:
+                raise ConfigError(
+                    f"{name} could be anybody with {option}={value}: leave it out, and name the authority with "
+                    "ssl_ca_certs=PATH"
+                )
     return name, password
 
 

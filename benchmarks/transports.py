@@ -1,0 +1,187 @@
+"""Batches a second through each transport, and what a bare Redis does with values of that size.
+
+    python benchmarks/transports.py [--rollouts 64] [--tokens 512] [--batches 100] [--rounds 5] [--server PATH]
+
+A batch is put, taken and acknowledged: in turn in one process, and from one process to another with three places; and
+only put, with places for all. The latter two also with bytes of the same size, which need not be made of Python objects
+and into them. Beside it, for Redis: `redis-benchmark -c 1 -P 1` with XADD and a value of the same size if that program
+(7.0) is on PATH, and the same command over a plain socket from Python. Starts a `redis-server` of its own, without
+persistence.
+
+Prints a Markdown table, medians (ranges) over rounds, and its rows as JSON lines on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from slipstream.records import Batch, Rollout, Sequence, Version, VersionSpan, encode
+from slipstream.transport import FileStreams, MemoryStreams, RedisStreams, open_transport
+
+CAPACITY, TIMEOUT_S = 3, 60.0
+TOPIC = "batches"
+
+
+def make_batch(num_rollouts: int, num_tokens: int) -> Batch:
+    """A batch as a run makes it, with random tokens, of which a fifth are the prompt's."""
+    chance, start = random.Random(0), num_tokens // 5
+    rollouts = []
+    for number in range(num_rollouts):
+        tokens = [chance.randrange(150_000) for _ in range(num_tokens)]
+        logprobs = [0.0 if place < start else -chance.random() for place in range(num_tokens)]
+        mask = [place >= start for place in range(num_tokens)]
+        sequence = Sequence(tokens, mask, logprobs, [VersionSpan(start, "0.1")])
+        name = f"1.{number}"
+        rollouts.append(
+            Rollout(
+                name, f"task-{number // 8}", name, [sequence], 1.0, "done", completion="word " * (num_tokens - start)
+            )
+        )
+    return Batch(1, Version(0, 1, "0" * 32), rollouts)
+
+
+def in_turn(streams, batch, num_batches):
+    """Batches a second in one process."""
+    transport = open_transport(streams, TOPIC, Batch, capacity=CAPACITY)
+    start = time.perf_counter()
+    for _ in range(num_batches):
+        transport.put(batch, TIMEOUT_S)
+        receipt, _ = transport.take(TIMEOUT_S)
+        transport.ack(receipt)
+    return num_batches / (time.perf_counter() - start)
+
+
+def put_alone(streams, record, num_batches):
+    """Records a second that are put, with places for all of them; they are taken afterwards."""
+    transport = open_transport(streams, f"{TOPIC}-{type(record).__name__}", type(record), capacity=num_batches)
+    start = time.perf_counter()
+    for _ in range(num_batches):
+        transport.put(record, TIMEOUT_S)
+    seconds = time.perf_counter() - start
+    for _ in range(num_batches):
+        transport.ack(transport.take(TIMEOUT_S)[0])
+    return num_batches / seconds
+
+
+def produce(streams, record, num_batches):
+    """The other process."""
+    transport = open_transport(streams, TOPIC, type(record), capacity=CAPACITY)
+    for _ in range(num_batches):
+        transport.put(record, TIMEOUT_S)
+
+
+def between(streams, record, num_batches):
+    """Records a second from one process to another, after the first."""
+    transport = open_transport(streams, TOPIC, type(record), capacity=CAPACITY)
+    process = multiprocessing.get_context("spawn").Process(target=produce, args=(streams, record, num_batches + 1))
+    process.start()
+    transport.ack(transport.take(TIMEOUT_S)[0])
+    start = time.perf_counter()
+    for _ in range(num_batches):
+        transport.ack(transport.take(TIMEOUT_S)[0])
+    seconds = time.perf_counter() - start
+    process.join()
+    return num_batches / seconds
+
+
+def bare_socket(port, num_bytes, num_batches):
+    """XADD a second over a plain socket, each after the answer to the last; the stream is deleted afterwards."""
+    value = random.Random(0).randbytes(num_bytes)
+    request = b"*5\r\n$4\r\nXADD\r\n$4\r\nbare\r\n$1\r\n*\r\n$6\r\nrecord\r\n$%d\r\n%s\r\n" % (num_bytes, value)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        start = time.perf_counter()
+        for _ in range(num_batches):
+            connection.sendall(request)
+            answer = b""
+            while answer.count(b"\r\n") < 2:
+                answer += connection.recv(4096)
+        seconds = time.perf_counter() - start
+        connection.sendall(b"*2\r\n$3\r\nDEL\r\n$4\r\nbare\r\n")
+        connection.recv(100)
+    return num_batches / seconds
+
+
+def redis_benchmark(port, num_bytes, num_batches):
+    """XADD a second by `redis-benchmark`."""
+    program = ["redis-benchmark", "-p", str(port), "-c", "1", "-P", "1", "-n", str(num_batches), "--csv", "-x"]
+    text = b"x" * num_bytes  # it cuts its input at a zero byte
+    result = subprocess.run([*program, "XADD", "bare", "*", "record"], input=text, capture_output=True, check=True)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"*2\r\n$3\r\nDEL\r\n$4\r\nbare\r\n")
+        connection.recv(100)
+    return float(result.stdout.decode().splitlines()[-1].split('","')[1].strip('"'))
+
+
+def start_server(program, folder):
+    """A server on a free port of the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--dir", folder, "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
+    for _ in range(500):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return process, port
+        except OSError:
+            time.sleep(0.02)
+    sys.exit(f"{program} did not start")
+
+
+def main():
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--batches", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    beside = Path(sys.executable).parent / "redis-server"
+    parser.add_argument("--server", default=shutil.which("redis-server") or str(beside))
+    options = parser.parse_args()
+    number = options.batches
+    batch = make_batch(options.rollouts, options.tokens)
+    value = encode(batch)
+    num_bytes = len(value)
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        process, port = start_server(options.server, folder)
+        try:
+            for turn in range(options.rounds):
+                url = f"redis://127.0.0.1:{port}"
+                streams = {
+                    "memory": MemoryStreams(),
+                    "files": FileStreams(Path(folder), turn),
+                    "redis": RedisStreams(url, "bench", turn),
+                }
+                measures = {f"{name}, in turn": (in_turn, place, batch, number) for name, place in streams.items()}
+                measures["XADD over a plain socket"] = (bare_socket, port, num_bytes, number)
+                if shutil.which("redis-benchmark"):
+                    measures["redis-benchmark, XADD, -c 1 -P 1"] = (redis_benchmark, port, num_bytes, number)
+                for name in ("files", "redis"):
+                    measures[f"{name}, put alone"] = (put_alone, streams[name], batch, number)
+                    measures[f"{name}, put alone, bytes"] = (put_alone, streams[name], value, number)
+                    measures[f"{name}, from process to process"] = (between, streams[name], batch, number)
+                    measures[f"{name}, from process to process, bytes"] = (between, streams[name], value, number)
+                for name, (measure, *arguments) in measures.items():
+                    found.setdefault(name, []).append(measure(*arguments))
+        finally:
+            process.terminate()
+            process.wait()
+    print(f"{num_bytes:,} bytes a batch\n\n| what | batches/s |\n|---|---|")
+    for name, rates in found.items():
+        print(f"| {name} | {statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) |")
+        print(json.dumps({"what": name, "batches_a_second": rates, "num_bytes": num_bytes}), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
