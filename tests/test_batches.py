@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import records
@@ -36,6 +36,7 @@ class Kept:
             self.keeper.keep(batch_of(step))
 
 
+@settings(max_examples=50)
 @given(
     number=st.integers(1, 4),
     attempts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 8), st.sets(st.integers(0, 12))), max_size=4),

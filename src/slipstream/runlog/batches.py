@@ -120,8 +120,8 @@ class BatchKeeper:
                 self._waiting.clear()
 
     def _kept(self, steps: Collection[int]) -> set[int]:
-        newest = sorted(steps)[-self._number :]
-        return {*newest, *(set(self._starts()) & set(steps))}
+        newest, starts = max(steps, default=0), self._starts()
+        return {step for step in steps if step > newest - self._number or step in starts}
 
     def _write_all(self) -> None:
         step = 0
