@@ -145,6 +145,9 @@ COMMAND_LINE = [
     ("trace finished", 2, "(?i)requires an argument"),
     ("ledger none", 2, "none holds no run: name a folder that `slipstream train` wrote"),
     ("ledger finished", 3, "finished has no ledger: name a run of reinforcement learning"),
+    ("replay none 0", 2, "none holds no run: name a folder that `slipstream train` wrote"),
+    ("replay finished 0", 2, "finished has no resolved.toml, .*: name another run"),
+    ("replay finished", 2, "(?i)requires an argument"),
 ]
 DATA_CASES = [
     ("sft sft.toml --data none.jsonl", 3, "none.jsonl cannot be read .*: correct data.path"),

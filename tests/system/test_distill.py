@@ -11,6 +11,7 @@ from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.launch.teacher import agreement_warning
+from slipstream.launch.tools.replay import replay
 from slipstream.runlog import read_events, read_metrics
 from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.view import make_view
@@ -179,3 +180,12 @@ def test_a_tiny_student_comes_nearer_to_a_trained_teacher(command, run_file, mod
     assert means[0] == pytest.approx(means[1], rel=0.2)
     event = next(event for event in read_events(tmp_path / "run") if event["kind"] == "teacher")
     assert "scores_at_temperature" in event["patches"]
+
+
+def test_a_replay_asks_no_teacher(pair, scripted):
+    """Its scores are in the batch."""
+    pair.run("--run.checkpoint_every", "2", "--run.keep_checkpoints", "2")
+    pair.teacher = None
+    found = replay(scripted.folder, 2)
+    assert (found.begins, found.batches, found.is_exact, found.tolerance) == ("step-000002", (2,), True, 0.0)
+    assert {each.name: each for each in found.metrics}["teacher/kl"].difference == 0.0

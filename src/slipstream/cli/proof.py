@@ -1,4 +1,4 @@
-"""The commands `verify`, `trace` and `ledger`, which prove what a run has done."""
+"""The commands `verify`, `trace`, `ledger` and `replay`, which prove what a run has done."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from slipstream.cli.output import Json, print_json, print_table
 
 if TYPE_CHECKING:
+    from slipstream.launch.tools.replay import Replay
     from slipstream.runlog.trace import Trace
 
 
@@ -119,6 +120,67 @@ def ledger(run: Annotated[Path, Parameter(help="The run folder.")], /, *, json: 
         ended = found.num("trained", "dropped", "cancelled")
         print(f"{found.num_begun} groups were begun, {ended} have ended and {found.num_open} have not")
     return 0
+
+
+def replay(
+    run: Annotated[Path, Parameter(help="The run folder.")],
+    step: Annotated[
+        int,
+        Parameter(help="The batch, counted from 0: that of the update from version STEP to STEP + 1."),
+    ],
+    /,
+    *,
+    json: Json = False,
+) -> int:
+    """Train again on a batch that a run has kept, and compare the loss with the one that was recorded.
+
+    For a loss that looks odd: the metrics of step 13 are those of batch 12. A run keeps its last run.keep_batches
+    batches, and those that follow the start model and each checkpoint that can be resumed from. The replay loads the
+    checkpoint before the batch, or the start model, and trains on all batches from there up to this one, by the run's
+    own code: in this process alone, so that a debugger stops in it, and without an engine, rewards or the environment.
+    It takes the memory of the trainer.
+
+    Prints the step's training metrics beside the recorded ones. The exit code is 0 where the loss is equal: bit for
+    bit on the CPU of the same machine with the same versions, elsewhere to 1e-4 in float32 and 1e-2 in bfloat16,
+    relative to the loss or to 1, whichever is larger. A step that ended the run with an error ends the replay with the
+    same. It changes nothing in the run folder.
+    """
+    from slipstream.launch.tools.replay import raise_unless_equal
+    from slipstream.launch.tools.replay import replay as train_again
+
+    found = train_again(Path(run), step)
+    if json:
+        metrics = {each.name: dataclasses.asdict(each) | {"difference": each.difference} for each in found.metrics}
+        print_json(dataclasses.asdict(found) | {"metrics": metrics, "is_exact": found.is_exact})
+    else:
+        _show_replay(found)
+    raise_unless_equal(found)
+    return 0
+
+
+def _show_replay(found: Replay) -> None:
+    last = found.batches[-1]
+    through = f"batch {last}" if len(found.batches) == 1 else f"batches {found.batches[0]} to {last}"
+    print(f"batch {found.step}, the update from version {found.step} to {found.step + 1}")
+    print(f"trained again on {through}, from {found.begins}, by {found.replayed_by}")
+    if found.made_by != found.replayed_by:
+        print(f"the run was made by {found.made_by}")
+    if found.no_signal:
+        print(f"the batch teaches nothing: {found.no_signal}")
+    print_table(
+        [
+            {
+                "metric": each.name,
+                "recorded": None if each.recorded is None else repr(each.recorded),
+                "replayed": None if each.replayed is None else repr(each.replayed),
+                "difference": each.difference,
+            }
+            for each in found.metrics
+        ]
+    )
+    if found.is_recorded and not found.wrong:
+        how = "bit for bit" if found.is_exact else f"to {found.tolerance:g}"
+        print(f"the loss is the recorded one, {how}")
 
 
 def _show_trace(found: Trace) -> None:

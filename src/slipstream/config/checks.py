@@ -90,6 +90,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     found["teacher"] = "applies to distill and other recipes of reinforcement learning, not to sft"
     found["run.streams"] = "applies to grpo, not to sft, whose batches no engine makes"
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
+    found["run.keep_batches"] = "applies to grpo, not to sft, whose batches follow from data and seed"
     found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
     for name in ("staleness", "order"):
         found[f"training.{name}"] = "applies to grpo, not to sft, whose batches no engine makes"

@@ -416,6 +416,9 @@ class RunSection(Section):
     keep_weights: bounds.Items = 2
     """Of how many of the newest checkpoints the weights are kept, for `chat`, `eval` and `export`; under
     `evaluation.patience` also those of the best one. At least as many as `keep_checkpoints`."""
+    keep_batches: Annotated[int, Field(ge=0, le=1000)] = 3
+    """How many of the batches trained on last are kept, for `slipstream replay`; also those that follow the start model
+    and each checkpoint that can be resumed from. A token takes about 20 bytes. 0: none."""
     async_checkpoints: bool | Literal["auto"] = "auto"
     """Write checkpoints beside training, from a copy in the machine's memory; `false`: training waits. `auto`: on a
     CPU, where there is memory for the copy, and with one rank."""

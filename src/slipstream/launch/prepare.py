@@ -79,17 +79,24 @@ class Prepared:
 
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """The run's sampling parameters; `temperature` replaces theirs (0: greedy, without top-p, top-k and min-p)."""
-        s = self.config.sampling
-        greedy = temperature == 0.0
-        return SamplingParams(
-            max_tokens=s.max_tokens,
-            temperature=s.temperature if temperature is None else temperature,
-            top_p=1.0 if greedy else s.top_p,
-            top_k=0 if greedy else s.top_k,
-            min_p=0.0 if greedy else s.min_p,
-            stop=s.stop,
-            stop_token_ids=tuple(self.tokenizer.stop_token_ids),
-        )
+        return sampling_of(self.config, temperature, self.tokenizer.stop_token_ids)
+
+
+def sampling_of(
+    config: PlannedConfig, temperature: float | None = None, stop_token_ids: Sequence[int] = ()
+) -> SamplingParams:
+    """See `Prepared.sampling`. Of the tokens that end a completion the loss does not depend."""
+    s = config.sampling
+    greedy = temperature == 0.0
+    return SamplingParams(
+        max_tokens=s.max_tokens,
+        temperature=s.temperature if temperature is None else temperature,
+        top_p=1.0 if greedy else s.top_p,
+        top_k=0 if greedy else s.top_k,
+        min_p=0.0 if greedy else s.min_p,
+        stop=s.stop,
+        stop_token_ids=tuple(stop_token_ids),
+    )
 
 
 def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:

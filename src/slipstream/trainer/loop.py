@@ -27,6 +27,7 @@ from slipstream.data.draws import Draws
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError
 from slipstream.progress import Progress
 from slipstream.runlog import sample_of
+from slipstream.runlog.batches import BatchKeeper
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.batch_trainer import BatchTrainer, NoSignal
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
@@ -162,6 +163,10 @@ class TrainingLoop:
         schedule = Schedule(run.checkpoint_every, self.config.training.steps)
         beside = run.async_checkpoints is True
         self._writer = CheckpointWriter(self.store, self.learner, self.critic, self.log, schedule, beside=beside)
+        self._batches = None
+        if run.keep_batches and isinstance(self.config.algorithm, RLConfig):
+            device, folder = self.learner.model.device.type, self.log.folder
+            self._batches = BatchKeeper(folder, run.keep_batches, device, self._replay_starts, self.log.warning)
 
     def resume(self, checkpoint: Path) -> None:
         """Continue after `checkpoint`."""
@@ -208,6 +213,8 @@ class TrainingLoop:
             raise
         finally:
             self._writer.close()
+            if self._batches is not None:
+                self._batches.close()
             garbage_collection.unfreeze()
 
     def _run(self) -> None:
@@ -294,6 +301,8 @@ class TrainingLoop:
                 self.progress.message(text)
             else:
                 self.log.warning(text, step=self.step)
+        if self._batches is not None:
+            self._batches.keep(batch)
         result = self._trainer.train(batch)
         self.draws.use(batch.draws)
         if result.no_signal is not None:
@@ -304,6 +313,11 @@ class TrainingLoop:
         if result.credit is not None:
             self._keep_samples(batch, result.credit)
         return result.metrics
+
+    def _replay_starts(self) -> set[int]:
+        """The steps at which a replay can start: of the start model, of a checkpoint that may still be being written,
+        and of those that can be resumed from."""
+        return {0, self._saved_step, *self.store.resumable_steps()}
 
     def _fence(self) -> None:
         if self.engine is not None:

@@ -142,13 +142,24 @@ class CheckpointStore:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def latest(self, *, resumable: bool = True) -> Path | None:
-        """The newest complete checkpoint that can be resumed from, or with `resumable` false, that has weights; None if
-        there is none."""
+    def latest(self, *, resumable: bool = True, until: int | None = None) -> Path | None:
+        """The newest complete checkpoint, of step `until` or before if given, that can be resumed from, or with
+        `resumable` false, that has weights; None if there is none."""
         for path in reversed(self._named()):
+            if until is not None and _step_of(path) > until:
+                continue
             if damage(path) is None and (has_state(path) or not resumable):
                 return path
         return None
+
+    def resumable_steps(self) -> list[int]:
+        """The steps of the checkpoints that have their resume state, whole or not, in order; any thread may ask."""
+        found: set[int] = set()
+        for path in self._named():
+            with contextlib.suppress(OSError, ValueError, KeyError):  # it may be being removed
+                if has_state(path):
+                    found.add(_step_of(path))
+        return sorted(found)
 
     def why_none(self) -> str:
         """Why the newest checkpoint cannot be resumed from; empty if there is no checkpoint."""
@@ -212,7 +223,7 @@ class CheckpointStore:
         found = {path: _STEP.fullmatch(path.name) for path in self.folder.glob("step-*")}
         return sorted(
             (path for path, match in found.items() if match),
-            key=lambda path: (int(path.name.removeprefix("step-").removesuffix(".old")), -len(path.name)),
+            key=lambda path: (_step_of(path), -len(path.name)),
         )
 
     def _remove_old(self, newest: Path) -> None:
@@ -231,6 +242,10 @@ class CheckpointStore:
                 shutil.rmtree(doomed)
             elif path not in with_state:
                 _remove_state(path)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-").removesuffix(".old"))
 
 
 def damage(path: Path) -> str | None:
