@@ -1,0 +1,235 @@
+"""Commands to a generating side in another process: answers, failures, cancellation, notices, either side's end."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from slipstream.errors import DataError, DeadlineError, Interrupted, OrchestratorError, WeightsError
+from slipstream.orchestrator import control, remote
+from slipstream.orchestrator.evaluate import Evaluation
+from slipstream.orchestrator.remote import NoticeLog, NoticeProgress, Outbox, RemoteCaller, serve
+from slipstream.records import ApplyReport, ParameterSpec, Rollout, Ticket, Version
+from slipstream.records import Sequence as TokenSequence
+from slipstream.transport import FileStreams, MemoryTransport, open_transport
+
+from .executors import executor_of
+
+TICKET = Ticket(Version(0, 3, "abc"), "disk", "/somewhere", (ParameterSpec("w", (2, 3), "float32", "ff"),), 24)
+
+
+class Sides:
+    """Both sides over one pair of queues: the other one in a thread with an event loop of its own."""
+
+    def __init__(self, transports):
+        self.requests, self.messages = transports
+        self.outbox, self.heard, self.reason = Outbox(), [], ""
+        self.should_stop = threading.Event()
+        self.thread = None
+
+    def serve(self, executor):
+        async def main():
+            await serve(executor, self.requests[1], self.messages[1], self.outbox)
+
+        self.thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+        self.thread.start()
+        self.caller = RemoteCaller(
+            self.requests[0],
+            self.messages[0],
+            on_notice=self.heard.append,
+            ended=lambda: self.reason,
+            should_stop=self.should_stop.is_set,
+        )
+        return self.caller
+
+    def end(self):
+        if self.thread is not None and self.thread.is_alive() and not self.reason:
+            self.caller.call(control.Close(5), control.Done, 20.0, "the end", may_stop=False)
+            self.thread.join(20.0)
+            assert not self.thread.is_alive()
+        self.caller.close()
+
+
+@pytest.fixture(params=["memory", "files"])
+def sides(request, tmp_path):
+    def both(topic, kind):
+        if request.param == "memory":
+            queue = MemoryTransport(remote.PLACES)
+            return queue, queue
+        return tuple(open_transport(FileStreams(tmp_path), topic, kind, capacity=remote.PLACES) for _ in range(2))
+
+    made = Sides((both("requests", remote.Request), both("messages", remote.Message)))
+    yield made
+    made.end()
+
+
+def evaluation():
+    sequence = TokenSequence([1, 2, 3], [False, True, True], [0.0, -0.5, -1.25])
+    return Evaluation(2, 1, 0, 0.5, 2.0, 0.0, [Rollout("e", "t", "g", [sequence], 1.0, "done")])
+
+
+class Engine:
+    """Answers as an engine would."""
+
+    is_up, is_in_memory_only = True, False
+
+    async def held(self):
+        return Version(0, 2, "dd")
+
+    async def joined(self):
+        return 4
+
+    def take_metrics(self):
+        return {"replica_0/requests": 2.0}
+
+
+class Versions:
+    def __init__(self):
+        self.released = []
+
+    async def apply(self, ticket):
+        if ticket.version.step == 9:
+            raise WeightsError("the engine holds another version")
+        return ApplyReport(ticket.version, num_bytes=ticket.num_bytes)
+
+    async def release(self, step):
+        self.released.append(step)
+
+
+async def probe():
+    return [TokenSequence([1, 2], [False, True], [0.0, -0.1])]
+
+
+async def evaluated():
+    return evaluation()
+
+
+def test_answers_are_those_of_the_executor(sides):
+    versions = Versions()
+    caller = sides.serve(executor_of(Engine(), versions, probe=probe, evaluate=evaluated, teacher_digest="t"))
+    applied = caller.call(control.Apply(TICKET), control.Applied, 20.0, "the version")
+    assert applied.report == ApplyReport(TICKET.version, num_bytes=24)
+    assert applied.probe == asyncio.run(probe())
+    assert applied.metrics == {"replica_0/requests": 2.0}
+    assert caller.call(control.Evaluate(), control.Evaluated, 20.0, "it").evaluation == evaluation()
+    assert caller.call(control.AskHeld(), control.Held, 20.0, "it").version == Version(0, 2, "dd")
+    assert caller.call(control.AskJoined(), control.Joined, 20.0, "it").count == 4
+    assert caller.call(control.AskTeacher(), control.TeacherDigest, 20.0, "it").digest == "t"
+    assert caller.engine_state(settles=False) == control.EngineState(True, False)
+    caller.submit(control.Release(4, 2)).result(20.0)
+    assert versions.released == [4]
+
+
+def test_failures_come_as_what_they_were(sides):
+    async def evaluate():
+        raise ValueError("a bug")
+
+    caller = sides.serve(executor_of(Engine(), Versions(), evaluate=evaluate))
+    wrong = Ticket(Version(0, 9), "disk", "", ())
+    with pytest.raises(WeightsError, match=r"^the engine holds another version$"):
+        caller.call(control.Apply(wrong), control.Applied, 20.0, "it")
+    with pytest.raises(RuntimeError, match=r"ValueError: a bug .*orchestrator\.log"):
+        caller.call(control.Evaluate(), control.Evaluated, 20.0, "it")
+    with pytest.raises(TypeError, match="answered Held and not Joined"):
+        caller.call(control.AskHeld(), control.Joined, 20.0, "it")
+
+
+def test_commands_overlap_and_one_that_nobody_waits_for_is_cancelled(sides):
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def make_batches(command):
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    caller = sides.serve(executor_of(Engine(), Versions(), make_batches=make_batches))
+    making = caller.submit(control.MakeBatches(0, 5))
+    assert begun.wait(20.0)
+    assert caller.call(control.AskJoined(), control.Joined, 20.0, "it").count == 4
+    with pytest.raises(DeadlineError, match="the batches did not end within 0 s"):
+        caller.wait(making, control.Done, 0.4, "the batches")
+    assert cancelled.wait(20.0)
+    begun.clear()
+    sides.should_stop.set()
+    with pytest.raises(Interrupted, match="--resume"):
+        caller.call(control.MakeBatches(0, 5), control.Done, 60.0, "the batches")
+    sides.should_stop.clear()
+
+
+def test_notices_come_in_order_and_before_the_reply_that_follows_them(sides, tmp_path):
+    log, progress = NoticeLog(sides.outbox, tmp_path, 2), NoticeProgress(sides.outbox)
+    ended = 0
+
+    async def start():
+        nonlocal ended
+        progress.phase("generate", 8)
+        for _ in range(3):
+            progress.advance()
+            ended += 1
+        log.event("engine", patches=["a", "b"], path=tmp_path)
+        log.warning("look", step=1)
+        progress.end_phase()
+
+    caller = sides.serve(executor_of(Engine(), Versions(), start=start, num_ended=lambda: ended))
+    caller.call(control.Start(), control.Done, 20.0, "it")
+    assert sides.heard == [
+        remote.Progressed("phase", ["generate", 8]),
+        remote.Progressed("advance", [3]),
+        remote.Event("engine", {"patches": ["a", "b"], "path": str(tmp_path)}),
+        remote.Event("warning", {"message": "look", "step": 1}),
+        remote.Progressed("end_phase", []),
+    ]
+    assert caller.activity() == 3
+    log.event("later")
+    until = time.monotonic() + 20.0
+    while len(sides.heard) < 6 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert sides.heard[-1] == remote.Event("later", {}), "told without a reply"
+
+
+def test_the_other_sides_end_fails_what_waits_and_what_comes(sides):
+    async def forever(command):
+        await asyncio.sleep(60)
+
+    caller = sides.serve(executor_of(Engine(), Versions(), make_batches=forever))
+    making = caller.submit(control.MakeBatches(0, 5))
+    sides.reason = "ended with code -9; its log is orchestrator.log"
+    with pytest.raises(OrchestratorError, match="the orchestrator ended with code -9; its log is"):
+        making.result(20.0)
+    with pytest.raises(OrchestratorError, match="code -9"):
+        caller.call(control.AskHeld(), control.Held, 20.0, "it")
+    assert caller.engine_state(settles=True) == control.EngineState(False, True)
+
+
+def test_a_close_cancels_what_goes_on_and_writes_the_rest(sides):
+    done = []
+
+    async def make_batches(command):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            done.append("cancelled")
+
+    caller = sides.serve(
+        executor_of(Engine(), Versions(), make_batches=make_batches, close=lambda step: done.append(step))
+    )
+    making = caller.submit(control.MakeBatches(0, 5))
+    caller.call(control.Close(3), control.Done, 20.0, "the end")
+    sides.thread.join(20.0)
+    assert done in (["cancelled", 3], [3]), "3: the command had not begun"
+    assert not sides.thread.is_alive()
+    assert not making.done() or making.exception() is None
+
+
+def test_a_close_that_cannot_write_says_so(sides):
+    def close(step):
+        raise DataError("the disk is full")
+
+    caller = sides.serve(executor_of(Engine(), Versions(), close=close))
+    with pytest.raises(DataError, match="the disk is full"):
+        caller.call(control.Close(3), control.Done, 20.0, "the end")
+    sides.thread.join(20.0)

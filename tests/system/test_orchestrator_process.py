@@ -1,0 +1,200 @@
+"""Runs whose rollouts are generated in a process of their own: the same numbers, and what the death of a part does."""
+
+import json
+import signal
+import subprocess
+import threading
+
+import pytest
+
+from slipstream.config import PlannedConfig, RunConfig
+from slipstream.errors import OrchestratorError, StartsAgain
+from slipstream.launch.parts import child, process
+from slipstream.launch.recovery import restarts
+from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.runlog.ledger import balance
+
+from .test_real_runs import COIN, ENDLESS, check_run, num_steps
+
+FILES = ("--run.streams", "files")
+OPTIONS = ("--training.steps", "5", "--run.checkpoint_every", "2", "--weights.bridge", "disk")
+_TIMES = ("time/", "throughput/", "update/stall", "memory/")
+
+
+@pytest.fixture
+def beside(monkeypatch, scripted):
+    """The orchestrator in a thread of this process, with a scripted engine; what stands for its process can be
+    killed."""
+    began = []
+
+    def launch(self):
+        sleeper = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, start_new_session=True)
+        run = self._run
+        settings = process.Settings(
+            run.prepared.loaded.config.model_dump_json(),
+            run.config.model_dump_json(),
+            str(run.folder.absolute()),
+            run.log.lineage,
+            run.stages.began,
+        )
+
+        def serve():
+            try:
+                child.carry_out(settings, run.prepared, run.make_engine)
+            finally:
+                sleeper.terminate()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        began.append((sleeper, thread))
+        return sleeper
+
+    monkeypatch.setattr(process.OrchestratorProcess, "_launch", launch)
+    yield began
+    for sleeper, thread in began:
+        sleeper.kill()
+        sleeper.wait(20)
+        thread.join(20)
+
+
+def numbers(rows):
+    return [
+        {name: value for name, value in row.items() if not name.startswith(_TIMES) and name != "time"} for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--training.staleness", "2", "--training.order", "data"), ("--algorithm.max_refills", "2")],
+    ids=["lock-step", "stale", "refills"],
+)
+def test_the_numbers_are_those_of_one_process(scripted, beside, options, tmp_path):
+    first = scripted.run(*OPTIONS, *options)
+    alone = numbers(scripted.metrics)
+    assert (first.status, scripted.error) == ("finished", None)
+    scripted.folder = tmp_path / "apart"
+    second = scripted.run(*OPTIONS, *options, *FILES)
+    assert (second.status, scripted.error) == ("finished", None)
+    assert len(beside) == 1
+    assert numbers(scripted.metrics) == alone
+    assert [each["digest"] for each in scripted.events("apply")]
+    assert balance(scripted.folder).num_open == 0
+    assert not (scripted.folder / "streams").exists()
+    assert not beside[0][1].is_alive()
+
+
+def test_its_failures_are_the_runs(scripted, beside):
+    def change(engine):
+        def on_request(request):
+            if engine.version is not None and engine.version.step == 2 and not request.id.startswith("probe"):
+                engine.is_alive = False
+
+        engine.on_request = on_request
+
+    report = scripted.run(*OPTIONS, *FILES, "--inference.max_restarts", "0", change=change)
+    assert (report.status, report.error, report.exit_code) == ("failed", "EngineError", 5)
+    assert "inference.max_restarts = 0" in report.message
+    assert not (scripted.folder / "streams").exists()
+
+
+def test_its_death_begins_the_run_again_from_the_last_checkpoint(scripted, beside, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+
+    def change(engine):
+        def on_request(request):
+            if engine.version is not None and engine.version.step == 3:
+                beside[0][0].kill()
+                threading.Event().wait(1.0)
+
+        engine.on_request = on_request
+
+    with pytest.raises(StartsAgain):
+        scripted.run(*OPTIONS, *FILES, change=change)
+    (told,) = scripted.events("restart")
+    assert told["checkpoint"] == "step-000002"
+    assert "the orchestrator ended with code -9" in told["reason"]
+    report = scripted.run(*OPTIONS, *FILES, resume=True)
+    assert (report.status, report.step, report.restarts) == ("finished", 5, 1)
+    assert [row["step"] for row in scripted.metrics] == list(range(6))
+    assert balance(scripted.folder).num_open == 0
+    assert OrchestratorError.is_retriable
+
+
+def test_another_plan_is_refused(scripted, run_file):
+    from slipstream.config import load_config
+    from slipstream.errors import ConfigError
+    from slipstream.launch.prepare import prepare
+
+    prepared = prepare(load_config(run_file))
+    config = RunConfig.model_validate_json(prepared.loaded.config.model_dump_json())
+    planned = PlannedConfig.model_validate_json(prepared.config.model_dump_json())
+    assert child.plan_again(config, planned).config == prepared.config
+    other = planned.model_copy(update={"sampling": planned.sampling.model_copy(update={"temperature": 0.5})})
+    with pytest.raises(ConfigError, match=r"other settings than the trainer in \[sampling\]"):
+        child.plan_again(config, other)
+
+
+@pytest.mark.engine
+@pytest.mark.real_start
+def test_with_real_vllm_its_death_and_the_end(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    often = ("--run.checkpoint_every", "3", "--training.staleness", "1", "--training.steps", "40")
+    run = command("train", run_file, *COIN, *FILES, *often, "--run.folder", folder, "--json")
+    run.until(lambda: num_steps(folder) >= 5)
+    (orchestrator,) = run.running("slipstream.launch.parts.child")
+    engines = run.engines()
+    assert engines
+    orchestrator.kill()
+    code, out, err = run.wait()
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["steps"] == 40
+    check_run(folder, steps=40)
+    assert sum(event["kind"] == "restart" for event in read_events(folder)) == 1
+    found = balance(folder)
+    assert found.num_open == 0
+    assert found.num("trained") >= 40 * 4
+    assert run.left_behind() == []
+    assert not (folder / "streams").exists()
+    assert not any("slipstream-orchestrator" in path.name for path in tmp_path.parent.iterdir())
+    stages = [event["name"] for event in read_events(folder) if event["kind"] == "stage"]
+    assert "start vLLM: import vLLM" in stages
+    assert "wait for vLLM" in stages
+
+
+@pytest.mark.engine
+@pytest.mark.real_start
+@pytest.mark.full
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_however_the_trainer_ends_nothing_outlives_it(command, run_file, tmp_path, ending):
+    folder = tmp_path / "run"
+    run = command("train", run_file, *COIN, *FILES, *ENDLESS, "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 3)
+    run.children()
+    run.process.send_signal(ending)
+    run.wait()
+    assert run.left_behind() == []
+    if ending == signal.SIGINT:
+        assert read_exit(folder).status == "interrupted"
+        assert balance(folder).num("running") == 0
+        return
+    again = command(
+        "train", run_file, *COIN, *FILES, "--training.steps", num_steps(folder) + 2, "--run.folder", folder,
+        "--resume=auto",
+    )  # fmt: skip
+    code, _, err = again.wait()
+    assert code == 0, err
+    assert again.left_behind() == []
+
+
+@pytest.mark.engine
+@pytest.mark.full
+@pytest.mark.parametrize("bridge", ["broadcast", "single_copy", "lora", "restart"])
+def test_every_bridge(command, run_file, tmp_path, bridge):
+    folder = tmp_path / "run"
+    how = ("--lora.rank", "4") if bridge == "lora" else ("--weights.bridge", bridge)
+    run = command("train", run_file, *COIN, *FILES, "--training.steps", "3", *how, "--run.folder", folder)
+    code, _, err = run.wait()
+    assert code == 0, err
+    check_run(folder, steps=3)
+    assert all(row["probe/abs_logprob_diff"] < 1e-3 for row in read_metrics(folder))
+    assert run.left_behind() == []
