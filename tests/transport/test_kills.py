@@ -19,7 +19,7 @@ from .conftest import open_in
 CAPACITY = 3
 PLENTY_S = 60.0
 OUTSIDE = {"open", "close", "flock", "listdir", "pwrite", "ftruncate", "rename", "replace", "unlink", "link", "read"}
-OUTSIDE |= {"connect", "sendall", "recv", "recv_into"}
+OUTSIDE |= {"write", "truncate", "chmod", "mkdir", "connect", "send", "sendall", "recv", "recv_into"}
 PIECES = {("recv", "recv"), ("recv_into", "recv_into")}
 WALK = ("put", "put", "take", "ack", "put", "put", "take", "take", "requeue", "take", "ack", "put", "take", "requeue")
 PROCESSES = multiprocessing.get_context("forkserver")
