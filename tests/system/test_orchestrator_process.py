@@ -148,7 +148,7 @@ def test_with_real_vllm_its_death_and_the_end(command, run_file, tmp_path):
     code, out, err = run.wait()
     assert code == 0, err
     assert json.loads(out.splitlines()[-1])["steps"] == 40
-    check_run(folder, steps=40)
+    assert [row["step"] for row in read_metrics(folder)] == list(range(41))
     assert sum(event["kind"] == "restart" for event in read_events(folder)) == 1
     found = balance(folder)
     assert found.num_open == 0
@@ -195,6 +195,9 @@ def test_every_bridge(command, run_file, tmp_path, bridge):
     run = command("train", run_file, *COIN, *FILES, "--training.steps", "3", *how, "--run.folder", folder)
     code, _, err = run.wait()
     assert code == 0, err
-    check_run(folder, steps=3)
+    if bridge == "lora":  # the checkpoint's weights are an adapter's
+        assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3]
+    else:
+        check_run(folder, steps=3)
     assert all(row["probe/abs_logprob_diff"] < 1e-3 for row in read_metrics(folder))
     assert run.left_behind() == []
