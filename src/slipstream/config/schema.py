@@ -423,6 +423,10 @@ class RunSection(Section):
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast`; not when one died
     at the same step before. 0: never, and the run ends."""
+    grace_s: bounds.Seconds = 30.0
+    """After SIGTERM, and after SIGUSR1, by which a scheduler warns of a job's end, the run writes a checkpoint and the
+    process ends within so many seconds: where the step under way or the write takes longer, on the last whole
+    checkpoint. Ctrl-C waits for both."""
     save_samples: bounds.Items = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     placement: Literal["auto", "shared", "separate"] = "auto"

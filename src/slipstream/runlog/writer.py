@@ -110,6 +110,11 @@ class RunLog:
         return self._step
 
     @property
+    def has_exit(self) -> bool:
+        """Whether it is written how the run ended, or goes on in another process."""
+        return self._has_exit
+
+    @property
     def phases(self) -> list[str]:
         """The phases that have begun and not ended, outermost first."""
         with self._guard:
