@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -427,6 +428,13 @@ def test_an_engine_that_hangs_is_not_waited_for(scripted):
     report = scripted.run("--inference.request_timeout_s", "0.5", change=change)
     assert (report.error, report.exit_code) == ("DeadlineError", 5)
     assert report.seconds < 300, "a request may take 600 s by itself"
+    (event,) = scripted.events("stacks")
+    assert {name.rpartition("-")[0] for name in event["asked"]} == {"run", "reward", "reward-guard"}
+    assert event["missing"] == {}
+    assert f"wrote the stacks of all threads into {event['folder']}" in report.message
+    (stacks,) = Path(event["folder"]).glob("run-*.txt")
+    assert "runlog/heartbeat.py" in stacks.read_text()
+    assert "Current thread" in stacks.read_text()
 
 
 EVERY_STEP = ("--evaluation.every", "1", "--training.steps", "6", "--run.keep_checkpoints", "1")

@@ -43,7 +43,7 @@ from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.thread import Orchestrator
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
-from slipstream.runlog import RunLog, read_events, read_settings
+from slipstream.runlog import RunLog, read_events, read_settings, stacks
 from slipstream.runlog.heartbeat import Beating
 from slipstream.sinks import MetricSinks, run_of
 from slipstream.weights.bridges.single_copy import SharedWeights
@@ -92,6 +92,7 @@ def train(
         StopRequest(on_first=grace.say_first, grace=grace) as stop,
         RunLog.create(folder, resume=resume) as log,
         Beating(log),
+        stacks.kept_in(folder),
         trainer_logs_as_events(log),
     ):
         grace.log = log
@@ -139,7 +140,7 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
     config, loop = run.config, None
     with Children(run) as children:
         try:
-            with reports_out_of_memory(run.prepared, run.log):
+            with reports_out_of_memory(run.prepared, run.log), stacks.asked_at_deadlines(run.log):
                 begins = f"starting vLLM (its log: {run.folder / 'logs'}) and " if run.prepared.uses_engine else ""
                 run.progress.message(f"{begins}loading the model")
                 if run.prepared.uses_engine and config.weights.bridge != "restart":
