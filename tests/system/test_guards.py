@@ -8,6 +8,8 @@ import math
 import os
 import shutil
 import signal
+import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -557,3 +559,29 @@ def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scr
     assert len(generated) < 6 * 4 - 2 * 4, "what was ready is not generated again"
     groups = [sample["id"].rpartition(".")[0] for sample in read_samples(scripted.folder)]
     assert len(set(groups)) == 6 * 4
+
+
+def test_prometheus_is_served_while_the_run_lives(scripted):
+    pages = []
+
+    def change(engine):
+        def on_request(request):
+            events = scripted.events("metrics_server")
+            if events and len(scripted.metrics) >= 3:
+                with urllib.request.urlopen(events[0]["url"], timeout=10) as answer:
+                    pages.append(answer.read().decode())
+
+        engine.on_request = on_request
+
+    report = scripted.run(*WITHOUT_EVALUATION, "--run.metrics_port", "0", "--run.name", "mine", change=change)
+    assert report.status == "finished"
+    assert 'slipstream_rollouts_trained_total{run="mine",lineage="0"} 32.0' in pages[-1]
+    assert 'slipstream_step{run="mine",lineage="0"} 2.0' in pages[0]
+
+
+def test_a_port_in_use_is_told_before_anything_begins(scripted):
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(AttributeError):  # there is no exit report
+        scripted.run("--run.metrics_port", str(other.getsockname()[1]))
+    assert isinstance(scripted.error, ConfigError)
+    assert "run.metrics_port" in str(scripted.error)
+    assert not scripted.folder.exists()

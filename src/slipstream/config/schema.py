@@ -440,10 +440,14 @@ class RunSection(Section):
     """Where each step's metrics go beside the run folder; each is an extra to install."""
     sink_samples: bool = True
     """Send the kept rollouts there too, with each evaluation: a table in W&B and Trackio, text in TensorBoard."""
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    """Serve the newest metrics for Prometheus at `http://127.0.0.1:<port>/metrics`, for this machine only, while the
+    run lives; 0: any free port, which the run tells. Not set: no server."""
     project: str = ""
     """Project in W&B and Trackio. Not set: WANDB_PROJECT or TRACKIO_PROJECT, or else `slipstream`."""
     name: str = ""
-    """The run's name there. Not set: WANDB_NAME in W&B, or else the name of the run folder."""
+    """The run's name there, and its label for Prometheus. Not set: WANDB_NAME in W&B, or else the name of the run
+    folder."""
     entity: str = ""
     """Team or user in W&B. Not set: WANDB_ENTITY, or else your default one."""
     max_steps_without_signal: bounds.Items = 20

@@ -46,6 +46,7 @@ from slipstream.records import SamplingParams
 from slipstream.runlog import RunLog, read_events, read_settings, stacks
 from slipstream.runlog.heartbeat import Beating
 from slipstream.sinks import MetricSinks, run_of
+from slipstream.sinks.prometheus import MetricsServer
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def train(
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
     grace = GraceEnd(prepared.config.run.grace_s, progress, last_words)
     with (
+        MetricsServer(prepared.config.run.metrics_port) as server,
         StopRequest(on_first=grace.say_first, grace=grace) as stop,
         RunLog.create(folder, resume=resume) as log,
         Beating(log),
@@ -117,6 +119,9 @@ def train(
             if prepared.config.run.sink_samples:
                 log.on_sample(sinks.put_sample)
             log.listen(stages.on_row)
+            server.serve(log, prepared.config.run.name or folder.resolve().name)
+            if server.url:
+                progress.message(f"metrics for Prometheus: {server.url}")
             stages.attach(log, progress)
             progress.start(title_of(prepared.config), prepared.config.training.steps, step)
             try:
