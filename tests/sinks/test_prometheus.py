@@ -13,7 +13,7 @@ from slipstream.runlog import RunLog, read_events
 from slipstream.runlog.heartbeat import Beating
 from slipstream.sinks.prometheus import CONTENT_TYPE, Family, MetricsServer, families_of, render
 
-ROW = {"rollout/num": 8.0, "rollout/length": 2.5, "dropped/stale": 3.0, "reward/mean": 0.25}
+ROW = {"rollout/num": 8.0, "rollout/length": 2.5, "dropped/stale": 3.0, "retry/late": 1.0, "reward/mean": 0.25}
 
 
 def get(url):
@@ -79,6 +79,7 @@ def test_the_newest_row_and_what_all_rows_add_up_to(tmp_path):
         assert found["slipstream_tokens_trained_total",] == 40
         assert found["slipstream_rollouts_dropped_total", "stale"] == 7
         assert found["slipstream_rollouts_dropped_total", "surplus"] == 2
+        assert found["slipstream_requests_retried_total", "late"] == 3
         assert ("slipstream_train_loss",) not in found, "of an older row"
         assert 0 <= found["slipstream_progress_age_seconds",] < 60
         deadline = time.monotonic() + 30

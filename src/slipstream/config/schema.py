@@ -329,6 +329,10 @@ class InferenceConfig(Section):
     request_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
     """How long one completion may take. `auto`: several times what `sampling.max_tokens` take on a slow machine; at
     least 300. An engine that is dead or frozen is found long before."""
+    request_retries: Annotated[int, Field(ge=0, le=100)] = 5
+    """How often a rollout's request is tried again, with the same seed, that the engine aborted, refused for the moment
+    or did not finish in time: after 1 s, 2 s, ... up to 30 s, and within twice `request_timeout_s`. What it refuses for
+    good, such as a prompt longer than its context, is not tried again."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
     """How often each engine, once dead, is started again on the last published version before the run fails."""
     patches: Literal["auto", "checked", "required", "all"] = "auto"

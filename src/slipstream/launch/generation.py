@@ -11,7 +11,7 @@ from slipstream.config import needs_engine_logprobs
 from slipstream.config.traits import apply_timeout_s, update_phase
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import SlipstreamError
-from slipstream.launch.batch_order import BatchOrder, waits_of
+from slipstream.launch.batch_order import BatchOrder, retries_of, waits_of
 from slipstream.launch.children import Children, RunContext
 from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.engines import RunEngine
@@ -180,6 +180,7 @@ def _runner(run: RunContext, engine: RunEngine, scorer: ScorerPool) -> RolloutRu
         engine,
         request_timeout_s=config.inference.request_timeout_s,
         run_timeout_s=config.environment.run_timeout_s,
+        retries=retries_of(config, lambda reason: run.log.count({f"retry/{reason}": 1.0})),
     )
 
 

@@ -72,6 +72,7 @@ class Totals:
     rollouts: float = 0.0
     tokens: float = 0.0
     dropped: dict[str, float] = field(default_factory=dict[str, float])
+    retried: dict[str, float] = field(default_factory=dict[str, float])
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count one row of metrics. A batch that was skipped was not trained on."""
@@ -81,16 +82,22 @@ class Totals:
             self.tokens += round(num * (row.get("rollout/length") or 0.0)) or row.get("train/num_tokens") or 0.0
         for name, value in row.items():
             group, _, reason = name.partition("/")
-            if group == "dropped":
-                self.dropped[reason] = self.dropped.get(reason, 0.0) + (value or 0.0)
+            counts = {"dropped": self.dropped, "retry": self.retried}.get(group)
+            if counts is not None:
+                counts[reason] = counts.get(reason, 0.0) + (value or 0.0)
 
     def families(self) -> list[Family]:
         """As metrics; those that no row had are left out."""
-        reasons = [({"reason": reason}, count) for reason, count in sorted(self.dropped.items())]
+
+        def by_reason(counts: Mapping[str, float]) -> list[tuple[dict[str, str], float]]:
+            return [({"reason": reason}, count) for reason, count in sorted(counts.items())]
+
+        dropped, retried = by_reason(self.dropped), by_reason(self.retried)
         found = [
             Family("slipstream_rollouts_trained_total", "Rollouts trained on.", "counter", [({}, self.rollouts)]),
             Family("slipstream_tokens_trained_total", "Tokens trained on.", "counter", [({}, self.tokens)]),
-            Family("slipstream_rollouts_dropped_total", "Rollouts not trained on, by reason.", "counter", reasons),
+            Family("slipstream_rollouts_dropped_total", "Rollouts not trained on, by reason.", "counter", dropped),
+            Family("slipstream_requests_retried_total", "Requests tried again, by reason.", "counter", retried),
         ]
         return [family for family in found if any(value for _, value in family.values)]
 
