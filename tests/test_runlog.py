@@ -687,3 +687,14 @@ def test_samples_of_older_runs_are_found_by_the_ids_of_newer_ones(tmp_path):
     assert trace(record, "2.0.1").task == "train/9"
     with pytest.raises(ConfigError, match=r"name one of 2\.0\.1, eval\.0\.1, eval\.2\.1, as"):
         trace(record, "eval.1")
+
+
+def test_counts_add_up_until_the_next_row(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        log.count({"retry/late": 1.0})
+        log.count({"retry/late": 2.0, "retry/refused": 1.0})
+        log.note({"retry/refused": 4.0})
+        log.metrics(1, {"train/loss": 0.5})
+        log.metrics(2, {"train/loss": 0.25})
+    first, second = runlog.read_metrics(tmp_path / "run")
+    assert (first["retry/late"], first["retry/refused"], "retry/late" in second) == (3.0, 5.0, False)

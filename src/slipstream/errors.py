@@ -112,7 +112,8 @@ class OutOfMemory(SlipstreamError):
 
 
 class Interrupted(SlipstreamError):
-    """Ctrl-C or SIGTERM: a checkpoint was written and the child processes were stopped."""
+    """Ctrl-C, SIGTERM or SIGUSR1: the child processes were stopped, after a checkpoint was written if there was time
+    for it (`run.grace_s`)."""
 
     exit_code = 130
     failure_class = "stopped"

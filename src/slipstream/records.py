@@ -27,6 +27,14 @@ Outcome = Literal[
     "environment_error",  # the environment raised; never trained on
     "cancelled",
 ]
+AbortCause = Literal[
+    "",  # not aborted, or nobody says why: never tried again
+    "aborted",  # vLLM dropped it
+    "refused",  # the engine was out of service, before it began or when it could have answered
+    "late",  # its deadline passed
+    "invalid",  # vLLM cannot compute it: a prompt longer than the context, a parameter out of range; never tried again
+]
+"""Why a request has no completion."""
 NON_FINITE = "non_finite"
 """Metric of a rollout or batch: how many metrics were left out because they were not finite."""
 TRAINABLE_OUTCOMES: frozenset[str] = frozenset({"done", "truncated"})
@@ -293,6 +301,8 @@ class Completion(msgspec.Struct):
     """The decoded completion up to its stop string, if stop strings were requested; otherwise empty."""
     error: str = ""
     """Why it was aborted: its deadline passed, or the engine refused it."""
+    cause: AbortCause = ""
+    """The same for programs."""
     contradiction: str = ""
     """What contradicts itself in the engine's answer; the engine then answers no further requests."""
     prompt_logprobs: list[float] | None = None

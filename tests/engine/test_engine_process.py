@@ -70,6 +70,7 @@ def test_a_request_past_its_deadline_is_aborted_inside_the_engine_too(live):
     late = [completion for completion in completions if completion.finish_reason == "abort"]
     assert late
     assert all("deadline" in completion.error for completion in late)
+    assert {completion.cause for completion in late} == {"late"}
     wait_until_idle(live)
 
 
@@ -108,7 +109,7 @@ def test_a_prompt_that_is_too_long_concerns_its_caller_only(live):
     long = GenerateRequest("long", list(range(1, 90)) * 5, SamplingParams(max_tokens=8))
     short = GenerateRequest("short", PROMPTS[0], SamplingParams(max_tokens=8))
     refused, answered = live.generate(long, short)
-    assert refused.finish_reason == "abort"
+    assert (refused.finish_reason, refused.cause) == ("abort", "invalid")
     assert "refused" in refused.error
     assert answered.finish_reason in ("stop", "length")
 

@@ -21,6 +21,7 @@ from slipstream.errors import ConfigError, RankError, TrainingError, ZeroGradien
 from slipstream.launch.build import build, build_objective, build_sharded
 from slipstream.launch.ranks.processes import RankProcesses
 from slipstream.records import SamplingParams
+from slipstream.runlog import stacks
 from slipstream.trainer.checkpoints.state_files import read_state
 from slipstream.trainer.model.tiny_qwen3 import new_model
 from slipstream.trainer.packing import StepBatch, ValueTargets
@@ -280,6 +281,9 @@ def test_what_goes_wrong_on_all_ranks_alike_and_one_that_is_killed(model, tmp_pa
         next(weights)
         weights.close()
         assert one_step(parts, config, BATCHES[1])["grad_norm"] > 0
+        (answer,) = stacks.ask(tmp_path / "stacks")
+        assert (answer.name, answer.missing) == (f"rank-1-{crew.pids[0]}", "")
+        assert "child.py" in (tmp_path / "stacks" / f"{answer.name}.txt").read_text()
         crew._ranks[0].process.send_signal(signal.SIGKILL)
         crew._ranks[0].process.wait(10)
         with pytest.raises(RankError, match=r"trainer process 1 \(of 0 to 1\) was killed \(SIGKILL\)"):

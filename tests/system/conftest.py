@@ -150,12 +150,12 @@ def family_of(pid):
 
 
 class Command:
-    """`slipstream ...`, or another module, in a process of its own, and everything that it starts."""
+    """`slipstream ...`, or another module (with first arguments), in a process of its own, and all that it starts."""
 
-    def __init__(self, *arguments, cwd=None, module="slipstream.cli"):
+    def __init__(self, *arguments, cwd=None, module=("slipstream.cli",)):
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         self.process = child_process.popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
+            [sys.executable, "-m", *map(str, (*module, *arguments))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from slipstream.runlog import read_events, read_exit
+from slipstream.runlog import read_events, read_exit, stacks
 
 from .test_real_runs import COIN, check_run, num_steps
 
@@ -46,6 +46,9 @@ def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(com
     reached = num_steps(folder)
     run.until(lambda: num_steps(folder) >= reached + 3)
     assert "engine_restart" not in kinds(folder)
+    answers = stacks.ask(stacks.folder_of(folder))
+    roles = sorted(answer.name.rpartition("-")[0] for answer in answers)
+    assert (roles, {answer.missing for answer in answers}) == (["engine", "reward", "reward-guard", "run"], {""})
     began = freeze(run)
     run.until(lambda: "engine_restart" in kinds(folder))
     assert time.monotonic() - began < SILENCE_S + MARGIN_S
@@ -53,6 +56,8 @@ def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(com
     assert code == 0, err
     (restart,) = [event for event in read_events(folder) if event["kind"] == "engine_restart"]
     assert "was killed, as it said nothing" in restart["reason"]
+    assert "is stopped (state T)" in restart["reason"]
+    assert all(path.stat().st_size for path in stacks.folder_of(folder).iterdir())
     check_run(folder, steps=40)
     assert run.left_behind() == []
 

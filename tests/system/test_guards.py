@@ -8,6 +8,11 @@ import math
 import os
 import shutil
 import signal
+import socket
+import urllib.request
+import zlib
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +21,7 @@ from slipstream.config import load_config
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
+from slipstream.orchestrator import retries
 from slipstream.runlog import read_exit, read_samples
 from slipstream.runlog.ledger import balance
 from slipstream.view import make_view
@@ -395,7 +401,7 @@ def test_an_engine_that_does_not_start(scripted):
         (signal.SIGINT, 1, 0),
         (signal.SIGTERM, 5, 0),
         (signal.SIGINT, 15, 0),
-        (signal.SIGTERM, 27, 1),
+        (signal.SIGUSR1, 27, 1),
         (signal.SIGTERM, 30, 1),
         (signal.SIGINT, 68, 3),
     ],
@@ -427,6 +433,13 @@ def test_an_engine_that_hangs_is_not_waited_for(scripted):
     report = scripted.run("--inference.request_timeout_s", "0.5", change=change)
     assert (report.error, report.exit_code) == ("DeadlineError", 5)
     assert report.seconds < 300, "a request may take 600 s by itself"
+    (event,) = scripted.events("stacks")
+    assert {name.rpartition("-")[0] for name in event["asked"]} == {"run", "reward", "reward-guard"}
+    assert event["missing"] == {}
+    assert f"wrote the stacks of all threads into {event['folder']}" in report.message
+    (stacks,) = Path(event["folder"]).glob("run-*.txt")
+    assert "runlog/heartbeat.py" in stacks.read_text()
+    assert "Current thread" in stacks.read_text()
 
 
 EVERY_STEP = ("--evaluation.every", "1", "--training.steps", "6", "--run.keep_checkpoints", "1")
@@ -549,3 +562,67 @@ def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scr
     assert len(generated) < 6 * 4 - 2 * 4, "what was ready is not generated again"
     groups = [sample["id"].rpartition(".")[0] for sample in read_samples(scripted.folder)]
     assert len(set(groups)) == 6 * 4
+
+
+def test_requests_that_are_tried_again_are_counted_and_nothing_else_changes(scripted, tmp_path, monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    whole = scripted.run(*WITHOUT_EVALUATION)
+    rows, samples = scripted.metrics, [sample["completion"] for sample in read_samples(scripted.folder)]
+    shutil.rmtree(scripted.folder)
+    given_up = Counter()
+
+    def change(engine):
+        def abort(request):
+            name = request.id.rpartition("-")[0]  # of a rollout; the probe's have no serial number
+            given_up[name] += bool(name)
+            return "late" if name and zlib.crc32(name.encode()) % 3 == 0 and given_up[name] <= 2 else None
+
+        engine.abort = abort
+
+    report = scripted.run(*WITHOUT_EVALUATION, change=change)
+    assert (report.status, whole.status) == ("finished", "finished")
+    expected = 2.0 * sum(count > 2 for count in given_up.values())
+    assert expected > 0
+    assert sum(row.get("retry/late", 0.0) for row in scripted.metrics) == expected
+    assert not any(name.startswith("dropped/") for row in scripted.metrics for name in row)
+    assert [sample["completion"] for sample in read_samples(scripted.folder)] == samples
+    same = ("reward/mean", "train/loss", "rollout/num", "rollout/length")
+    assert [[row.get(n) for n in same] for row in scripted.metrics] == [[row.get(n) for n in same] for row in rows]
+
+
+def test_requests_that_are_given_up_each_time_end_the_run_as_engine_errors(scripted, monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+
+    def change(engine):
+        engine.abort = lambda request: None if request.id.startswith("probe") else "refused"
+
+    report = scripted.run(*WITHOUT_EVALUATION, "--inference.request_retries", "2", change=change)
+    assert (report.error, report.exit_code) == ("EngineError", 5)
+    assert "failed in the engine" in report.message
+    assert "in the last of 3 tries" in report.message
+
+
+def test_prometheus_is_served_while_the_run_lives(scripted):
+    pages = []
+
+    def change(engine):
+        def on_request(request):
+            events = scripted.events("metrics_server")
+            if events and len(scripted.metrics) >= 3:
+                with urllib.request.urlopen(events[0]["url"], timeout=10) as answer:
+                    pages.append(answer.read().decode())
+
+        engine.on_request = on_request
+
+    report = scripted.run(*WITHOUT_EVALUATION, "--run.metrics_port", "0", "--run.name", "mine", change=change)
+    assert report.status == "finished"
+    assert 'slipstream_rollouts_trained_total{run="mine",lineage="0"} 32.0' in pages[-1]
+    assert 'slipstream_step{run="mine",lineage="0"} 2.0' in pages[0]
+
+
+def test_a_port_in_use_is_told_before_anything_begins(scripted):
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(AttributeError):  # there is no exit report
+        scripted.run("--run.metrics_port", str(other.getsockname()[1]))
+    assert isinstance(scripted.error, ConfigError)
+    assert "run.metrics_port" in str(scripted.error)
+    assert not scripted.folder.exists()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 
 def weight_sync(*arguments):
-    return Command(*arguments, module="benchmarks.weight_sync")
+    return Command(*arguments, module=("benchmarks.weight_sync",))
 
 
 def test_help_names_every_bridge_and_option():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,13 +29,21 @@ def main() -> None:
     lifeline.follow_stdin()
     source, sink = (int(number) for number in sys.argv[1:3])
     call = msgspec.msgpack.decode(_read(source), type=Call)
-    outcome = _carry_out(call)
-    with open(sink, "wb") as file:
-        file.write(msgspec.msgpack.encode(outcome))
+    outcome = _carry_out(call, lambda error: _tell(sink, _failed(error)))
+    _tell(sink, outcome)
     leave(outcome.exit_code)
 
 
-def _carry_out(call: Call) -> Outcome:
+def _tell(sink: int, outcome: Outcome) -> None:
+    with open(sink, "wb") as file:
+        file.write(msgspec.msgpack.encode(outcome))
+
+
+def _failed(error: SlipstreamError) -> Outcome:
+    return Outcome(error=type(error).__name__, message=hide_userinfo(str(error)), exit_code=error.exit_code)
+
+
+def _carry_out(call: Call, last_words: Callable[[SlipstreamError], None]) -> Outcome:
     try:
         for item in call.objects:
             give(item)
@@ -47,12 +56,14 @@ def _carry_out(call: Call) -> Outcome:
             return Outcome(evaluate_model(prepare(loaded), _progress(call)).metrics())
         from slipstream.launch.start import run_training
 
-        _, summary = run_training(loaded, "run", resume=call.resume, make_progress=lambda: _progress(call))
+        _, summary = run_training(
+            loaded, "run", resume=call.resume, make_progress=lambda: _progress(call), last_words=last_words
+        )
         return Outcome(summary)
     except StartsAgain:
         return Outcome(again=True)
     except SlipstreamError as error:
-        return Outcome(error=type(error).__name__, message=hide_userinfo(str(error)), exit_code=error.exit_code)
+        return _failed(error)
     except KeyboardInterrupt:
         return Outcome(error="Interrupted", message="interrupted", exit_code=Interrupted.exit_code)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
@@ -10,15 +9,12 @@ import textwrap
 from typing import Any
 
 from cyclopts import App, CycloptsError, Group
-from rich.console import Console
-from rich.text import Text
 
 import slipstream
 from slipstream.cli import chat, commands, environment, output, proof
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.inference.child_process import become, leave
-from slipstream.runlog.redaction import hide_userinfo
 
 USAGE_EXIT_CODE = 2
 
@@ -109,26 +105,15 @@ def _run(arguments: list[str]) -> int:
             raise
         return _fail(arguments, error, *explanation)
     except Exception as error:
-        _print_json_error(arguments, error, one_line(error), SlipstreamError.exit_code)
+        if "--json" in arguments:
+            output.print_json_error(error, one_line(error), SlipstreamError.exit_code)
         raise  # a bug, which shows its traceback
     return code if isinstance(code, int) else 0
 
 
 def _fail(arguments: list[str], error: BaseException, message: str, exit_code: int) -> int:
-    """Print the error on standard error and, with --json and no result printed yet, as JSON on standard output."""
-    message = hide_userinfo(message)
-    by_user = isinstance(error, (KeyboardInterrupt, Interrupted))
-    text = Text(message) if by_user else Text.assemble(("error:", "red"), " ", message)
-    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(text)
-    _print_json_error(arguments, error, message, exit_code)
+    output.print_error(error, message, exit_code, as_json="--json" in arguments)
     return exit_code
-
-
-def _print_json_error(arguments: list[str], error: BaseException, message: str, exit_code: int) -> None:
-    if "--json" in arguments and not output.Printed.json:
-        with contextlib.suppress(OSError):
-            output.print_json({"error": type(error).__name__, "message": message, "exit_code": exit_code})
-            output.flush()
 
 
 def _check_process() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from slipstream.cli.output import Json, ignore_closed_pipe, print_json
+from slipstream.cli.output import Json, ignore_closed_pipe, print_error, print_json
 from slipstream.errors import ConfigError, StartsAgain
 
 if TYPE_CHECKING:
@@ -89,7 +89,13 @@ def _train(
         return make_view("none" if as_json else "plain" if plain else "auto")
 
     try:
-        result, summary = run_training(loaded, run_file.stem, resume=resume, make_progress=make_progress)
+        result, summary = run_training(
+            loaded,
+            run_file.stem,
+            resume=resume,
+            make_progress=make_progress,
+            last_words=lambda error: print_error(error, str(error), error.exit_code, as_json=as_json),
+        )
     except StartsAgain as again:
         where = () if loaded.config.run.folder is not None else ("--run.folder", str(again.folder))
         flags = [*(["--plain"] if plain else []), *(["--json"] if as_json else [])]

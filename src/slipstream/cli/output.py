@@ -13,6 +13,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from slipstream.errors import Interrupted
+from slipstream.runlog.redaction import hide_userinfo
+
 CLOSED_PIPE_EXIT_CODE = 141
 """128 + SIGPIPE: a shell's exit code for a program whose reader closed the pipe."""
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
@@ -45,6 +48,27 @@ def print_table(rows: Sequence[Mapping[str, object]]) -> None:
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH, emoji=False)
     console.print(render_table(rows, list(rows[0])))
+
+
+def print_error(error: BaseException, message: str, exit_code: int, *, as_json: bool) -> None:
+    """Print the error on standard error and, with `as_json` and no result printed yet, as JSON on standard output."""
+    from rich.console import Console
+    from rich.text import Text
+
+    message = hide_userinfo(message)
+    by_user = isinstance(error, (KeyboardInterrupt, Interrupted))
+    text = Text(message) if by_user else Text.assemble(("error:", "red"), " ", message)
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(text)
+    if as_json:
+        print_json_error(error, message, exit_code)
+
+
+def print_json_error(error: BaseException, message: str, exit_code: int) -> None:
+    """Print the error as JSON on standard output, if no result was printed yet."""
+    if not Printed.json:
+        with contextlib.suppress(OSError):
+            print_json({"error": type(error).__name__, "message": message, "exit_code": exit_code})
+            flush()
 
 
 def flush() -> None:

@@ -72,6 +72,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     for name, users in _OF_SINKS.items():
         if not users & set(config.run.sinks):
             found[f"run.{name}"] = f"has no effect without {' or '.join(sorted(users))} in run.sinks"
+    if config.run.metrics_port is not None:
+        found.pop("run.name", None)
     if config.teacher is not None and config.teacher.url is None:
         for name in ("name", "key_variable"):
             found[f"teacher.{name}"] = "has no effect without teacher.url"

@@ -329,6 +329,10 @@ class InferenceConfig(Section):
     request_timeout_s: bounds.Seconds | Literal["auto"] = "auto"
     """How long one completion may take. `auto`: several times what `sampling.max_tokens` take on a slow machine; at
     least 300. An engine that is dead or frozen is found long before."""
+    request_retries: Annotated[int, Field(ge=0, le=100)] = 5
+    """How often a rollout's request is tried again, with the same seed, that the engine aborted, refused for the moment
+    or did not finish in time: after 1 s, 2 s, ... up to 30 s, and within twice `request_timeout_s`. What it refuses for
+    good, such as a prompt longer than its context, is not tried again."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
     """How often each engine, once dead, is started again on the last published version before the run fails."""
     patches: Literal["auto", "checked", "required", "all"] = "auto"
@@ -426,6 +430,10 @@ class RunSection(Section):
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast`; not when one died
     at the same step before. 0: never, and the run ends."""
+    grace_s: bounds.Seconds = 30.0
+    """After SIGTERM, and after SIGUSR1, by which a scheduler warns of a job's end, the run writes a checkpoint and the
+    process ends within so many seconds: where the step under way or the write takes longer, on the last whole
+    checkpoint. Ctrl-C waits for both."""
     save_samples: bounds.Items = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     streams: Literal["memory", "files", "redis"] = "memory"
@@ -443,10 +451,14 @@ class RunSection(Section):
     """Where each step's metrics go beside the run folder; each is an extra to install."""
     sink_samples: bool = True
     """Send the kept rollouts there too, with each evaluation: a table in W&B and Trackio, text in TensorBoard."""
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    """Serve the newest metrics for Prometheus at `http://127.0.0.1:<port>/metrics`, for this machine only, while the
+    run lives; 0: any free port, which the run tells. Not set: no server."""
     project: str = ""
     """Project in W&B and Trackio. Not set: WANDB_PROJECT or TRACKIO_PROJECT, or else `slipstream`."""
     name: str = ""
-    """The run's name there. Not set: WANDB_NAME in W&B, or else the name of the run folder."""
+    """The run's name there, and its label for Prometheus. Not set: WANDB_NAME in W&B, or else the name of the run
+    folder."""
     entity: str = ""
     """Team or user in W&B. Not set: WANDB_ENTITY, or else your default one."""
     max_steps_without_signal: bounds.Items = 20

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream.errors import ConfigError
+from slipstream.runlog import stacks
 from slipstream.runlog.temporary import make_temporary
 
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -54,7 +55,7 @@ def launch(
     inherits: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a child without waiting for it; its output is appended to the log, and it inherits the descriptors
-    `inherits`."""
+    `inherits`. It may answer for its stacks beside its log (`runlog.stacks`)."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         return popen(
@@ -63,7 +64,7 @@ def launch(
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=inherits,
-            env=environment,
+            env={**environment, stacks.VARIABLE: str(stacks.prefix_of(log_path))},
             start_new_session=True,
         )
 

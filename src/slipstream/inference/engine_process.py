@@ -26,6 +26,7 @@ from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.preimport import MODULE, EngineAhead, engine_environment
 from slipstream.inference.settings import EngineSettings
 from slipstream.patience import Patience
+from slipstream.runlog import stacks
 from slipstream.runlog.temporary import remove_temporary
 from slipstream.weights.model_files import links_to_one_model
 
@@ -59,6 +60,8 @@ class EngineProcess:
             silence_s=silence_s,
         )
         self._was_silent = False
+        self._stacks = ""
+        """What its processes said of their stacks before it was killed for its silence."""
         self._ahead = ahead
         """A process that has imported vLLM, for the first launch."""
         self._marks = self._folder / "marks"
@@ -82,7 +85,7 @@ class EngineProcess:
         if not self._was_silent:
             return f"engine process {child_process.ending(code, self.log_path)}"
         state = "said nothing, and cannot be killed" if code is None else "was killed, as it said nothing"
-        return f"engine process {state}; its log is {self.log_path}"
+        return f"engine process {state}; its log is {self.log_path}{f'; {self._stacks}' if self._stacks else ''}"
 
     def launch(self) -> None:
         """Start the process without waiting for it."""
@@ -147,6 +150,8 @@ class EngineProcess:
         """Kill a silent engine, which may be stopped or frozen; it then counts as dead."""
         process = self.process
         if process is not None and process.poll() is None:
+            folder = stacks.prefix_of(self.log_path).parent
+            self._stacks = stacks.sentence(folder, await asyncio.to_thread(stacks.ask, folder, process.pid))
             self._was_silent = True
             await asyncio.to_thread(child_process.end, process, 0.0)
 

@@ -14,6 +14,7 @@ import msgspec
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.records import (
+    AbortCause,
     ApplyReport,
     Completion,
     EngineHealth,
@@ -47,6 +48,8 @@ class ScriptedEngine:
         self._max_restarts = max_restarts
         self.on_event = on_event
         self.on_request: Callable[[GenerateRequest], None] = lambda request: None
+        self.abort: Callable[[GenerateRequest], AbortCause | None] = lambda request: None
+        """Gives up a request for the cause that it returns."""
         self.is_alive = True
         self.is_in_memory_only = False
         """Whether no file holds its weights, so that it cannot be started again."""
@@ -105,6 +108,8 @@ class ScriptedEngine:
             await asyncio.sleep(request.timeout_s)
             raise DeadlineError(f"the engine did not answer /generate in {request.timeout_s:g} s: it is told to hang")
         self._check_alive()
+        if (cause := self.abort(request)) is not None:
+            return Completion(request.id, [], None, "abort", error="was told to fail", cause=cause)
         if request.scores_prompt:
             return Completion(request.id, [], None, "length", prompt_logprobs=self._scores(request))
         wanted = self._script(request.prompt_ids, request.seed or 0)

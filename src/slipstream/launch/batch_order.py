@@ -6,12 +6,15 @@ saved position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from slipstream.config import PlannedConfig
 from slipstream.config.traits import apply_timeout_s
 from slipstream.data.sampler import DataOrder
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.handle import Waits
+from slipstream.orchestrator.retries import BUDGET, LONGEST_WAIT_S, Retries
 from slipstream.records import Task
 
 START_GRACE_S = 60.0
@@ -50,12 +53,18 @@ def max_refills_of(config: PlannedConfig) -> int:
 
 
 def silence_limit_s(config: PlannedConfig) -> float:
-    """How long a batch or an evaluation may go on without a turn or rollout that ends, in seconds: the sum of all
-    deadlines that one rollout may wait for."""
+    """How long a batch or an evaluation may go on without a turn, a try of one or a rollout that ends, in seconds: the
+    sum of all deadlines that one rollout may wait for, and of the longest wait between two tries of a request."""
     section, inference = config.environment, config.inference
     own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
     engine_s = inference.request_timeout_s + inference.start_timeout_s
-    return own_s + engine_s + apply_timeout_s(config)
+    return own_s + engine_s + apply_timeout_s(config) + (LONGEST_WAIT_S if inference.request_retries else 0.0)
+
+
+def retries_of(config: PlannedConfig, on_retry: Callable[[str], None] = lambda reason: None) -> Retries:
+    """How often the requests of rollouts are tried again; `on_retry` gets the reason of each further try."""
+    inference = config.inference
+    return Retries(inference.request_retries, BUDGET * inference.request_timeout_s, on_retry)
 
 
 def waits_of(config: PlannedConfig) -> Waits:

@@ -25,7 +25,7 @@ from slipstream.orchestrator.event_loop_watch import blame
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.progress import Progress
 from slipstream.records import EngineHealth, SamplingParams
-from slipstream.runlog import EventLog, RunLog
+from slipstream.runlog import EventLog, RunLog, stacks
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 
@@ -140,7 +140,8 @@ class Children:
     def create_scorer(self) -> ScorerPool:
         """Create the pool of reward workers, which the caller enters in the event loop."""
         assert self._run.config.environment is not None
-        self._scorer = ScorerPool(self._run.config.environment, warn=self._run.warn)
+        reward = stacks.folder_of(self._run.folder) / "reward"
+        self._scorer = ScorerPool(self._run.config.environment, warn=self._run.warn, stacks=reward)
         return self._scorer
 
     def event_loop(self) -> EventLoopThread:

@@ -15,7 +15,7 @@ from slipstream.config.traits import apply_timeout_s, publishes_adapter
 from slipstream.data.draws import Draws
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import SlipstreamError
-from slipstream.launch.batch_order import BatchOrder, silence_limit_s
+from slipstream.launch.batch_order import BatchOrder, retries_of, silence_limit_s
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
 from slipstream.orchestrator import control
@@ -150,6 +150,7 @@ def _runner(context: Context, engine: RunEngine, scorer: ScorerPool) -> RolloutR
         engine,
         request_timeout_s=config.inference.request_timeout_s,
         run_timeout_s=config.environment.run_timeout_s,
+        retries=retries_of(config, lambda reason: context.log.count({f"retry/{reason}": 1.0})),
     )
 
 

@@ -31,6 +31,7 @@ from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.recovery.fallbacks import with_fallbacks
+from slipstream.launch.recovery.grace import GraceEnd, LastWords
 from slipstream.launch.recovery.out_of_memory import reports_out_of_memory
 from slipstream.launch.recovery.restarts import WeightsLost, earlier_attempts, has_lost_weights, start_again
 from slipstream.launch.recovery.resume import changed_settings, identity_of, refuse_to_resume
@@ -45,9 +46,10 @@ from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.handle import Orchestrator
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
-from slipstream.runlog import RunLog, read_events, read_settings
+from slipstream.runlog import RunLog, read_events, read_settings, stacks
 from slipstream.runlog.heartbeat import Beating
 from slipstream.sinks import MetricSinks, run_of
+from slipstream.sinks.prometheus import MetricsServer
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 if TYPE_CHECKING:
@@ -83,16 +85,22 @@ def train(
     resume: bool = False,
     make_engine: EngineMaker = create_engine,
     stages: Stages | None = None,
+    last_words: LastWords = lambda error: None,
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises the error that ended the run early, after everything was stopped, or
-    `StartsAgain` where the caller is to start the run again. `stages`: those recorded so far."""
+    `StartsAgain` where the caller is to start the run again. `stages`: those recorded so far. `last_words` is called in
+    the place of raising, from another thread, where the process ends by itself at `run.grace_s`."""
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
+    grace = GraceEnd(prepared.config.run.grace_s, progress, last_words)
     with (
-        StopRequest(on_first=lambda: progress.message("stopping at the next safe place; again to end at once")) as stop,
+        MetricsServer(prepared.config.run.metrics_port) as server,
+        StopRequest(on_first=grace.say_first, grace=grace) as stop,
         RunLog.create(folder, resume=resume) as log,
         Beating(log),
+        stacks.kept_in(folder),
         trainer_logs_as_events(log),
     ):
+        grace.log = log
         log.on_warning(lambda text: progress.message(text, "warning"))
         before = read_settings(folder) if resume else {}
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
@@ -114,6 +122,9 @@ def train(
             if prepared.config.run.sink_samples:
                 log.on_sample(sinks.put_sample)
             log.listen(stages.on_row)
+            server.serve(log, prepared.config.run.name or folder.resolve().name)
+            if server.url:
+                progress.message(f"metrics for Prometheus: {server.url}")
             stages.attach(log, progress)
             progress.start(title_of(prepared.config), prepared.config.training.steps, step)
             try:
@@ -137,7 +148,7 @@ def _carry_out(run: RunContext, resume: bool) -> RunResult:
     loop, generation = None, None
     with Children(run) as children:
         try:
-            with reports_out_of_memory(run.prepared, run.log):
+            with reports_out_of_memory(run.prepared, run.log), stacks.asked_at_deadlines(run.log):
                 begins = f"starting vLLM (its log: {run.folder / 'logs'}) and " if run.prepared.uses_engine else ""
                 run.progress.message(f"{begins}loading the model")
                 if run.prepared.uses_engine:

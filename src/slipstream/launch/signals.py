@@ -1,39 +1,78 @@
-"""Handles Ctrl-C and SIGTERM: the first asks the run to stop at the next safe point, the second ends it at once."""
+"""Handles Ctrl-C, SIGTERM and SIGUSR1: the first asks the run to stop at the next safe point, a second one ends it at
+once.
+
+SIGUSR1 is a scheduler's warning (`sbatch --signal=B:USR1@120`): it asks for the same stop, but never ends the run at
+once, and neither does the first SIGTERM that follows it. After SIGTERM or SIGUSR1 the stop may have a deadline
+(`Grace`), which a thread keeps: it is told of a signal by the operating system, so that a main thread that computes for
+minutes in one call of C code does not hold the deadline up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Protocol, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_BOUNDED = frozenset({signal.SIGTERM, signal.SIGUSR1})
+"""Signals after which the stop has a deadline."""
+_LEFT = 0
+"""Written to the watching thread's pipe when the context is left; no signal has this number."""
+_JOIN_S = 2.0
+
+
+class Grace(Protocol):
+    """What ends a run that did not stop in time."""
+
+    @property
+    def seconds(self) -> float:
+        """How long after the signal `end` is called."""
+        ...
+
+    def end(self, number: int, at_once: Callable[[], None]) -> NoReturn:
+        """End this process after signal `number`; called in a thread of its own. `at_once` ends the children."""
+        ...
 
 
 class StopRequest:
-    """A context in which the first signal sets a flag and calls `on_first`; `at_once` is called before a second one
-    ends the process."""
+    """A context in which the first signal sets a flag and calls `on_first` with its number; `at_once` is called before
+    a second one ends the process, and `grace.end` when the run is still in the context at its deadline."""
 
-    def __init__(self, at_once: Callable[[], None] = lambda: None, on_first: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        at_once: Callable[[], None] = lambda: None,
+        on_first: Callable[[int], None] = lambda number: None,
+        grace: Grace | None = None,
+    ) -> None:
         self.at_once = at_once
         self.on_first = on_first
+        self._grace = grace
         self._requested = threading.Event()
+        self._only_warned = True
         self._before: dict[int, object] = {}
+        self._watch: _Watch | None = None
 
     def __call__(self) -> bool:
         """Whether a stop was requested."""
         return self._requested.is_set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._requested.is_set():
+        is_first, only_warned = not self._requested.is_set(), self._only_warned
+        self._only_warned = only_warned and number == signal.SIGUSR1
+        if is_first:
+            self._requested.set()
+            self.on_first(number)
+        elif number != signal.SIGUSR1 and not (only_warned and number == signal.SIGTERM):
             self.at_once()
             os._exit(128 + number)
-        self._requested.set()
-        self.on_first()
 
     def __enter__(self) -> Self:
+        if self._grace is not None:
+            self._watch = _Watch(self._grace, lambda: self.at_once())
         for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
         return self
@@ -43,3 +82,55 @@ class StopRequest:
     ) -> None:
         for number in _SIGNALS:
             signal.signal(number, self._before[number])  # pyright: ignore[reportArgumentType]
+        if self._watch is not None:
+            self._watch.leave()
+
+
+class _Watch:
+    """A thread that calls `grace.end` when the context was not left in time after a signal."""
+
+    def __init__(self, grace: Grace, at_once: Callable[[], None]) -> None:
+        self._grace, self._at_once = grace, at_once
+        self._left = threading.Event()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._before = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        _watching.add(self._wake)
+        self._thread = threading.Thread(target=self._run, name="grace", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            received = os.read(self._woken, 64)
+            if _LEFT in received:
+                return
+            if bounded := _BOUNDED.intersection(received):
+                break
+        if not self._left.wait(self._grace.seconds):
+            self._grace.end(min(bounded), self._at_once)
+
+    def leave(self) -> None:
+        """End the watch."""
+        signal.set_wakeup_fd(self._before)
+        _watching.discard(self._wake)
+        self._left.set()
+        with contextlib.suppress(BlockingIOError):  # so full of signals that the thread has read one
+            os.write(self._wake, bytes([_LEFT]))
+        self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():  # else it is ending the process
+            os.close(self._wake)
+            os.close(self._woken)
+
+
+_watching: set[int] = set()
+
+
+def _forget() -> None:
+    """In a forked child, whose signals are none of its parent's."""
+    if _watching:
+        _watching.clear()
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.config import Loaded
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch.recovery.resume import is_complete, same_commit
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
@@ -25,11 +25,16 @@ ResumeMode = bool | Literal["auto"]
 
 
 def run_training(
-    loaded: Loaded, name: str, *, resume: ResumeMode, make_progress: Callable[[], Progress]
+    loaded: Loaded,
+    name: str,
+    *,
+    resume: ResumeMode,
+    make_progress: Callable[[], Progress],
+    last_words: Callable[[Interrupted], None] = lambda error: None,
 ) -> tuple[RunResult, dict[str, Any]]:
     """Read, plan and train, in `run.folder` or a new folder named after `name`; the result, and its summary.
 
-    Raises what ends the run early, and `StartsAgain` where it goes on in another process.
+    Raises what ends the run early, and `StartsAgain` where it goes on in another process. `last_words`: see `train`.
     """
     folder = loaded.config.run.folder
     if resume and folder is None:
@@ -58,6 +63,7 @@ def run_training(
             resume=resume,
             make_engine=partial(create_engine, ahead=ahead),
             stages=stages,
+            last_words=last_words,
         )
     metrics = {} if result.evaluation is None else result.evaluation.metrics()
     return result, _summary(result, {**metrics, **result.held_out_loss}) | {"startup": stages.summary()}

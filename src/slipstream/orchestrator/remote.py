@@ -64,7 +64,13 @@ class Progressed(msgspec.Struct, frozen=True, tag=True):
     arguments: list[Any]
 
 
-Notice = Event | Progressed
+class Counted(msgspec.Struct, frozen=True, tag=True):
+    """Numbers that the next row of metrics adds up."""
+
+    values: dict[str, float]
+
+
+Notice = Event | Progressed | Counted
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -224,6 +230,10 @@ class NoticeLog:
     def warning(self, message: str, **fields: Any) -> None:
         """See `RunLog`."""
         self.event("warning", message=message, **fields)
+
+    def count(self, values: Mapping[str, float]) -> None:
+        """See `RunLog`."""
+        self._outbox.add(Counted(dict(values)))
 
 
 class NoticeProgress:

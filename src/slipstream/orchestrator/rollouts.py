@@ -1,7 +1,7 @@
 """Makes one rollout: runs an environment against the engine and grades the episode.
 
 A rollout ends with an outcome, not with an exception, unless the engine cannot come back. A turn whose engine died is
-requested again; the environment does not notice.
+requested again, and so is one that the engine gave up (`retries.py`); the environment does not notice.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardT
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError
 from slipstream.orchestrator.concurrency import retry_on_restart
+from slipstream.orchestrator.retries import Retries
 from slipstream.patience import Patience
 from slipstream.records import TRAINABLE_OUTCOMES, Completion, GenerateRequest, Outcome, Rollout, SamplingParams, Task
 
@@ -88,17 +89,19 @@ class RolloutRunner:
         *,
         request_timeout_s: float,
         run_timeout_s: float = 300.0,
+        retries: Retries | None = None,
     ) -> None:
-        """`run_timeout_s`: how long the environment may take between two turns."""
+        """`run_timeout_s`: how long the environment may take between two turns. `retries`: none by default."""
         self._environment = environment
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._engine = engine
         self._request_timeout_s = request_timeout_s
         self._run_timeout_s = run_timeout_s
+        self._retries = retries or Retries()
         self._serial = itertools.count()
         self.num_ended = 0
-        """Turns and rollouts that have ended; any thread may read it to see whether rollouts make progress."""
+        """Tries of turns, and rollouts, that have ended; any thread may read it to see whether rollouts get on."""
 
     async def run(
         self,
@@ -117,6 +120,12 @@ class RolloutRunner:
         async def generate(prompt_ids: list[int]) -> Completion:
             turn = next(turns)
 
+            async def attempt() -> Completion:
+                try:
+                    return await retry_on_restart(self._engine, request)
+                finally:
+                    self.num_ended += 1
+
             def request() -> Awaitable[Completion]:
                 # The serial number keeps ids unique when a turn is requested again; the seed does not depend on it.
                 return self._engine.generate(
@@ -133,14 +142,13 @@ class RolloutRunner:
 
             try:
                 with deadline.paused():
-                    completion = await retry_on_restart(self._engine, request)
+                    completion, tries = await self._retries.until_answered(f"{rollout_id}.{turn}", attempt)
             except (EngineError, IntegrityError) as error:
                 engine_errors.append(error)
                 raise
-            finally:
-                self.num_ended += 1
             if completion.finish_reason == "abort":
-                raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}")
+                last = f", in the last of {tries} tries" if tries > 1 else ""
+                raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}{last}")
             return completion
 
         policy = RecordingPolicy(generate, self._tokenizer)

@@ -150,7 +150,7 @@ GROUPS = (
 _OWN = "What your reward returned under this name, or your environment measured: mean over a step's rollouts."
 _MAX_OWN = 8
 """Most panels of reward components in the first group; the others are with all other metrics."""
-_DROPPED = "dropped/"
+_DROPPED, _RETRY = "dropped/", "retry/"
 _OTHER = Group("All other metrics", "", ())
 _TIMES = "time/"
 _REWARD = "reward/"
@@ -167,27 +167,30 @@ def value_of(row: dict[str, Any], name: str) -> float | None:
 
 def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
     """The groups with the panels for which any of the runs has numbers: reward components right after the reward, what
-    was dropped at the end of the first group; and a last group of the metrics that no panel shows."""
+    was dropped or tried again at the end of the first group; and a last group of the metrics that no panel shows."""
     present = {name for rows in runs for row in rows for name in row if "/" in name}
     shown = {name for group in GROUPS for panel in group.panels for line in panel.lines for name in line.metrics}
-    rest = sorted(name for name in present - shown if not name.startswith((_TIMES, _DROPPED)))
+    rest = sorted(name for name in present - shown if not name.startswith((_TIMES, _DROPPED, _RETRY)))
     own = [name for name in rest if name.startswith(_REWARD) and name not in _NOT_OWN][:_MAX_OWN]
     found: list[Group] = []
     for group in GROUPS:
         panels = [panel for panel in group.panels if any(line.metric in present for line in panel.lines)]
         if group is GROUPS[0]:
             panels[1:1] = [_panel_of(name, f"Reward: {name.removeprefix(_REWARD)}", _OWN) for name in own]
-            panels += _dropped(present)
+            panels += _counted(
+                present, _DROPPED, "Outcomes dropped", "Rollouts that could not be trained on, by reason."
+            )
+            panels += _counted(present, _RETRY, "Requests tried again", "Tries that the engine gave up, by reason.")
         found.append(replace(group, panels=tuple(panels)))
     others = tuple(_panel_of(name, name, "") for name in rest if name not in own)
     return [*found, replace(_OTHER, panels=others)]
 
 
-def _dropped(present: Iterable[str]) -> list[Panel]:
-    reasons = sorted(name for name in present if name.startswith(_DROPPED))
-    lines = tuple(Line(name, name.removeprefix(_DROPPED).replace("_", " "), absent=0.0) for name in reasons)
-    note = "Rollouts that could not be trained on, by reason."
-    return [Panel("Outcomes dropped", note, lines, from_zero=True)] if lines else []
+def _counted(present: Iterable[str], prefix: str, title: str, note: str) -> list[Panel]:
+    """The panel of the counts by reason whose names begin with `prefix`, if there are any."""
+    reasons = sorted(name for name in present if name.startswith(prefix))
+    lines = tuple(Line(name, name.removeprefix(prefix).replace("_", " "), absent=0.0) for name in reasons)
+    return [Panel(title, note, lines, from_zero=True)] if lines else []
 
 
 def _panel_of(name: str, title: str, note: str) -> Panel:

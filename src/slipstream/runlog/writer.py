@@ -51,6 +51,10 @@ class EventLog(Protocol):
         """See `RunLog`."""
         ...
 
+    def count(self, values: Mapping[str, float]) -> None:
+        """See `RunLog`."""
+        ...
+
 
 class RunLog:
     """Writes one run folder. Methods may be called from any thread.
@@ -70,6 +74,7 @@ class RunLog:
         self._phases: list[str] = []
         self._progress_at = time.time()
         self._noted: dict[str, float] = {}
+        self._counted: dict[str, float] = {}
         self._step = 0
         self._has_exit = False
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
@@ -125,6 +130,11 @@ class RunLog:
         return self._step
 
     @property
+    def has_exit(self) -> bool:
+        """Whether it is written how the run ended, or goes on in another process."""
+        return self._has_exit
+
+    @property
     def phases(self) -> list[str]:
         """The phases that have begun and not ended, outermost first."""
         with self._guard:
@@ -163,15 +173,16 @@ class RunLog:
         self._step = step
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Writes the row of a step: `values`, noted numbers and phase times since the last row; returns these. Names
-        are `group/name`. A value that is not finite becomes null, and a warning event names it."""
+        """Writes the row of a step: `values`, noted and counted numbers, and phase times since the last row; returns
+        these. Names are `group/name`. A value that is not finite becomes null, and a warning event names it."""
         if flat := [name for name in values if "/" not in name]:
             raise ValueError(f"metric {flat[0]!r} has no group: call it group/name")
         with self._guard:
             numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
             numbers.update({name: float(value) for name, value in {**self._noted, **values}.items()})
-            self._phase_seconds.clear()
-            self._noted.clear()
+            numbers.update({name: numbers.get(name, 0.0) + value for name, value in self._counted.items()})
+            for taken in (self._phase_seconds, self._noted, self._counted):
+                taken.clear()
             bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
             row = {name: None if name in bad else value for name, value in numbers.items()}
             self._write(_METRICS, {"step": step, **row})
@@ -186,6 +197,12 @@ class RunLog:
         """Adds numbers to the next row of metrics."""
         with self._guard:
             self._noted.update(values)
+
+    def count(self, values: Mapping[str, float]) -> None:
+        """Adds numbers up; the next row of metrics has their sums."""
+        with self._guard:
+            for name, value in values.items():
+                self._counted[name] = self._counted.get(name, 0.0) + value
 
     def listen(self, listener: Callable[[int, Mapping[str, float | None]], None]) -> None:
         """Calls `listener` with every later row of metrics; it must neither block nor raise."""

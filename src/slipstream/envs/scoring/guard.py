@@ -3,14 +3,16 @@
 It kills them, including daemons and processes in sessions of their own, when the worker has ended, when the run asks
 for it (SIGTERM), or when the run is gone: one second after its standard input closes, which also tells the worker to
 end. Then it exits with the worker's status. Orphaned descendants become its children (PR_SET_CHILD_SUBREAPER), so that
-none is missed. SIGUSR1 is forwarded to the worker. It imports only the standard library and is started by path, so that
-it starts fast.
+none is missed. SIGUSR1 is forwarded to the worker. On SIGUSR2 both write their stacks, as all processes of a run do
+(`runlog/stacks.py`); the guard removes the files that stayed empty. It imports only the standard library and is started
+by path, so that it starts fast.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import select
 import signal
@@ -21,6 +23,8 @@ GRACE_S = 1.0
 """Time that the worker may continue after its input has closed."""
 END_S = 5.0
 """Time limit for killing; processes left after it cannot be killed."""
+STACKS = "SLIPSTREAM_STACKS"
+"""Environment variable: `runlog.stacks.VARIABLE`, which cannot be imported here."""
 _POLL_S = 0.5
 _PAUSE_S = 0.002
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
@@ -30,6 +34,7 @@ def main(command: list[str]) -> None:
     """Starts the worker, waits until it or the run ends, and ends all descendants."""
     run = os.getppid()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # uvloop leaves duplicate descriptors of the pipes open in children
+    stacks = _answer_for_stacks()
     adopt()
     woken, wake = os.pipe()
     for end in (woken, wake):
@@ -42,7 +47,24 @@ def main(command: list[str]) -> None:
     os.dup2(null, 1)  # only the worker may hold the pipe of answers
     status = _wait(worker, run, woken)
     end_descendants(END_S)
+    for path in (stacks, stacks.replace(f"-guard-{os.getpid()}.", f"-{worker}.")):
+        with contextlib.suppress(OSError):
+            if not os.stat(path).st_size:
+                os.unlink(path)
     _end_like(status)
+
+
+def _answer_for_stacks() -> str:
+    """Registers this process as `runlog.stacks.register` does; its file, empty without one."""
+    path = f"{os.environ.get(STACKS, '')}-guard-{os.getpid()}.txt"
+    if STACKS not in os.environ:
+        return ""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return ""
+    faulthandler.register(signal.SIGUSR2, file)
+    return path
 
 
 def adopt() -> None:

@@ -19,6 +19,7 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from slipstream.config.bounds import GIB
 from slipstream.config.python_objects import given, is_python_object
@@ -104,7 +105,7 @@ class ScorerPool:
 
     Entering starts a worker and waits for it: `EnvironmentFault` if the environment cannot be constructed there.
     Further workers, up to `num_workers`, start when rewards wait. Defaults come from the config (`auto`: one worker).
-    `warn` receives a sentence.
+    `warn` receives a sentence. `stacks`: where workers answer for their stacks, see `runlog.stacks.register`.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class ScorerPool:
         start_timeout_s: float = 120.0,
         memory_limit_gib: float | None = None,
         warn: Callable[[str], None] = lambda text: None,
+        stacks: Path | None = None,
     ) -> None:
         self._config = config
+        self._stacks = stacks
         self._name = config.name
         self._timeout_s = config.reward_timeout_s if timeout_s is None else timeout_s
         self._start_timeout_s = start_timeout_s
@@ -168,7 +171,7 @@ class ScorerPool:
 
     async def _start(self) -> Worker:
         try:
-            worker = await Worker.start(self._setup, self._config.variables)
+            worker = await Worker.start(self._setup, self._config.variables, self._stacks)
         except OSError as error:
             raise EnvironmentFault(f"no reward worker of {self._name} can be started: {error}") from error
         try:

@@ -124,8 +124,9 @@ class Worker:
         self._drain = asyncio.create_task(self._keep_tail())
 
     @classmethod
-    async def start(cls, setup: Setup, variables: Iterable[str] = ()) -> Worker:
-        """Starts a process and sends its setup; its first answer says whether the environment was constructed."""
+    async def start(cls, setup: Setup, variables: Iterable[str] = (), stacks: Path | None = None) -> Worker:
+        """Starts a process and sends its setup; its first answer says whether the environment was constructed.
+        `stacks`: see `ScorerPool`."""
         python = sys.executable
         process = await asyncio.create_subprocess_exec(
             *(python, "-I", "-S", str(Path(guard.__file__))),
@@ -134,7 +135,7 @@ class Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=worker_environment(variables, os.environ),
+            env=worker_environment(variables, os.environ) | ({guard.STACKS: str(stacks)} if stacks else {}),
             start_new_session=True,  # Ctrl-C must reach the run only
         )
         worker = cls(process)

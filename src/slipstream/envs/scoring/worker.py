@@ -35,6 +35,7 @@ from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.guard import END_S, adopt, end_descendants
 from slipstream.envs.scoring.process import Answer, Request, Setup, decode, frame
 from slipstream.errors import SlipstreamError
+from slipstream.runlog import stacks
 
 _CHUNK = 1 << 16
 _LENGTH = 4
@@ -43,6 +44,7 @@ _MAX_BYTES = 1 << 20
 
 def main() -> int:
     """Serves until the input ends; the exit code is 1 if the environment could not be constructed."""
+    stacks.register()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     requests, answers = _take_standard_streams()

@@ -13,12 +13,14 @@ ENGINE_VARIABLE = "SLIPSTREAM_ENGINE"
 
 
 def register() -> None:
-    """Apply the patches, and end this process with its parent; called by vLLM."""
+    """Apply the patches, end this process with its parent, and answer for its stacks; called by vLLM."""
     if not os.environ.get(ENGINE_VARIABLE):
         return
     from slipstream.inference.plugin import lifeline, start_marks
     from slipstream.inference.plugin.patches import patch_table
+    from slipstream.runlog import stacks
 
+    stacks.register()
     patch_table.apply_all()
     start_marks.follow_executor()
     lifeline.follow_parent()

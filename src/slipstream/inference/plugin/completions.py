@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.inference.plugin.patches import scoring
 from slipstream.inference.plugin.patches.undelivered import sampled_logprobs
 from slipstream.inference.plugin.version_labels import Spans
-from slipstream.records import Completion, GenerateRequest, VersionSpan
+from slipstream.records import AbortCause, Completion, GenerateRequest, VersionSpan
 
 _log = logging.getLogger("slipstream.engine")
 
@@ -35,12 +35,13 @@ def completion(request: GenerateRequest, output: Any, spans: Spans) -> Completio
     text = out.text if request.sampling.stop else ""
     scores = scoring.prompt_logprobs(output, request) if request.scores_prompt else None
     versions = [VersionSpan(start, version) for start, version in spans]
-    return Completion(request.id, token_ids, logprobs, reason, versions, text, prompt_logprobs=scores)
+    cause: AbortCause = "aborted" if reason == "abort" else ""
+    return Completion(request.id, token_ids, logprobs, reason, versions, text, cause=cause, prompt_logprobs=scores)
 
 
-def aborted(request: GenerateRequest, why: str) -> Completion:
+def aborted(request: GenerateRequest, cause: AbortCause, why: str) -> Completion:
     """The completion of a request that was not finished."""
-    return Completion(request.id, [], None, "abort", error=why)
+    return Completion(request.id, [], None, "abort", error=why, cause=cause)
 
 
 def contradiction(request: GenerateRequest, error: Exception) -> Completion:

@@ -24,6 +24,7 @@ from slipstream.inference.plugin.preimport import settings_later
 from slipstream.inference.plugin.routes import listen
 from slipstream.inference.plugin.server import HUNG_S, EngineServer
 from slipstream.inference.settings import EngineSettings
+from slipstream.runlog import stacks
 
 
 async def serve(settings: EngineSettings) -> bool:
@@ -57,6 +58,8 @@ def main() -> None:
     """Run an engine; its settings are a JSON file, named on the command line or in one line of standard input."""
     gc.disable()  # until `serve` has loaded all: collections take a fifth of the start and free nothing
     os.environ[ENGINE_VARIABLE] = "1"
+    if len(sys.argv) > 1:
+        stacks.register()
     order = lifeline.follow_stdin()
     with open(sys.argv[1] if len(sys.argv) > 1 else settings_later(order), "rb") as file:
         settings = msgspec.json.decode(file.read(), type=EngineSettings)

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.runlog import stacks
+
 HAS_GPU = Path("/dev/nvidiactl").exists()
 """Whether an NVIDIA driver is present, found without importing torch."""
 _IMPORTED = (
@@ -42,4 +44,6 @@ def settings_later(order: Callable[[], bytes]) -> str:
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
+    os.environ[stacks.VARIABLE] = str(stacks.prefix_of(Path(given["log"])))
+    stacks.register()
     return given["settings"]

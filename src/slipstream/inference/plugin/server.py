@@ -329,7 +329,7 @@ class EngineServer:
             try:
                 await self.service.until_serving()
             except OutOfService as error:
-                return aborted(request, f"was not begun: {error}")
+                return aborted(request, "refused", f"was not begun: {error}")
             return await self._generate_in_time(request)
 
     async def _generate_in_time(self, request: GenerateRequest) -> Completion:
@@ -340,11 +340,11 @@ class EngineServer:
             async with Patience(request.timeout_s, lambda: self.steps.is_running or not self.service.is_updating):
                 return await self._generate(request)
         except OutOfService as error:
-            return aborted(request, f"cannot be answered: {error}")
+            return aborted(request, "refused", f"cannot be answered: {error}")
         except TimeoutError:
-            return aborted(request, f"passed its deadline of {request.timeout_s:g} s: {_DEADLINE_REMEDY}")
+            return aborted(request, "late", f"passed its deadline of {request.timeout_s:g} s: {_DEADLINE_REMEDY}")
         except Refused as error:
-            return aborted(request, f"was refused by vLLM: {error}")
+            return aborted(request, "invalid", f"was refused by vLLM: {error}")
         except Exception as error:
             if self.host.is_dead:
                 raise

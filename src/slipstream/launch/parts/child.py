@@ -27,6 +27,7 @@ from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
 from slipstream.orchestrator.remote import NoticeLog, NoticeProgress, Outbox, serve
+from slipstream.runlog import stacks
 
 _NEVER_S = 365 * 24 * 3600.0
 """A run lasts no longer."""
@@ -34,6 +35,7 @@ _NEVER_S = 365 * 24 * 3600.0
 
 def main(path: str) -> int:
     """Serve until the end."""
+    stacks.register()
     lifeline.follow_stdin()
     settings = msgspec.json.decode(Path(path).read_bytes(), type=Settings)
     config = RunConfig.model_validate_json(settings.config)

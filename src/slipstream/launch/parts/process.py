@@ -121,6 +121,8 @@ class OrchestratorProcess:
         run, progress = self._run, self._run.progress
         if isinstance(notice, remote.Progressed):
             _show(progress, notice)
+        elif isinstance(notice, remote.Counted):
+            run.log.count(notice.values)
         elif notice.kind == "warning":
             run.log.warning(**notice.fields)
         else:

@@ -24,10 +24,12 @@ from slipstream.errors import ZeroGradientError, first_line
 from slipstream.inference.child_process import leave
 from slipstream.launch.ranks.channel import Channel, ChannelClosed
 from slipstream.launch.ranks.processes import RankSettings, rank_threads
+from slipstream.runlog import stacks
 
 
 def main(path: str, descriptor: str) -> int:
     """Execute commands until the channel closes."""
+    stacks.register()
     file = Path(path)
     settings = msgspec.json.decode(file.read_bytes(), type=RankSettings)
     channel = Channel(socket.socket(fileno=int(descriptor)))

@@ -14,6 +14,7 @@ import msgspec
 from slipstream.config import PlannedConfig
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
+from slipstream.launch.batch_order import retries_of
 from slipstream.launch.build import load_model, with_adapter
 from slipstream.launch.engines import EnginePlan, create_engine, engine_plan
 from slipstream.launch.plan.measure import adapter_config
@@ -146,6 +147,7 @@ async def _on_engine(
                 engine,
                 request_timeout_s=config.inference.request_timeout_s,
                 run_timeout_s=section.run_timeout_s,
+                retries=retries_of(config),
             )
             return await work(runner)
     finally:

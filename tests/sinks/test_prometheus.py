@@ -1,0 +1,139 @@
+"""The endpoint for Prometheus: what is served, in which format, and for how long."""
+
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.runlog import RunLog, read_events
+from slipstream.runlog.heartbeat import Beating
+from slipstream.sinks.prometheus import CONTENT_TYPE, Family, MetricsServer, families_of, render
+
+ROW = {"rollout/num": 8.0, "rollout/length": 2.5, "dropped/stale": 3.0, "retry/late": 1.0, "reward/mean": 0.25}
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        assert answer.headers["Content-Type"] == CONTENT_TYPE
+        return answer.read().decode()
+
+
+def samples(text):
+    """{(name, further labels): value}, as Prometheus' own client reads it."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    return {
+        (s.name, *sorted(v for k, v in s.labels.items() if k not in ("run", "lineage"))): s.value
+        for family in parser.text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+def test_the_text_format():
+    families = [
+        Family(
+            "a_total", "Two\nlines, one \\.", "counter", [({"reason": 'a "word"'}, 2.0), ({"reason": "b\\c"}, 1e22)]
+        ),
+        Family("b", "Not finite.", "gauge", [({}, None)]),
+    ]
+    assert render(families, {"run": "x\ny", "lineage": "0"}) == (
+        "# HELP a_total Two\\nlines, one \\\\.\n"
+        "# TYPE a_total counter\n"
+        'a_total{run="x\\ny",lineage="0",reason="a \\"word\\""} 2.0\n'
+        'a_total{run="x\\ny",lineage="0",reason="b\\\\c"} 1e+22\n'
+        "# HELP b Not finite.\n"
+        "# TYPE b gauge\n"
+        'b{run="x\\ny",lineage="0"} NaN\n'
+    )
+
+
+def test_names_are_made_of_what_prometheus_allows_and_stay_apart():
+    row = {"reward/a b": 1.0, "reward/a-b": 2.0, "train/ratio_below_0.5": 3.0, "reward/länge": 4.0, "step/": 5.0}
+    found = {family.name: (family.help, family.values[0][1]) for family in families_of(row, {"slipstream_step_"})}
+    assert found == {
+        "slipstream_reward_a_b": ("reward/a b of the newest step.", 1.0),
+        "slipstream_reward_a_b_2": ("reward/a-b of the newest step.", 2.0),
+        "slipstream_train_ratio_below_0_5": ("train/ratio_below_0.5 of the newest step.", 3.0),
+        "slipstream_reward_l_nge": ("reward/länge of the newest step.", 4.0),
+        "slipstream_step__2": ("step/ of the newest step.", 5.0),
+    }
+
+
+def test_the_newest_row_and_what_all_rows_add_up_to(tmp_path):
+    with RunLog.create(tmp_path / "run") as log, Beating(log, 0.05), MetricsServer(0) as server:
+        server.serve(log, 'my "run"')
+        empty = samples(get(server.url))
+        assert {name for name, *_ in empty} >= {"slipstream_step", "slipstream_restarts"}
+        assert not any("total" in name for name, *_ in empty)
+        log.metrics(1, ROW | {"train/loss": float("nan")})
+        log.metrics(2, ROW | {"train/skipped": 1.0, "dropped/stale": 1.0, "dropped/surplus": 2.0})
+        log.metrics(3, ROW | {"reward/mean": 0.75})
+        text = get(server.url)
+        assert 'slipstream_reward_mean{run="my \\"run\\"",lineage="0"} 0.75\n' in text
+        found = samples(text)
+        assert found["slipstream_step",] == 3
+        assert found["slipstream_rollouts_trained_total",] == 16
+        assert found["slipstream_tokens_trained_total",] == 40
+        assert found["slipstream_rollouts_dropped_total", "stale"] == 7
+        assert found["slipstream_rollouts_dropped_total", "surplus"] == 2
+        assert found["slipstream_requests_retried_total", "late"] == 3
+        assert ("slipstream_train_loss",) not in found, "of an older row"
+        assert 0 <= found["slipstream_progress_age_seconds",] < 60
+        deadline = time.monotonic() + 30
+        while ("slipstream_heartbeat_age_seconds",) not in found and time.monotonic() < deadline:
+            found = samples(get(server.url))
+        assert 0 <= found["slipstream_heartbeat_age_seconds",] < 60
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(server.url.replace("/metrics", "/"))
+    (event,) = [event for event in read_events(tmp_path / "run") if event["kind"] == "metrics_server"]
+    assert event["url"] == server.url
+    with pytest.raises(urllib.error.URLError):
+        get(server.url)
+    assert not any(thread.name == "metrics-server" for thread in threading.enumerate())
+
+
+def test_counters_go_on_after_a_resume_and_steps_made_again_count_once(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        for step in (1, 2, 3):
+            log.metrics(step, ROW)
+    with RunLog.create(tmp_path / "run", resume=True) as log, MetricsServer(0) as server:
+        log.resumed(1)
+        server.serve(log, "run")
+        text = get(server.url)
+        assert 'lineage="1"' in text
+        assert samples(text)["slipstream_rollouts_trained_total",] == 8
+        assert samples(text)["slipstream_reward_mean",] == 0.25
+        log.metrics(2, ROW)
+        assert samples(get(server.url))["slipstream_rollouts_trained_total",] == 16
+
+
+def test_it_listens_on_this_machine_alone_and_a_port_in_use_is_one_sentence():
+    with MetricsServer(0) as server:
+        host, port = server._server.server_address
+        assert host == "127.0.0.1"
+        with pytest.raises(
+            ConfigError, match=rf"run.metrics_port = {port}: nothing can listen .* already in use.*or 0 for"
+        ):
+            MetricsServer(port)
+    with MetricsServer(port) as again:
+        assert again.url == f"http://127.0.0.1:{port}/metrics"
+
+
+def test_without_a_port_there_is_nothing(tmp_path):
+    with RunLog.create(tmp_path / "run") as log, MetricsServer(None) as server:
+        server.serve(log, "run")
+        assert server.url == ""
+    assert "metrics_server" not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_a_client_that_says_nothing_holds_nobody_up(tmp_path):
+    with RunLog.create(tmp_path / "run") as log, MetricsServer(0) as server:
+        server.serve(log, "run")
+        with socket.create_connection(server._server.server_address, timeout=10):
+            assert "slipstream_step" in get(server.url)
+            began = time.monotonic()
+            server.__exit__()
+            assert time.monotonic() - began < 5

@@ -1,0 +1,70 @@
+"""A scheduler's signal while a step or a checkpoint takes longer than `run.grace_s`."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from slipstream.runlog import is_running, read_events, read_exit, read_metrics
+from slipstream.runlog.heartbeat import FILE as HEARTBEAT
+from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+
+GRACE_S = 4.0
+
+
+def ended(command, run_file, tmp_path, what, number, *settings):
+    """How `what` ended after the signal: (folder, seconds, standard output, standard error)."""
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    options = ("--evaluation", "false", "--run.folder", folder, "--run.grace_s", GRACE_S, "--json", *settings)
+    run = command("sft", run_file.with_name("sft.toml"), *options, module=("tests.system.slow_end", what, mark))
+    run.until(mark.exists)
+    run.process.send_signal(number)
+    began = time.monotonic()
+    code, out, err = run.wait()
+    seconds = time.monotonic() - began
+    assert code == 130, err
+    assert run.left_behind() == []
+    return folder, seconds, out, err
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "words"),
+    [
+        (
+            "step",
+            signal.SIGUSR1,
+            "stopped by SIGUSR1 at step 1, of which step-000001 is a whole checkpoint, in phase train",
+        ),
+        ("write", signal.SIGTERM, "stopped by SIGTERM at step 2, in phase checkpoint: no checkpoint of it could be"),
+    ],
+)
+def test_the_process_ends_by_itself_on_the_last_whole_checkpoint(command, run_file, tmp_path, what, number, words):
+    every = ("--run.checkpoint_every", "1", "--run.async_checkpoints", "false", "--training.steps", "9")
+    folder, seconds, out, err = ended(command, run_file, tmp_path, what, number, *every)
+    assert seconds < GRACE_S + 1.0, "within the time that was given"
+    report = read_exit(folder)
+    assert (report.status, report.exit_code, report.error) == ("interrupted", 130, "Interrupted")
+    assert (report.failure_class, report.retriable) == ("stopped", True)
+    assert words in report.message
+    last = CheckpointStore(folder / "checkpoints").latest()
+    assert last.name == "step-000001"
+    assert last.name in report.message
+    unfinished = list((folder / "checkpoints").glob(".unfinished-*"))
+    assert len(unfinished) == (what == "write")
+    assert read_events(folder)[-1]["message"] == report.message
+    assert report.message in " ".join(err.split())
+    assert json.loads(out) == {"error": "Interrupted", "message": report.message, "exit_code": 130}
+    assert not is_running(folder)
+    assert not (folder / HEARTBEAT).exists()
+    run = command("sft", run_file.with_name("sft.toml"), "--evaluation", "false", "--run.folder", folder, "--resume")
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert [row["step"] for row in read_metrics(folder)] == [1, 2, 3]
+
+
+def test_without_a_checkpoint_it_says_so(command, run_file, tmp_path):
+    folder, seconds, _, err = ended(command, run_file, tmp_path, "step", signal.SIGTERM)
+    assert seconds < GRACE_S + 1.0
+    assert "there is none yet, and the run begins again: continue with --resume" in " ".join(err.split())
+    assert read_exit(folder).retriable
