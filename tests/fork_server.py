@@ -45,6 +45,7 @@ KINDS = {
     "slipstream.cli": "trainer",
     "slipstream.api.child": "trainer",
     "slipstream.launch.ranks.child": "trainer",
+    "slipstream.launch.parts.child": "trainer",
     "benchmarks.weight_sync": "trainer",
     "tests.launch.quick_rank": "trainer",
 }

@@ -42,7 +42,7 @@ from slipstream.launch.plan.summary import check_divided
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.tools.deployable import deployed_engine_plan, find_deployable
-from slipstream.orchestrator.executor import share
+from slipstream.orchestrator.control.executor import share
 from slipstream.orchestrator.thread import EventLoopThread
 from slipstream.records import ApplyReport, GenerateRequest, SamplingParams, Ticket
 from slipstream.runlog.temporary import temporary

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.weight_sync import RunHooks
-from slipstream.orchestrator.handle import LocalCaller
+from slipstream.orchestrator.control.handle import LocalCaller
 from slipstream.orchestrator.thread import EventLoopThread
 
 from ..orchestrator.executors import executor_of

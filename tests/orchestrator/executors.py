@@ -1,6 +1,6 @@
 """An executor of the parts that a test has."""
 
-from slipstream.orchestrator.executor import Executor
+from slipstream.orchestrator.control.executor import Executor
 
 
 async def nothing():

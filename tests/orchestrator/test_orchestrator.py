@@ -23,13 +23,13 @@ from slipstream.errors import (
 )
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator import concurrency as tasks_module
-from slipstream.orchestrator import handle as handle_module
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.staleness import oldest_version, refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of, retry_on_restart
+from slipstream.orchestrator.control import handle as handle_module
+from slipstream.orchestrator.control.handle import LocalCaller, Orchestrator, Waits
 from slipstream.orchestrator.evaluate import evaluate
 from slipstream.orchestrator.event_loop_watch import blame
-from slipstream.orchestrator.handle import LocalCaller, Orchestrator, Waits
 from slipstream.orchestrator.hooks import Hooks, TrainerHooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner, seed_of

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from slipstream.errors import DataError, DeadlineError, Interrupted, OrchestratorError, WeightsError
-from slipstream.orchestrator import control, remote
+from slipstream.orchestrator.control import commands, remote
+from slipstream.orchestrator.control.remote import NoticeLog, NoticeProgress, Outbox, RemoteCaller, serve
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.remote import NoticeLog, NoticeProgress, Outbox, RemoteCaller, serve
 from slipstream.records import ApplyReport, ParameterSpec, Rollout, Ticket, Version
 from slipstream.records import Sequence as TokenSequence
 from slipstream.transport import FileStreams, MemoryTransport, open_transport
@@ -45,10 +45,13 @@ class Sides:
 
     def end(self):
         if self.thread is not None and self.thread.is_alive() and not self.reason:
-            self.caller.call(control.Close(5), control.Done, 20.0, "the end", may_stop=False)
+            self.caller.call(commands.Close(5), commands.Done, 20.0, "the end", may_stop=False)
             self.thread.join(20.0)
             assert not self.thread.is_alive()
         self.caller.close()
+        if self.reason:  # nobody listens any more
+            self.requests[0].put(remote.Request(10**6, commands.Close(5)), 20.0)
+            self.thread.join(20.0)
 
 
 @pytest.fixture(params=["memory", "files"])
@@ -108,16 +111,16 @@ async def evaluated():
 def test_answers_are_those_of_the_executor(sides):
     versions = Versions()
     caller = sides.serve(executor_of(Engine(), versions, probe=probe, evaluate=evaluated, teacher_digest="t"))
-    applied = caller.call(control.Apply(TICKET), control.Applied, 20.0, "the version")
+    applied = caller.call(commands.Apply(TICKET), commands.Applied, 20.0, "the version")
     assert applied.report == ApplyReport(TICKET.version, num_bytes=24)
     assert applied.probe == asyncio.run(probe())
     assert applied.metrics == {"replica_0/requests": 2.0}
-    assert caller.call(control.Evaluate(), control.Evaluated, 20.0, "it").evaluation == evaluation()
-    assert caller.call(control.AskHeld(), control.Held, 20.0, "it").version == Version(0, 2, "dd")
-    assert caller.call(control.AskJoined(), control.Joined, 20.0, "it").count == 4
-    assert caller.call(control.AskTeacher(), control.TeacherDigest, 20.0, "it").digest == "t"
-    assert caller.engine_state(settles=False) == control.EngineState(True, False)
-    caller.submit(control.Release(4, 2)).result(20.0)
+    assert caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it").evaluation == evaluation()
+    assert caller.call(commands.AskHeld(), commands.Held, 20.0, "it").version == Version(0, 2, "dd")
+    assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
+    assert caller.call(commands.AskTeacher(), commands.TeacherDigest, 20.0, "it").digest == "t"
+    assert caller.engine_state(settles=False) == commands.EngineState(True, False)
+    caller.submit(commands.Release(4, 2)).result(20.0)
     assert versions.released == [4]
 
 
@@ -128,11 +131,11 @@ def test_failures_come_as_what_they_were(sides):
     caller = sides.serve(executor_of(Engine(), Versions(), evaluate=evaluate))
     wrong = Ticket(Version(0, 9), "disk", "", ())
     with pytest.raises(WeightsError, match=r"^the engine holds another version$"):
-        caller.call(control.Apply(wrong), control.Applied, 20.0, "it")
+        caller.call(commands.Apply(wrong), commands.Applied, 20.0, "it")
     with pytest.raises(RuntimeError, match=r"ValueError: a bug .*orchestrator\.log"):
-        caller.call(control.Evaluate(), control.Evaluated, 20.0, "it")
+        caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it")
     with pytest.raises(TypeError, match="answered Held and not Joined"):
-        caller.call(control.AskHeld(), control.Joined, 20.0, "it")
+        caller.call(commands.AskHeld(), commands.Joined, 20.0, "it")
 
 
 def test_commands_overlap_and_one_that_nobody_waits_for_is_cancelled(sides):
@@ -147,16 +150,16 @@ def test_commands_overlap_and_one_that_nobody_waits_for_is_cancelled(sides):
             raise
 
     caller = sides.serve(executor_of(Engine(), Versions(), make_batches=make_batches))
-    making = caller.submit(control.MakeBatches(0, 5))
+    making = caller.submit(commands.MakeBatches(0, 5))
     assert begun.wait(20.0)
-    assert caller.call(control.AskJoined(), control.Joined, 20.0, "it").count == 4
+    assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
     with pytest.raises(DeadlineError, match="the batches did not end within 0 s"):
-        caller.wait(making, control.Done, 0.4, "the batches")
+        caller.wait(making, commands.Done, 0.4, "the batches")
     assert cancelled.wait(20.0)
     begun.clear()
     sides.should_stop.set()
     with pytest.raises(Interrupted, match="--resume"):
-        caller.call(control.MakeBatches(0, 5), control.Done, 60.0, "the batches")
+        caller.call(commands.MakeBatches(0, 5), commands.Done, 60.0, "the batches")
     sides.should_stop.clear()
 
 
@@ -176,7 +179,7 @@ def test_notices_come_in_order_and_before_the_reply_that_follows_them(sides, tmp
         progress.end_phase()
 
     caller = sides.serve(executor_of(Engine(), Versions(), start=start, num_ended=lambda: ended))
-    caller.call(control.Start(), control.Done, 20.0, "it")
+    caller.call(commands.Start(), commands.Done, 20.0, "it")
     assert sides.heard == [
         remote.Progressed("phase", ["generate", 8]),
         remote.Progressed("advance", [3]),
@@ -198,13 +201,13 @@ def test_the_other_sides_end_fails_what_waits_and_what_comes(sides):
         await asyncio.sleep(60)
 
     caller = sides.serve(executor_of(Engine(), Versions(), make_batches=forever))
-    making = caller.submit(control.MakeBatches(0, 5))
+    making = caller.submit(commands.MakeBatches(0, 5))
     sides.reason = "ended with code -9; its log is orchestrator.log"
     with pytest.raises(OrchestratorError, match="the orchestrator ended with code -9; its log is"):
         making.result(20.0)
     with pytest.raises(OrchestratorError, match="code -9"):
-        caller.call(control.AskHeld(), control.Held, 20.0, "it")
-    assert caller.engine_state(settles=True) == control.EngineState(False, True)
+        caller.call(commands.AskHeld(), commands.Held, 20.0, "it")
+    assert caller.engine_state(settles=True) == commands.EngineState(False, True)
 
 
 def test_a_close_cancels_what_goes_on_and_writes_the_rest(sides):
@@ -219,8 +222,8 @@ def test_a_close_cancels_what_goes_on_and_writes_the_rest(sides):
     caller = sides.serve(
         executor_of(Engine(), Versions(), make_batches=make_batches, close=lambda step: done.append(step))
     )
-    making = caller.submit(control.MakeBatches(0, 5))
-    caller.call(control.Close(3), control.Done, 20.0, "the end")
+    making = caller.submit(commands.MakeBatches(0, 5))
+    caller.call(commands.Close(3), commands.Done, 20.0, "the end")
     sides.thread.join(20.0)
     assert done in (["cancelled", 3], [3]), "3: the command had not begun"
     assert not sides.thread.is_alive()
@@ -233,5 +236,5 @@ def test_a_close_that_cannot_write_says_so(sides):
 
     caller = sides.serve(executor_of(Engine(), Versions(), close=close))
     with pytest.raises(DataError, match="the disk is full"):
-        caller.call(control.Close(3), control.Done, 20.0, "the end")
+        caller.call(commands.Close(3), commands.Done, 20.0, "the end")
     sides.thread.join(20.0)

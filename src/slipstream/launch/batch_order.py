@@ -13,7 +13,7 @@ from slipstream.config.traits import apply_timeout_s
 from slipstream.data.sampler import DataOrder
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
-from slipstream.orchestrator.handle import Waits
+from slipstream.orchestrator.control.handle import Waits
 from slipstream.orchestrator.retries import BUDGET, LONGEST_WAIT_S, Retries
 from slipstream.records import Task
 

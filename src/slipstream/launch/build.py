@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slipstream.launch.ranks.processes import RankProcesses
-    from slipstream.orchestrator import control
+    from slipstream.orchestrator.control import commands
     from slipstream.trainer.critic import Critic
     from slipstream.trainer.distributed.fsdp import RankGroup
     from slipstream.trainer.distributed.worker import RankModel
@@ -294,19 +294,19 @@ def build_optimizer(config: PlannedConfig, network: nn.Module, rank: int = 0) ->
     return MasterAdamW(named, **options)
 
 
-def share_weights(config: PlannedConfig, ask: Callable[[control.Share], control.Answer]) -> tuple[SharedWeights, ...]:
+def share_weights(config: PlannedConfig, ask: Callable[[commands.Share], commands.Answer]) -> tuple[SharedWeights, ...]:
     """Ask an engine that is ready where each worker has its live weights. Raises CannotShare when the engine is alive
     and cannot share them."""
-    from slipstream.orchestrator import control
+    from slipstream.orchestrator.control import commands
     from slipstream.trainer.model.policy import resolve_folder
     from slipstream.weights.bridges.single_copy import CannotShare
     from slipstream.weights.model_files import stored_parameters
 
     parameters = stored_parameters(resolve_folder(config.model.path), config.model.dtype)
-    answer = ask(control.Share(parameters, config.weights.apply_timeout_s))
-    if isinstance(answer, control.NotShared):
+    answer = ask(commands.Share(parameters, config.weights.apply_timeout_s))
+    if isinstance(answer, commands.NotShared):
         raise CannotShare(answer.problem)
-    assert isinstance(answer, control.Shared)
+    assert isinstance(answer, commands.Shared)
     return answer.workers
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.orchestrator import control
-from slipstream.orchestrator.handle import Caller
+from slipstream.orchestrator.control import commands
+from slipstream.orchestrator.control.handle import Caller
 from slipstream.runlog import RunLog
 
 _GRACE_S = 5.0
@@ -29,13 +29,13 @@ class SleepWake:
 
         with self._log.phase("wake"):
             torch.cuda.empty_cache()
-            self._wait(control.Wake(self._timeout_s), "the engine to wake")
+            self._wait(commands.Wake(self._timeout_s), "the engine to wake")
 
     def sleep(self) -> None:
         """Put the engine to sleep."""
         if self._sleeps:
             with self._log.phase("sleep"):
-                self._wait(control.Sleep(self._timeout_s), "the engine to sleep")
+                self._wait(commands.Sleep(self._timeout_s), "the engine to sleep")
 
-    def _wait(self, command: control.AnyCommand, waits_for: str) -> None:
-        self._caller.call(command, control.Done, self._timeout_s + _GRACE_S, waits_for)
+    def _wait(self, command: commands.AnyCommand, waits_for: str) -> None:
+        self._caller.call(command, commands.Done, self._timeout_s + _GRACE_S, waits_for)

@@ -18,12 +18,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch.batch_order import BatchOrder, retries_of, silence_limit_s
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
-from slipstream.orchestrator import control
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.orders import InDataOrder, MakesBatches, ReadyFirst
 from slipstream.orchestrator.concurrency import all_of
+from slipstream.orchestrator.control import commands
+from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
-from slipstream.orchestrator.executor import Executor
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
@@ -83,7 +83,7 @@ class _Generation:
             starts.append(self._children.teacher.start())
         await all_of(starts)
 
-    async def _make_batches(self, command: control.MakeBatches) -> None:
+    async def _make_batches(self, command: commands.MakeBatches) -> None:
         config, hooks = self._context.config, self._hooks
         self._ledger = _ledger(self._context, command.first, lambda: self.executor.saved_step)
         batcher = _batcher(self._context, self._children, self._runner, self._order, hooks, self._ledger)

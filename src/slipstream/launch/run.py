@@ -41,9 +41,9 @@ from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import WAIT, Stages
 from slipstream.launch.teacher import refuse_itself
 from slipstream.launch.weight_sync import attach_engine
-from slipstream.orchestrator import control
+from slipstream.orchestrator.control import commands
+from slipstream.orchestrator.control.handle import Orchestrator
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.handle import Orchestrator
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams
 from slipstream.runlog import RunLog, read_events, read_settings, stacks
@@ -213,8 +213,8 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
     elif generation is not None and config.teacher is not None and (config.lora is None or config.lora.path is None):
         # A new adapter leaves the policy equal to its base.
         learner, waits_for = trained.learner, "the orchestrator to say what the teacher holds"
-        command, timeout_s = control.AskTeacher(), config.inference.start_timeout_s
-        digest = generation.caller.call(command, control.TeacherDigest, timeout_s, waits_for).digest
+        command, timeout_s = commands.AskTeacher(), config.inference.start_timeout_s
+        digest = generation.caller.call(command, commands.TeacherDigest, timeout_s, waits_for).digest
         refuse_itself(config, digest, learner.named_weights if config.lora is None else learner.base_weights)
     if generation is not None:
         children.at_exit(attach_engine(run, generation.caller, generation.batches, loop).close)
@@ -256,6 +256,6 @@ def _share_weights(run: RunContext, generation: Generation | None) -> tuple[Shar
         with run.stages.stage("compile layers like the model's"):
             precompile_layers(config)
     with run.stages.stage(WAIT):
-        caller.call(control.LaunchEngine(), control.Done, timeout_s, waits_for)
+        caller.call(commands.LaunchEngine(), commands.Done, timeout_s, waits_for)
     share_s = config.weights.apply_timeout_s
-    return share_weights(config, lambda command: caller.call(command, control.Answer, share_s, waits_for))
+    return share_weights(config, lambda command: caller.call(command, commands.Answer, share_s, waits_for))

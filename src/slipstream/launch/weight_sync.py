@@ -21,9 +21,9 @@ from slipstream.launch.batch_order import waits_of
 from slipstream.launch.children import RunContext
 from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.startup.stages import WAIT
-from slipstream.orchestrator import control
+from slipstream.orchestrator.control import commands
+from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.handle import Caller, Orchestrator, RolloutReader
 from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.records import ApplyReport, Batch, Ticket, Version
 from slipstream.runlog import sample_of
@@ -53,7 +53,7 @@ def attach_engine(run: RunContext, caller: Caller, batches: Transport[Batch], lo
     loop.engine = Orchestrator(caller, publish=publish, saved_step=lambda: loop.saved_step, waits=waits, hooks=hooks)
     if config.algorithm.kind != "sft":
         loop.reader = reader = RolloutReader(caller, batches, waits=waits, hooks=hooks)
-        reader.start(control.MakeBatches(loop.step, config.training.steps, loop.draws.state()))
+        reader.start(commands.MakeBatches(loop.step, config.training.steps, loop.draws.state()))
     return publisher
 
 
@@ -138,16 +138,16 @@ def _publisher(
         # An engine that died is restarted first.
         longest_s = timeout_s + config.inference.start_timeout_s
         return caller.call(
-            control.AskHeld(), control.Held, longest_s, "the engine to say which version it holds"
+            commands.AskHeld(), commands.Held, longest_s, "the engine to say which version it holds"
         ).version
 
     def joined() -> int:
         start_s = config.inference.start_timeout_s
-        return caller.call(control.AskJoined(), control.Joined, start_s, "dead engines to start again").count
+        return caller.call(commands.AskJoined(), commands.Joined, start_s, "dead engines to start again").count
 
     def go_on(version: Version) -> None:
-        command = control.GoOn(version, timeout_s)
-        caller.call(command, control.Done, timeout_s, f"the engine to go on with version {version.name}")
+        command = commands.GoOn(version, timeout_s)
+        caller.call(command, commands.Done, timeout_s, f"the engine to go on with version {version.name}")
 
     publisher = create_publisher(
         name,

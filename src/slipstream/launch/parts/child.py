@@ -26,7 +26,7 @@ from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
-from slipstream.orchestrator.remote import NoticeLog, NoticeProgress, Outbox, serve
+from slipstream.orchestrator.control.remote import NoticeLog, NoticeProgress, Outbox, serve
 from slipstream.runlog import stacks
 
 _NEVER_S = 365 * 24 * 3600.0

@@ -19,8 +19,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.inference import child_process
 from slipstream.launch.children import RunContext
 from slipstream.launch.startup.stages import Stage
-from slipstream.orchestrator import control, remote
-from slipstream.orchestrator.remote import Message, RemoteCaller, Request
+from slipstream.orchestrator.control import commands, remote
+from slipstream.orchestrator.control.remote import Message, RemoteCaller, Request
 from slipstream.progress import Progress
 from slipstream.records import Batch
 from slipstream.runlog.temporary import make_temporary, remove_temporary
@@ -135,8 +135,8 @@ class OrchestratorProcess:
         try:
             if self._process.poll() is None:
                 with suppress(SlipstreamError):
-                    command, waits_for = control.Close(step), "the orchestrator to end"
-                    self.caller.call(command, control.Done, _CLOSE_S, waits_for, may_stop=False)
+                    command, waits_for = commands.Close(step), "the orchestrator to end"
+                    self.caller.call(command, commands.Done, _CLOSE_S, waits_for, may_stop=False)
                     with suppress(subprocess.TimeoutExpired):
                         self._process.wait(_END_S)
         finally:

@@ -9,7 +9,7 @@ from slipstream.launch.children import Children, Context, RunContext
 from slipstream.launch.generation import build_executor
 from slipstream.launch.parts.process import OrchestratorProcess
 from slipstream.launch.teacher import agreement_warning
-from slipstream.orchestrator.handle import Caller, LocalCaller
+from slipstream.orchestrator.control.handle import Caller, LocalCaller
 from slipstream.records import Batch
 from slipstream.transport import MemoryTransport, Transport
 

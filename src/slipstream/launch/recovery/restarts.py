@@ -24,7 +24,7 @@ from slipstream.errors import (
     StartsAgain,
     TrainingError,
 )
-from slipstream.orchestrator.handle import Caller
+from slipstream.orchestrator.control.handle import Caller
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events
 

@@ -21,9 +21,9 @@ import msgspec
 
 from slipstream import errors
 from slipstream.errors import DeadlineError, OrchestratorError, SlipstreamError
-from slipstream.orchestrator import control
-from slipstream.orchestrator.executor import Executor
-from slipstream.orchestrator.handle import Caller
+from slipstream.orchestrator.control import commands
+from slipstream.orchestrator.control.executor import Executor
+from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
 from slipstream.transport import Transport
 
@@ -40,7 +40,7 @@ class Request(msgspec.Struct, frozen=True):
     """A command; without one, the request of that number is cancelled."""
 
     number: int
-    command: control.AnyCommand | None
+    command: commands.AnyCommand | None
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Reply(msgspec.Struct, frozen=True):
     """The answer to a request, or what it failed with."""
 
     number: int
-    answer: control.AnyAnswer | None
+    answer: commands.AnyAnswer | None
     failure: Failure | None = None
 
 
@@ -110,16 +110,16 @@ class RemoteCaller(Caller):
         self._ended = ended
         self._guard = threading.Lock()
         self._numbers = itertools.count()
-        self._open: dict[int, Future[control.AnyAnswer]] = {}
+        self._open: dict[int, Future[commands.AnyAnswer]] = {}
         self._failure: SlipstreamError | None = None
         self._num_ended = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="orchestrator", daemon=True)
         self._thread.start()
 
-    def submit(self, command: control.AnyCommand) -> Future[control.AnyAnswer]:
+    def submit(self, command: commands.AnyCommand) -> Future[commands.AnyAnswer]:
         """See `Caller`."""
-        number, future = next(self._numbers), Future[control.AnyAnswer]()
+        number, future = next(self._numbers), Future[commands.AnyAnswer]()
         future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         with self._guard:
             if self._failure is not None:
@@ -137,13 +137,13 @@ class RemoteCaller(Caller):
         """See `Caller`."""
         return self._num_ended
 
-    def engine_state(self, *, settles: bool) -> control.EngineState:
+    def engine_state(self, *, settles: bool) -> commands.EngineState:
         """See `Caller`."""
         waits_for = "the orchestrator to say whether the engine runs"
         try:
-            return self.call(control.AskState(settles), control.EngineState, _STATE_S, waits_for, may_stop=False)
+            return self.call(commands.AskState(settles), commands.EngineState, _STATE_S, waits_for, may_stop=False)
         except SlipstreamError:  # the engine ended with the orchestrator, or nobody can say
-            return control.EngineState(is_up=False, is_in_memory_only=self._failure is not None)
+            return commands.EngineState(is_up=False, is_in_memory_only=self._failure is not None)
 
     def close(self) -> None:
         """Stop listening."""
@@ -272,7 +272,7 @@ class NoticeProgress:
 
 
 async def serve(executor: Executor, requests: Transport[Request], messages: Transport[Message], outbox: Outbox) -> None:
-    """Carry out requests until `control.Close`, before which all other work is cancelled."""
+    """Carry out requests until `commands.Close`, before which all other work is cancelled."""
     sending, tasks, num_told = asyncio.Lock(), dict[int, asyncio.Task[None]](), -1
 
     async def send(reply: Reply | None) -> None:
@@ -283,7 +283,7 @@ async def serve(executor: Executor, requests: Transport[Request], messages: Tran
                 await messages.put_async(Message(items, num_ended, reply), _SEND_S)
                 num_told = num_ended
 
-    async def answer(number: int, command: control.AnyCommand) -> None:
+    async def answer(number: int, command: commands.AnyCommand) -> None:
         try:
             reply = Reply(number, await executor.do(command))
         except asyncio.CancelledError:
@@ -315,7 +315,7 @@ async def serve(executor: Executor, requests: Transport[Request], messages: Tran
             if command is None:
                 if (task := tasks.get(number)) is not None:
                     task.cancel()
-            elif isinstance(command, control.Close):
+            elif isinstance(command, commands.Close):
                 await _cancel([*tasks.values()])
                 await answer(number, command)
                 return

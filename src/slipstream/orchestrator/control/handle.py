@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError, Interrupted, WeightsError
-from slipstream.orchestrator import control
+from slipstream.orchestrator.control import commands
+from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.evaluate import Evaluation
-from slipstream.orchestrator.executor import Executor
 from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.orchestrator.thread import POLL_S, EventLoopThread, Silence, wait_for
 from slipstream.records import Batch, Ticket
@@ -24,7 +24,7 @@ from slipstream.records import Sequence as TokenSequence
 from slipstream.transport import Transport, TransportClosed
 from slipstream.weights import Announce
 
-A = TypeVar("A", bound=control.Answer)
+A = TypeVar("A", bound=commands.Answer)
 _CAUSE_S = 5.0
 """How long after a failed send the receiver may take to fail: one of the same deadline does so a moment later."""
 
@@ -36,7 +36,7 @@ class Caller(ABC):
         self.should_stop = should_stop
 
     @abstractmethod
-    def submit(self, command: control.AnyCommand) -> Future[control.AnyAnswer]:
+    def submit(self, command: commands.AnyCommand) -> Future[commands.AnyAnswer]:
         """Send a command; the future has its answer or raises what it failed with. Does not wait."""
 
     @abstractmethod
@@ -44,16 +44,16 @@ class Caller(ABC):
         """How many turns and rollouts have ended; any thread may ask."""
 
     @abstractmethod
-    def engine_state(self, *, settles: bool) -> control.EngineState:
-        """See `control.AskState`."""
+    def engine_state(self, *, settles: bool) -> commands.EngineState:
+        """See `commands.AskState`."""
 
-    def call(self, command: control.AnyCommand, kind: type[A], timeout_s: float, waits_for: str, **options: Any) -> A:
+    def call(self, command: commands.AnyCommand, kind: type[A], timeout_s: float, waits_for: str, **options: Any) -> A:
         """Send a command and wait for its answer, of type `kind`; see `wait`."""
         return self.wait(self.submit(command), kind, timeout_s, waits_for, **options)
 
     def wait(
         self,
-        future: Future[control.AnyAnswer],
+        future: Future[commands.AnyAnswer],
         kind: type[A],
         timeout_s: float,
         waits_for: str,
@@ -79,7 +79,7 @@ class LocalCaller(Caller):
         self._thread = thread
         self._executor = executor
 
-    def submit(self, command: control.AnyCommand) -> Future[control.AnyAnswer]:
+    def submit(self, command: commands.AnyCommand) -> Future[commands.AnyAnswer]:
         """See `Caller`."""
         return self._thread.submit(self._executor.do(command))
 
@@ -87,7 +87,7 @@ class LocalCaller(Caller):
         """See `Caller`."""
         return self._executor.num_ended()
 
-    def engine_state(self, *, settles: bool) -> control.EngineState:
+    def engine_state(self, *, settles: bool) -> commands.EngineState:
         """See `Caller`; answers also while the event loop is blocked."""
         return self._executor.engine_state(settles=settles)
 
@@ -130,7 +130,7 @@ class Orchestrator:
         if not self._has_started:
             self._has_started = True
             with self._hooks.waiting_for_engine():
-                self._caller.call(control.Start(), control.Done, self._waits.start_s, "the engine to start")
+                self._caller.call(commands.Start(), commands.Done, self._waits.start_s, "the engine to start")
         self._hooks.before_update()
         try:
             return self._publish_and_probe(step)
@@ -142,10 +142,10 @@ class Orchestrator:
     def _publish_and_probe(self, step: int) -> list[TokenSequence]:
         """Publish the live weights, have them applied, and probe."""
         # The bridge decides when the engine begins to apply: after the files are complete, or before a collective.
-        applying: list[Future[control.AnyAnswer]] = []
+        applying: list[Future[commands.AnyAnswer]] = []
 
         def announce(ticket: Ticket) -> Callable[[], bool]:
-            applying.append(self._caller.submit(control.Apply(ticket)))
+            applying.append(self._caller.submit(commands.Apply(ticket)))
             return applying[0].done
 
         try:
@@ -159,15 +159,15 @@ class Orchestrator:
                 future.cancel()
             raise
         waits_for = f"the engine to apply version {ticket.version.name}"
-        answer = self._caller.wait(applying[0], control.Applied, self._waits.apply_s, waits_for, while_silent=True)
+        answer = self._caller.wait(applying[0], commands.Applied, self._waits.apply_s, waits_for, while_silent=True)
         self._hooks.version_applied(answer.report, answer.metrics)
         return answer.probe
 
     def fence(self) -> None:
         """See the loop's `Engine`. A stop request does not end this wait: the update has begun."""
         self._caller.call(
-            control.Fence(),
-            control.Done,
+            commands.Fence(),
+            commands.Done,
             self._waits.apply_s,
             "the engine to pause",
             while_silent=True,
@@ -177,8 +177,8 @@ class Orchestrator:
     def evaluate(self, step: int) -> dict[str, float]:
         """See the loop's `Engine`."""
         answer = self._caller.call(
-            control.Evaluate(),
-            control.Evaluated,
+            commands.Evaluate(),
+            commands.Evaluated,
             self._waits.rollouts_s,
             f"the evaluation of step {step}",
             while_silent=True,
@@ -189,7 +189,7 @@ class Orchestrator:
 
     def release(self, step: int) -> None:
         """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""
-        self._caller.submit(control.Release(step, self._saved_step()))
+        self._caller.submit(commands.Release(step, self._saved_step()))
         self._hooks.version_released()
 
 
@@ -209,9 +209,9 @@ class RolloutReader:
         self._transport = transport
         self._waits = waits
         self._hooks = hooks
-        self._making: Future[control.AnyAnswer] | None = None
+        self._making: Future[commands.AnyAnswer] | None = None
 
-    def start(self, command: control.MakeBatches) -> None:
+    def start(self, command: commands.MakeBatches) -> None:
         """Have batches made, each as soon as a version that is new enough is released."""
         self._making = self._caller.submit(command)
 

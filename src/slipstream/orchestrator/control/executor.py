@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine import RunEngine, ends_soon
-from slipstream.orchestrator import control
+from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Sequence
 
-_DONE = control.Done()
+_DONE = commands.Done()
 
 
 class Executor:
@@ -27,7 +27,7 @@ class Executor:
         evaluate: Callable[[], Awaitable[Evaluation]],
         launch: Callable[[], Awaitable[object]],
         start: Callable[[], Awaitable[None]],
-        make_batches: Callable[[control.MakeBatches], Awaitable[None]],
+        make_batches: Callable[[commands.MakeBatches], Awaitable[None]],
         close: Callable[[int], None],
         num_ended: Callable[[], int] = lambda: 0,
         teacher_digest: str = "",
@@ -48,68 +48,68 @@ class Executor:
         self.saved_step = 0
         """The step of the newest whole checkpoint, as far as is known here."""
 
-    async def do(self, command: control.AnyCommand) -> control.AnyAnswer:
+    async def do(self, command: commands.AnyCommand) -> commands.AnyAnswer:
         """Carry out a command. Raises what the command fails with."""
         match command:
-            case control.LaunchEngine():
+            case commands.LaunchEngine():
                 await self._launch()
-            case control.Start():
+            case commands.Start():
                 await self._start()
-            case control.MakeBatches():
+            case commands.MakeBatches():
                 await self._make_batches(command)
-            case control.Apply(ticket):
+            case commands.Apply(ticket):
                 report = await self._versions.apply(ticket)
-                return control.Applied(report, await self._probe(), self._engine.take_metrics())
-            case control.Fence():
+                return commands.Applied(report, await self._probe(), self._engine.take_metrics())
+            case commands.Fence():
                 await self._versions.fence()
-            case control.GoOn(version, timeout_s):
+            case commands.GoOn(version, timeout_s):
                 await self._engine.go_on(version, timeout_s)
-            case control.Release(step, saved_step):
+            case commands.Release(step, saved_step):
                 self.saved_step = saved_step
                 await self._versions.release(step)
-            case control.Evaluate():
-                return control.Evaluated(await self._evaluate())
-            case control.Close(step):
+            case commands.Evaluate():
+                return commands.Evaluated(await self._evaluate())
+            case commands.Close(step):
                 self.close(step)
             case _:
                 return await self._ask(command)
         return _DONE
 
-    async def _ask(self, command: control.AnyCommand) -> control.AnyAnswer:
+    async def _ask(self, command: commands.AnyCommand) -> commands.AnyAnswer:
         """Commands to the engine alone."""
         engine = self._engine
         match command:
-            case control.AskHeld():
-                return control.Held(await engine.held())
-            case control.AskJoined():
-                return control.Joined(await engine.joined())
-            case control.AskState(settles):
+            case commands.AskHeld():
+                return commands.Held(await engine.held())
+            case commands.AskJoined():
+                return commands.Joined(await engine.joined())
+            case commands.AskState(settles):
                 return await asyncio.to_thread(self.engine_state, settles=settles)
-            case control.AskTeacher():
-                return control.TeacherDigest(self._teacher_digest)
-            case control.Share():
+            case commands.AskTeacher():
+                return commands.TeacherDigest(self._teacher_digest)
+            case commands.Share():
                 return await share(engine, command)
-            case control.Sleep(timeout_s):
+            case commands.Sleep(timeout_s):
                 await engine.sleep(timeout_s)
-            case control.Wake(timeout_s):
+            case commands.Wake(timeout_s):
                 await engine.wake(timeout_s)
             case _:
                 raise TypeError(f"{type(command).__name__} is no command to the engine")
         return _DONE
 
-    def engine_state(self, *, settles: bool) -> control.EngineState:
+    def engine_state(self, *, settles: bool) -> commands.EngineState:
         """Whether the engine runs; with `settles`, after a moment in which a dying one ends. From any thread."""
         has_ended = ends_soon(self._engine) if settles else not self._engine.is_up
-        return control.EngineState(not has_ended, self._engine.is_in_memory_only)
+        return commands.EngineState(not has_ended, self._engine.is_in_memory_only)
 
 
-async def share(engine: RunEngine, command: control.Share) -> control.Shared | control.NotShared:
+async def share(engine: RunEngine, command: commands.Share) -> commands.Shared | commands.NotShared:
     """Have the engine share its live weights."""
     try:
-        return control.Shared(await engine.share(command.parameters, command.timeout_s))
+        return commands.Shared(await engine.share(command.parameters, command.timeout_s))
     except DeadlineError:
         raise
     except EngineError as error:
         if not engine.is_up:
             raise
-        return control.NotShared(f"the engine cannot share its weights ({error})")
+        return commands.NotShared(f"the engine cannot share its weights ({error})")
