@@ -24,7 +24,7 @@ class Sides:
 
     def __init__(self, transports):
         self.requests, self.messages = transports
-        self.outbox, self.heard, self.reason = Outbox(), [], ""
+        self.outbox, self.heard, self.reason = Outbox(), [], None
         self.should_stop = threading.Event()
         self.thread = None
 
@@ -202,7 +202,7 @@ def test_the_other_sides_end_fails_what_waits_and_what_comes(sides):
 
     caller = sides.serve(executor_of(Engine(), Versions(), make_batches=forever))
     making = caller.submit(commands.MakeBatches(0, 5))
-    sides.reason = "ended with code -9; its log is orchestrator.log"
+    sides.reason = OrchestratorError("the orchestrator ended with code -9; its log is orchestrator.log")
     with pytest.raises(OrchestratorError, match="the orchestrator ended with code -9; its log is"):
         making.result(20.0)
     with pytest.raises(OrchestratorError, match="code -9"):

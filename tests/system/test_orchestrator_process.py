@@ -11,9 +11,11 @@ from slipstream.config import PlannedConfig, RunConfig
 from slipstream.errors import OrchestratorError, StartsAgain
 from slipstream.launch.parts import child, process
 from slipstream.launch.recovery import restarts
+from slipstream.orchestrator.control import remote
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
 
+from ..redis_server import Server, find
 from .test_real_runs import COIN, ENDLESS, check_run, num_steps
 
 FILES = ("--run.streams", "files")
@@ -200,4 +202,56 @@ def test_every_bridge(command, run_file, tmp_path, bridge):
     else:
         check_run(folder, steps=3)
     assert all(row["probe/abs_logprob_diff"] < 1e-3 for row in read_metrics(folder))
+    assert run.left_behind() == []
+
+
+@pytest.mark.parametrize("comes_back", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, comes_back):
+    """Empty when it is back: what it held is made again, and counted once."""
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote, "_SEND_S", 3.0)
+    (tmp_path / "redis").mkdir()
+    server = Server(tmp_path / "redis")
+    died = []
+
+    def change(engine):
+        def on_request(request):
+            if engine.version is not None and engine.version.step == 3 and not died:
+                died.append(True)
+                server.end()
+                if comes_back:
+                    server.start()
+
+        engine.on_request = on_request
+
+    redis = ("--run.streams", "redis", "--redis.url", server.url)
+    try:
+        with pytest.raises(StartsAgain):
+            scripted.run(*OPTIONS, *redis, change=change)
+        (told,) = scripted.events("restart")
+        assert ("lost" if comes_back else "127.0.0.1") in told["reason"]
+        if not comes_back:
+            server.start()
+        report = scripted.run(*OPTIONS, *redis, resume=True)
+        assert (report.status, report.step) == ("finished", 5)
+        assert [row["step"] for row in scripted.metrics] == list(range(6))
+        assert balance(scripted.folder).num_open == 0
+        left = subprocess.run([find("redis-cli"), "-p", str(server.port), "keys", "*"], capture_output=True, text=True)
+        assert left.stdout.split() == []
+    finally:
+        server.end()
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_with_real_vllm_over_redis(command, run_file, tmp_path):
+    (tmp_path / "redis").mkdir()
+    server, folder = Server(tmp_path / "redis"), tmp_path / "run"
+    redis = ("--run.streams", "redis", "--redis.url", server.url, "--training.staleness", "2")
+    run = command("train", run_file, *COIN, *redis, "--training.steps", "8", "--run.folder", folder)
+    code, _, err = run.wait()
+    server.end()
+    assert code == 0, err
+    check_run(folder, steps=8)
+    assert balance(folder).num_open == 0
     assert run.left_behind() == []

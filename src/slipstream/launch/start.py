@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,7 +48,9 @@ def run_training(
     if folder is not None and may_be_complete and is_complete(folder, loaded.config):
         return _finished(folder)
     stages = Stages()
-    with persistent_caches(lambda text: None), preimport_vllm(loaded.config) as ahead:  # `train` warns
+    # An engine of the orchestrator's process is preimported there.
+    ahead_of_time = preimport_vllm(loaded.config) if loaded.config.run.streams == "memory" else nullcontext()
+    with persistent_caches(lambda text: None), ahead_of_time as ahead:  # `train` warns
         with stages.stage("read model and data"):
             from slipstream.launch.engines import create_engine
             from slipstream.launch.prepare import prepare

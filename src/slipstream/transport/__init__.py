@@ -3,6 +3,7 @@ acknowledge."""
 
 from slipstream.transport.base import Receipt, RecordError, Transport, TransportClosed, TransportLost
 from slipstream.transport.memory import MemoryTransport
+from slipstream.transport.polled import Unreachable
 from slipstream.transport.streams import FileStreams, MemoryStreams, RedisStreams, Streams, open_transport
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "Transport",
     "TransportClosed",
     "TransportLost",
+    "Unreachable",
     "open_transport",
 ]

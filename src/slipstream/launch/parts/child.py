@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.config import Loaded, PlannedConfig, RunConfig
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.inference.child_process import leave
 from slipstream.inference.plugin import lifeline
 from slipstream.launch.children import Children, Context
@@ -34,14 +34,18 @@ _NEVER_S = 365 * 24 * 3600.0
 
 
 def main(path: str) -> int:
-    """Serve until the end."""
+    """Serve until the end; returns the exit code."""
     stacks.register()
     lifeline.follow_stdin()
     settings = msgspec.json.decode(Path(path).read_bytes(), type=Settings)
     config = RunConfig.model_validate_json(settings.config)
-    with persistent_caches(lambda text: None), preimport_vllm(config) as ahead:
-        prepared = plan_again(config, PlannedConfig.model_validate_json(settings.planned))
-        carry_out(settings, prepared, partial(create_engine, ahead=ahead))
+    try:
+        with persistent_caches(lambda text: None), preimport_vllm(config) as ahead:
+            prepared = plan_again(config, PlannedConfig.model_validate_json(settings.planned))
+            carry_out(settings, prepared, partial(create_engine, ahead=ahead))
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 

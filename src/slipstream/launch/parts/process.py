@@ -5,8 +5,10 @@ Guarantees: it ends with the process that started it, whose end closes its stand
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.config import PlannedConfig, RunConfig, with_values
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, DataError, EnvironmentFault, OrchestratorError, SlipstreamError
 from slipstream.inference import child_process
 from slipstream.launch.children import RunContext
 from slipstream.launch.startup.stages import Stage
@@ -30,6 +32,8 @@ PROGRAM = "slipstream.launch.parts.child"
 """The module that the process runs."""
 _CLOSE_S, _END_S = 30.0, 15.0
 """How long it may take to write what is left, and to end with its engines."""
+_FINAL = (ConfigError, DataError, EnvironmentFault)
+"""Errors that it would end with again."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -65,8 +69,8 @@ class Queues:
 
     def remove(self) -> None:
         """Leave nothing of them behind."""
-        for queue in (self.requests, self.messages, self.batches):
-            with suppress(SlipstreamError):
+        with suppress(SlipstreamError):  # a server that is gone has nothing
+            for queue in (self.requests, self.messages, self.batches):
                 queue.remove()
 
 
@@ -113,9 +117,12 @@ class OrchestratorProcess:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
         return child_process.launch([sys.executable, "-m", PROGRAM, str(path)], environment, self._log)
 
-    def _ended(self) -> str:
+    def _ended(self) -> SlipstreamError | None:
         code = self._process.poll()
-        return "" if code is None else child_process.ending(code, self._log)
+        if code is None:
+            return None
+        kind = next((kind for kind in _FINAL if kind.exit_code == code), OrchestratorError)
+        return kind(f"the orchestrator {child_process.ending(code, self._log)}")
 
     def _on_notice(self, notice: remote.Notice) -> None:
         run, progress = self._run, self._run.progress
@@ -169,6 +176,7 @@ def _show(progress: Progress, notice: remote.Progressed) -> None:
 def _streams(config: PlannedConfig, folder: Path, lineage: int) -> FileStreams | RedisStreams:
     if config.run.streams == "redis":
         assert config.redis is not None
-        run_id = f"{folder.name}-{lineage}"
+        place = f"{socket.gethostname()}:{folder.absolute()}"
+        run_id = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         return RedisStreams(config.redis.url, run_id, lineage, config.redis.password_variable)
     return FileStreams(folder / "streams", lineage)

@@ -27,6 +27,7 @@ from slipstream.errors import (
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events
+from slipstream.transport import TransportLost
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0
 """Wait before the first restart, doubled for each further one, and its maximum."""
@@ -55,8 +56,8 @@ class Restart:
 
 def has_lost_weights(error: Exception, caller: Caller | None) -> bool:
     """Whether the engine behind `caller` died, which caused `error`, and no file holds its weights; or the process in
-    which rollouts are generated did, and its engine with it."""
-    if isinstance(error, OrchestratorError):
+    which rollouts are generated did, and its engine with it; or what carries its records lost them."""
+    if isinstance(error, OrchestratorError | TransportLost):
         return True
     if caller is None or isinstance(error, _FINAL):
         return False

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -25,7 +26,7 @@ from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
-from slipstream.transport import Transport
+from slipstream.transport import Transport, Unreachable
 
 _SEND_S = 60.0
 """How long the other side may leave messages unread."""
@@ -99,10 +100,10 @@ class RemoteCaller(Caller):
         messages: Transport[Message],
         *,
         on_notice: Callable[[Notice], None],
-        ended: Callable[[], str],
+        ended: Callable[[], SlipstreamError | None],
         should_stop: Callable[[], bool],
     ) -> None:
-        """`on_notice` is called in order. `ended` says why the other side has ended; empty while it lives."""
+        """`on_notice` is called in order. `ended`: why the other side has ended; None while it lives."""
         super().__init__(should_stop)
         self._requests = requests
         self._messages = messages
@@ -151,14 +152,20 @@ class RemoteCaller(Caller):
         self._thread.join(2 * POLL_S)
 
     def _listen(self) -> None:
+        heard = time.monotonic()
         try:
             while not self._closed.is_set():
                 try:
                     receipt, message = self._messages.take(POLL_S)
-                except DeadlineError:
-                    if reason := self._ended():
-                        raise OrchestratorError(f"the orchestrator {reason}") from None
+                except DeadlineError as error:
+                    if (why := self._ended()) is not None:
+                        raise why from None
+                    if not isinstance(error.__cause__, Unreachable):
+                        heard = time.monotonic()
+                    elif time.monotonic() - heard > _SEND_S:
+                        raise OrchestratorError(f"nothing was heard for {_SEND_S:g} s: {error}") from None
                     continue
+                heard = time.monotonic()
                 self._hear(message)
                 self._messages.ack(receipt)
         except Exception as error:  # noqa: BLE001 (whoever waits learns of it)
