@@ -24,6 +24,7 @@ class Sides:
 
     def __init__(self, transports):
         self.requests, self.messages = transports
+        self.is_apart = self.requests[0] is not self.requests[1]
         self.outbox, self.heard, self.reason = Outbox(), [], None
         self.should_stop = threading.Event()
         self.thread = None
@@ -128,12 +129,18 @@ def test_failures_come_as_what_they_were(sides):
     async def evaluate():
         raise ValueError("a bug")
 
-    caller = sides.serve(executor_of(Engine(), Versions(), evaluate=evaluate))
+    async def probe():
+        return [object()]
+
+    caller = sides.serve(executor_of(Engine(), Versions(), evaluate=evaluate, probe=probe))
     wrong = Ticket(Version(0, 9), "disk", "", ())
     with pytest.raises(WeightsError, match=r"^the engine holds another version$"):
         caller.call(commands.Apply(wrong), commands.Applied, 20.0, "it")
     with pytest.raises(RuntimeError, match=r"ValueError: a bug .*orchestrator\.log"):
         caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it")
+    if sides.is_apart:
+        with pytest.raises(RuntimeError, match=r"TypeError: .*orchestrator\.log"):  # what cannot be encoded
+            caller.call(commands.Apply(TICKET), commands.Applied, 20.0, "it")
     with pytest.raises(TypeError, match="answered Held and not Joined"):
         caller.call(commands.AskHeld(), commands.Joined, 20.0, "it")
 

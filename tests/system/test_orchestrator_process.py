@@ -65,21 +65,29 @@ def numbers(rows):
     ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(), ("--training.staleness", "2", "--training.order", "data"), ("--algorithm.max_refills", "2")],
-    ids=["lock-step", "stale", "refills"],
-)
+@pytest.mark.parametrize("options", [(), ("--algorithm.max_refills", "2")], ids=["lock-step", "refills"])
 def test_the_numbers_are_those_of_one_process(scripted, beside, options, tmp_path):
     first = scripted.run(*OPTIONS, *options)
     alone = numbers(scripted.metrics)
     assert (first.status, scripted.error) == ("finished", None)
     scripted.folder = tmp_path / "apart"
-    second = scripted.run(*OPTIONS, *options, *FILES)
-    assert (second.status, scripted.error) == ("finished", None)
-    assert len(beside) == 1
+    run_apart(scripted, beside, *options)
     assert numbers(scripted.metrics) == alone
     assert [each["digest"] for each in scripted.events("apply")]
+
+
+@pytest.mark.parametrize("order", ["data", "ready"])
+def test_with_staleness_none_is_too_old(scripted, beside, order):
+    run_apart(scripted, beside, "--training.staleness", "2", "--training.order", order)
+    assert max(row.get("staleness/max", 0) for row in scripted.metrics) <= 2
+    assert balance(scripted.folder).num("trained") == 20
+
+
+def run_apart(scripted, beside, *options):
+    report = scripted.run(*OPTIONS, *options, *FILES)
+    assert (report.status, scripted.error) == ("finished", None)
+    assert len(beside) == 1
+    assert [row["step"] for row in scripted.metrics] == list(range(6))
     assert balance(scripted.folder).num_open == 0
     assert not (scripted.folder / "streams").exists()
     assert not beside[0][1].is_alive()
@@ -186,6 +194,7 @@ def test_however_the_trainer_ends_nothing_outlives_it(command, run_file, tmp_pat
     code, _, err = again.wait()
     assert code == 0, err
     assert again.left_behind() == []
+    assert not (folder / "streams").exists(), "what the killed attempt has left is gone, too"
 
 
 @pytest.mark.engine

@@ -54,7 +54,7 @@ def plan_again(config: RunConfig, planned: PlannedConfig) -> Prepared:
     trainer's."""
     prepared = prepare(Loaded(config, {}))
     ours, theirs = prepared.config.model_dump(mode="json"), planned.model_dump(mode="json")
-    differ = [name for name in theirs if name != "run" and ours[name] != theirs[name]]
+    differ = [name for name in theirs if ours[name] != theirs[name]]
     if differ:
         raise ConfigError(
             f"the orchestrator plans other settings than the trainer in [{'], ['.join(differ)}]: did files that the "

@@ -80,6 +80,8 @@ class OrchestratorProcess:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._log = run.folder / "logs" / "orchestrator.log"
+        for earlier in range(run.log.lineage):  # what an attempt that was killed has left
+            Queues(run.config, run.folder, earlier).remove()
         self._queues = Queues(run.config, run.folder, run.log.lineage)
         self._folder = make_temporary("orchestrator")
         self._process = self._launch()

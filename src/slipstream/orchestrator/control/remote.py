@@ -292,16 +292,15 @@ async def serve(executor: Executor, requests: Transport[Request], messages: Tran
 
     async def answer(number: int, command: commands.AnyCommand) -> None:
         try:
-            reply = Reply(number, await executor.do(command))
+            await send(Reply(number, await executor.do(command)))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 (the trainer learns of any error)
+        except BaseException as error:  # noqa: BLE001 (the trainer learns of any error, of an answer's encoding too)
             if not isinstance(error, SlipstreamError):
                 traceback.print_exception(error)
-            reply = Reply(number, None, Failure(type(error).__name__, str(error)))
+            await send(Reply(number, None, Failure(type(error).__name__, str(error))))
         finally:
             tasks.pop(number, None)
-        await send(reply)
 
     async def tell() -> None:
         while True:
