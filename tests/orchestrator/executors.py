@@ -8,5 +8,7 @@ async def nothing():
 
 
 def executor_of(engine=None, versions=None, **parts):
+    """The other parts do nothing."""
     names = ("probe", "evaluate", "launch", "start", "make_batches")
-    return Executor(engine, versions, **dict.fromkeys(names, nothing) | {"close": lambda step: None} | parts)
+    unseen = dict.fromkeys(names, nothing) | {name: lambda step: None for name in ("close", "open_ledger")}
+    return Executor(engine, versions, **(unseen | parts))

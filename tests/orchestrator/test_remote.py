@@ -1,6 +1,7 @@
 """Commands to a generating side in another process: answers, failures, cancellation, notices, either side's end."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -12,7 +13,7 @@ from slipstream.orchestrator.control.remote import NoticeLog, NoticeProgress, Ou
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import ApplyReport, ParameterSpec, Rollout, Ticket, Version
 from slipstream.records import Sequence as TokenSequence
-from slipstream.transport import FileStreams, MemoryTransport, open_transport
+from slipstream.transport import FileStreams, MemoryTransport, RecordError, TransportLost, open_transport
 
 from .executors import executor_of
 
@@ -244,4 +245,125 @@ def test_a_close_that_cannot_write_says_so(sides):
     caller = sides.serve(executor_of(Engine(), Versions(), close=close))
     with pytest.raises(DataError, match="the disk is full"):
         caller.call(commands.Close(3), commands.Done, 20.0, "the end")
+    sides.thread.join(20.0)
+
+
+class Refusing:
+    """A queue that a server refuses to fill."""
+
+    def __init__(self, queue, error):
+        self.queue, self.error, self.is_refusing = queue, error, True
+
+    def __getattr__(self, name):
+        return getattr(self.queue, name)
+
+    def put(self, record, timeout_s):
+        if self.is_refusing:
+            raise self.error
+        self.queue.put(record, timeout_s)
+
+    async def put_async(self, record, timeout_s):
+        if self.is_refusing:
+            raise self.error
+        await self.queue.put_async(record, timeout_s)
+
+
+def test_a_silent_server_does_not_keep_a_stop_request_waiting(sides):
+    sides.requests = (Refusing(sides.requests[0], DeadlineError("the server does not answer")), sides.requests[1])
+    caller = sides.serve(executor_of(Engine(), Versions()))
+    sides.should_stop.set()
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        caller.call(commands.AskHeld(), commands.Held, 60.0, "it")
+    assert time.monotonic() - began < 5
+    sides.should_stop.clear()
+    sides.requests[0].is_refusing = False
+    assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4, "sent when it answers again"
+
+
+def test_a_request_that_is_refused_fails_whoever_waits(sides):
+    sides.requests = (Refusing(sides.requests[0], DataError("the server is full")), sides.requests[1])
+    caller = sides.serve(executor_of(Engine(), Versions()))
+    with pytest.raises(DataError, match="the server is full"):
+        caller.call(commands.AskHeld(), commands.Held, 60.0, "it")
+    state = caller.engine_state(settles=False)
+    assert not state.is_in_memory_only, "that is no death of an engine"
+    sides.reason = DataError("over")
+    sides.requests[0].is_refusing = False
+
+
+def test_a_reply_that_is_refused_ends_the_serving_with_its_error(sides):
+    caught = []
+
+    async def main():
+        refusing = Refusing(sides.messages[1], DataError("the server is full"))
+        try:
+            await serve(executor_of(Engine(), Versions()), sides.requests[1], refusing, sides.outbox)
+        except DataError as error:
+            caught.append(error)
+
+    sides.requests[0].put(remote.Request(0, commands.AskHeld()), 5.0)
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+    assert caught
+    sides.serve(executor_of(Engine(), Versions()))
+
+
+def test_a_trainer_that_does_not_read_is_waited_for(sides):
+    sides.messages = (sides.messages[0], Refusing(sides.messages[1], DeadlineError("waited for the trainer")))
+    caller = sides.serve(executor_of(Engine(), Versions()))
+    sides.outbox.add(remote.Event("before", {}))
+    asked = caller.submit(commands.AskJoined())
+    time.sleep(1.5)
+    assert not asked.done()
+    sides.messages[1].is_refusing = False
+    assert asked.result(20.0).count == 4
+    assert sides.heard == [remote.Event("before", {})], "nothing is lost, nor told twice"
+
+
+def test_texts_that_are_no_unicode_are_told(sides, tmp_path):
+    name = b"r\xe9sum\xe9".decode("utf-8", "surrogateescape")
+
+    async def evaluate():
+        NoticeLog(sides.outbox, tmp_path, 0).warning(f"no file {name}", files=[name])
+        raise DataError(f"no file {name}")
+
+    caller = sides.serve(executor_of(Engine(), Versions(), evaluate=evaluate))
+    with pytest.raises(DataError, match=r"no file r\\udce9sum"):
+        caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it")
+    ((told),) = sides.heard
+    assert told.fields["files"] == [r"r\udce9sum\udce9"]
+
+
+def test_errors_of_other_modules_keep_their_class(sides):
+    async def evaluate():
+        raise TransportLost("it lost its records")
+
+    async def start():
+        raise RecordError("a record cannot be read")
+
+    caller = sides.serve(executor_of(Engine(), Versions(), evaluate=evaluate, start=start))
+    with pytest.raises(RecordError, match="a record cannot be read"):
+        caller.call(commands.Start(), commands.Done, 20.0, "it")
+    sides.reason = OrchestratorError("it ended with code 1")  # as it does where its queues are lost
+    with pytest.raises((TransportLost, OrchestratorError)):
+        caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it")
+    assert caller.engine_state(settles=True).is_in_memory_only
+
+
+def test_work_that_swallows_its_cancellation_does_not_keep_the_ledger_open(sides, monkeypatch):
+    monkeypatch.setattr(remote, "_CANCEL_S", 0.5)
+    closed, let_go = [], threading.Event()
+
+    async def make_batches(command):
+        while not let_go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+
+    caller = sides.serve(executor_of(Engine(), Versions(), make_batches=make_batches, close=closed.append))
+    caller.submit(commands.MakeBatches(0, 5))
+    assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
+    caller.call(commands.Close(3), commands.Done, 20.0, "the end")
+    assert closed == [3]
+    assert any("did not end when cancelled" in each.fields["message"] for each in sides.heard)
+    let_go.set()
     sides.thread.join(20.0)

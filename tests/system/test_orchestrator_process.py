@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,7 @@ def beside(monkeypatch, scripted):
         settings = process.Settings(
             run.prepared.loaded.config.model_dump_json(),
             run.config.model_dump_json(),
+            process.tasks_of(run.prepared),
             str(run.folder.absolute()),
             run.log.lineage,
             run.stages.began,
@@ -138,10 +140,14 @@ def test_another_plan_is_refused(scripted, run_file):
     prepared = prepare(load_config(run_file))
     config = RunConfig.model_validate_json(prepared.loaded.config.model_dump_json())
     planned = PlannedConfig.model_validate_json(prepared.config.model_dump_json())
-    assert child.plan_again(config, planned).config == prepared.config
+    tasks = process.tasks_of(prepared)
+    assert child.plan_again(config, planned, tasks).config == prepared.config
     other = planned.model_copy(update={"sampling": planned.sampling.model_copy(update={"temperature": 0.5})})
     with pytest.raises(ConfigError, match=r"other settings than the trainer in \[sampling\]"):
-        child.plan_again(config, other)
+        child.plan_again(config, other, tasks)
+    turned = replace(prepared, train_tasks=prepared.train_tasks[::-1])
+    with pytest.raises(ConfigError, match="other tasks, or another order"):
+        child.plan_again(config, planned, process.tasks_of(turned))
 
 
 @pytest.mark.engine
@@ -218,7 +224,7 @@ def test_every_bridge(command, run_file, tmp_path, bridge):
 def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, comes_back):
     """Empty when it is back: what it held is made again, and counted once."""
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(remote, "_SEND_S", 3.0)
+    monkeypatch.setattr(remote, "_SILENCE_S", 3.0)
     (tmp_path / "redis").mkdir()
     server = Server(tmp_path / "redis")
     died = []

@@ -5,8 +5,10 @@ It is the same whether the trainer is in this process or in another.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +62,7 @@ class _Generation:
             evaluate=partial(_evaluate, context, self._runner),
             launch=children.engine_ready,
             start=self._start,
+            open_ledger=self._open_ledger,
             make_batches=self._make_batches,
             close=self._close,
             num_ended=lambda: self._runner.num_ended,
@@ -83,9 +86,12 @@ class _Generation:
             starts.append(self._children.teacher.start())
         await all_of(starts)
 
+    def _open_ledger(self, first: int) -> None:
+        self._ledger = _ledger(self._context, first, lambda: self.executor.saved_step)
+
     async def _make_batches(self, command: commands.MakeBatches) -> None:
         config, hooks = self._context.config, self._hooks
-        self._ledger = _ledger(self._context, command.first, lambda: self.executor.saved_step)
+        assert self._ledger is not None
         batcher = _batcher(self._context, self._children, self._runner, self._order, hooks, self._ledger)
         made: MakesBatches = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
         if config.training.order == "ready":
@@ -97,8 +103,9 @@ class _Generation:
 
         try:
             await made.make_all(command.first, command.num_steps, put)
-        except BaseException:
-            self._batches.close("the making of batches failed")
+        except Exception:
+            with contextlib.suppress(SlipstreamError):  # what ended the making is worth more
+                await asyncio.to_thread(self._batches.close, "the making of batches failed")
             raise
 
     def _close(self, step: int) -> None:
@@ -217,7 +224,7 @@ async def _evaluate(context: Context, runner: RolloutRunner) -> Evaluation:
     assert evaluation is not None
     context.progress.phase("evaluate", len(prepared.eval_tasks))
     try:
-        return await evaluate(
+        found = await evaluate(
             runner,
             prepared.eval_tasks,
             sampling=prepared.sampling(evaluation.temperature),
@@ -227,5 +234,6 @@ async def _evaluate(context: Context, runner: RolloutRunner) -> Evaluation:
             on_rollout=context.progress.advance,
             warn=context.log.warning,
         )
+        return replace(found, rollouts=found.rollouts[: context.config.run.save_samples])  # the others nobody reads
     finally:
         context.progress.end_phase()

@@ -38,6 +38,7 @@ from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.tools.deployable import with_weights_folder
 from slipstream.records import Message, SamplingParams, Task
 from slipstream.sinks import require_sinks
+from slipstream.transport import check_redis
 
 T = TypeVar("T")
 
@@ -106,6 +107,8 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     loaded = with_weights_folder(loaded)
     config = loaded.config
     require_sinks(config.run.sinks)
+    if config.run.streams == "redis" and config.redis is not None:
+        check_redis(config.redis.url, config.redis.password_variable)
     _check_optimizer(config)
     _check_functions(config)
     section = config.environment

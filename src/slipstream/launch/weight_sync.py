@@ -39,10 +39,13 @@ if TYPE_CHECKING:
 def attach_engine(run: RunContext, caller: Caller, batches: Transport[Batch], loop: TrainingLoop) -> Publisher:
     """Give `loop` its engine and, under RL, the reader of rollouts, whose making begins; returns the publisher, which
     the caller closes."""
-    config, log = run.config, run.log
+    config, log, waits = run.config, run.log, waits_of(run.config)
+    if config.algorithm.kind != "sft":
+        waits_for = "the orchestrator to plan the run and to open the ledger"
+        caller.call(commands.OpenLedger(loop.step), commands.Done, waits.start_s, waits_for)
     publisher, published = _publisher(config, loop.learner, run.folder / "weights", caller)
     sleeps = SleepWake(caller, log, sleeps=config.inference.sleep is True, timeout_s=config.weights.apply_timeout_s)
-    hooks, waits = RunHooks(run, caller, sleeps), waits_of(config)
+    hooks = RunHooks(run, caller, sleeps)
 
     def publish(step: int, announce: Announce) -> Ticket:
         ticket = publisher.publish(published(), step, log.lineage, announce)

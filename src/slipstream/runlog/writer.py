@@ -385,17 +385,18 @@ def _encode(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value, enc_hook=str)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_without_surrogates(msgspec.to_builtins(value, enc_hook=str)))
+        return msgspec.json.encode(without_surrogates(msgspec.to_builtins(value, enc_hook=str)))
 
 
-def _without_surrogates(value: Any) -> Any:
+def without_surrogates(value: Any) -> Any:
+    """`value` with every unpaired surrogate in its texts escaped, so that they can be encoded."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
         entries = cast("dict[Any, Any]", value).items()
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in entries}
+        return {without_surrogates(key): without_surrogates(item) for key, item in entries}
     if isinstance(value, list | tuple):
-        return [_without_surrogates(item) for item in cast("list[Any]", value)]
+        return [without_surrogates(item) for item in cast("list[Any]", value)]
     return value
 
 

@@ -4,6 +4,7 @@ acknowledge."""
 from slipstream.transport.base import Receipt, RecordError, Transport, TransportClosed, TransportLost
 from slipstream.transport.memory import MemoryTransport
 from slipstream.transport.polled import Unreachable
+from slipstream.transport.redis_server import check_redis
 from slipstream.transport.streams import FileStreams, MemoryStreams, RedisStreams, Streams, open_transport
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "TransportClosed",
     "TransportLost",
     "Unreachable",
+    "check_redis",
     "open_transport",
 ]

@@ -30,12 +30,15 @@ class TransportLost(SlipstreamError):
     """The queue is gone with all its records: its folder was removed, or its server came back without its data. Opening
     the transport again makes an empty queue, for which the producer has to make again what was not acknowledged."""
 
+    failure_class = "orchestrator"
     is_retriable = True
 
 
 class RecordError(SlipstreamError):
     """A record in the queue cannot be read: it is damaged, of another type or of a newer Slipstream. It stays, as
     the next one to be taken."""
+
+    failure_class = "orchestrator"
 
 
 class Transport(Protocol[T]):

@@ -24,6 +24,11 @@ _CHECKS = {"ssl_cert_reqs": ("required",), "ssl_check_hostname": ("true", "yes",
 """Options of a URL that could turn the check of a certificate off, with the values that do not."""
 
 
+def check_redis(url: str, password_variable: str) -> None:
+    """Raises `ConfigError` for a URL or password that is refused, or without the client's package; does not connect."""
+    RedisServer(url, password_variable)
+
+
 class RedisServer:
     """Runs scripts on a server. Any thread may use it."""
 

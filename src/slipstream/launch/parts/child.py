@@ -19,7 +19,7 @@ from slipstream.inference.plugin import lifeline
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import EngineMaker, create_engine
 from slipstream.launch.generation import build_executor
-from slipstream.launch.parts.process import Queues, Settings
+from slipstream.launch.parts.process import Queues, Settings, tasks_of
 from slipstream.launch.parts.start import begin
 from slipstream.launch.prepare import Prepared, prepare
 from slipstream.launch.signals import StopRequest
@@ -41,7 +41,7 @@ def main(path: str) -> int:
     config = RunConfig.model_validate_json(settings.config)
     try:
         with persistent_caches(lambda text: None), preimport_vllm(config) as ahead:
-            prepared = plan_again(config, PlannedConfig.model_validate_json(settings.planned))
+            prepared = plan_again(config, PlannedConfig.model_validate_json(settings.planned), settings.tasks)
             carry_out(settings, prepared, partial(create_engine, ahead=ahead))
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -49,9 +49,9 @@ def main(path: str) -> int:
     return 0
 
 
-def plan_again(config: RunConfig, planned: PlannedConfig) -> Prepared:
-    """Read environment, data and tokenizer again. Raises ConfigError where that gives another plan than the
-    trainer's."""
+def plan_again(config: RunConfig, planned: PlannedConfig, tasks: str) -> Prepared:
+    """Read environment, data and tokenizer again. Raises ConfigError where that gives another plan or other tasks than
+    the trainer has, whose digest is `tasks`."""
     prepared = prepare(Loaded(config, {}))
     ours, theirs = prepared.config.model_dump(mode="json"), planned.model_dump(mode="json")
     differ = [name for name in theirs if ours[name] != theirs[name]]
@@ -59,6 +59,11 @@ def plan_again(config: RunConfig, planned: PlannedConfig) -> Prepared:
         raise ConfigError(
             f"the orchestrator plans other settings than the trainer in [{'], ['.join(differ)}]: did files that the "
             "run file names, or this machine's memory, change since the start?"
+        )
+    if tasks_of(prepared) != tasks:
+        raise ConfigError(
+            "the environment gives the orchestrator other tasks, or another order, than it gave the trainer: make "
+            'tasks follow from split, number and seed alone (a set has no order), or use run.streams = "memory"'
         )
     return prepared
 

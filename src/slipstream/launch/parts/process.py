@@ -17,9 +17,18 @@ from pathlib import Path
 import msgspec
 
 from slipstream.config import PlannedConfig, RunConfig, with_values
-from slipstream.errors import ConfigError, DataError, EnvironmentFault, OrchestratorError, SlipstreamError
+from slipstream.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EnvironmentFault,
+    OrchestratorError,
+    SlipstreamError,
+)
 from slipstream.inference import child_process
 from slipstream.launch.children import RunContext
+from slipstream.launch.prepare import Prepared
+from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import commands, remote
 from slipstream.orchestrator.control.remote import Message, RemoteCaller, Request
@@ -43,10 +52,17 @@ class Settings(msgspec.Struct, frozen=True):
     """The `RunConfig` as JSON, with what the plan derived."""
     planned: str
     """The `PlannedConfig` that it must plan again, as JSON."""
+    tasks: str
+    """Digest of all tasks, see `tasks_of`."""
     folder: str
     lineage: int
     began: float
     """When the command began, by `time.monotonic`."""
+
+
+def tasks_of(prepared: Prepared) -> str:
+    """Digest of the tasks to train and to evaluate on."""
+    return f"{tasks_digest(prepared.train_tasks)} {tasks_digest(prepared.eval_tasks)}"
 
 
 class Queues:
@@ -69,9 +85,13 @@ class Queues:
 
     def remove(self) -> None:
         """Leave nothing of them behind."""
-        with suppress(SlipstreamError):  # a server that is gone has nothing
-            for queue in (self.requests, self.messages, self.batches):
+        for queue in (self.requests, self.messages, self.batches):
+            try:
                 queue.remove()
+            except DeadlineError:  # the server does not answer, to the others neither
+                return
+            except SlipstreamError:  # it has lost this one
+                continue
 
 
 class OrchestratorProcess:
@@ -84,7 +104,12 @@ class OrchestratorProcess:
             Queues(run.config, run.folder, earlier).remove()
         self._queues = Queues(run.config, run.folder, run.log.lineage)
         self._folder = make_temporary("orchestrator")
-        self._process = self._launch()
+        try:
+            self._process = self._launch()
+        except BaseException:
+            self._queues.remove()
+            remove_temporary(self._folder)
+            raise
         self.caller = RemoteCaller(
             self._queues.requests,
             self._queues.messages,
@@ -98,11 +123,6 @@ class OrchestratorProcess:
         """What it makes."""
         return self._queues.batches
 
-    @property
-    def pid(self) -> int:
-        """The process, which leads a session of its own."""
-        return self._process.pid
-
     def _launch(self) -> subprocess.Popen[bytes]:
         run = self._run
         asked = run.prepared.loaded.config.model_copy(update={"model": run.config.model})
@@ -110,6 +130,7 @@ class OrchestratorProcess:
         settings = Settings(
             config.model_dump_json(),
             run.config.model_dump_json(),
+            tasks_of(run.prepared),
             str(run.folder.absolute()),
             run.log.lineage,
             run.stages.began,
@@ -155,7 +176,7 @@ class OrchestratorProcess:
             remove_temporary(self._folder)
 
     def kill(self) -> None:
-        """End it and its engines at once, from any thread."""
+        """End it at once, from any thread; its engines end with it."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

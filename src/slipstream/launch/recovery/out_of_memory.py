@@ -15,7 +15,7 @@ from collections.abc import Generator
 from typing import Any, Literal
 
 from slipstream.config import RunConfig, with_values
-from slipstream.errors import ConfigError, EngineError, OutOfMemory, RankError, SlipstreamError
+from slipstream.errors import ConfigError, EngineError, OrchestratorError, OutOfMemory, RankError, SlipstreamError
 from slipstream.launch.plan.derive import make_plan
 from slipstream.launch.plan.facts import Shortage
 from slipstream.launch.plan.machine import count_oom_kills
@@ -60,6 +60,8 @@ def who_ran_out(error: BaseException, *, oom_killed: bool) -> Who | None:
     if isinstance(error, EngineError):
         died = oom_killed and ("ended with code" in text or "SIGKILL" in text)
         return ("teacher" if "/logs/teacher/" in text else "engine") if died or _SIGNS.search(text) else None
+    if isinstance(error, OrchestratorError):  # what it can be given less for is its engine
+        return "engine" if _SIGNS.search(text) or (oom_killed and "ended with code" in text) else None
     if isinstance(error, RankError):
         return "trainer" if _SIGNS.search(text) or (oom_killed and "was killed" in text) else None
     if isinstance(error, SlipstreamError):

@@ -83,13 +83,19 @@ def identity_of(
     reference of a KL term), of these."""
     from slipstream.launch.build import needs_reference
 
-    texts: list[Any] = (
-        [[task.id, task.prompt, task.answer] for task in tasks] if not conversations else [*conversations]
-    )
-    found = {"training items": hashlib.sha256(msgspec.json.encode(texts)).hexdigest()}
+    found = {"training items": tasks_digest(tasks) if not conversations else _digest([*conversations])}
     if config.lora is not None or needs_reference(config):
         found["weights at model.path"] = weights_digest(folder)
     return found
+
+
+def tasks_digest(tasks: Sequence[Task]) -> str:
+    """Digest of these tasks in their order."""
+    return _digest([[task.id, task.prompt, task.answer] for task in tasks])
+
+
+def _digest(items: list[Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(items)).hexdigest()
 
 
 def weights_digest(folder: Path) -> str:

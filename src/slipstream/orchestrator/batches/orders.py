@@ -48,7 +48,7 @@ class InDataOrder:
         """See `MakesBatches`."""
         for step in range(first, num_steps):
             # A resumed run's first version is the one it begins with.
-            # No deadline: the trainer is in this process, and when it ends, so does this wait.
+            # No deadline: when the trainer ends, so does this wait.
             version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
             self._batcher.trained(self._versions.released)
             tasks = self._tasks_of_step(step)
@@ -86,7 +86,7 @@ class ReadyFirst:
 
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
         """See `MakesBatches`."""
-        # No deadlines here: the trainer's wait for a batch has one, and is in this process.
+        # No deadlines here: the trainer's wait for a batch has one.
         await self._versions.wait_for(first, None)
         slots = Slots(self._size, self._batcher.staleness, first, num_steps)
         async with task_group() as tasks:

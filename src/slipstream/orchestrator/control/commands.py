@@ -27,6 +27,12 @@ class Start(Command, frozen=True):
     """Wait until engine, reward workers and teacher are ready; sent before the first update."""
 
 
+class OpenLedger(Command, frozen=True):
+    """Open the ledger of an attempt that goes on from step `first`."""
+
+    first: int
+
+
 class MakeBatches(Command, frozen=True):
     """Make the batches of the steps from `first` to `num_steps` - 1; answered after the last one."""
 
@@ -110,6 +116,7 @@ class Close(Command, frozen=True):
 AnyCommand = (
     LaunchEngine
     | Start
+    | OpenLedger
     | MakeBatches
     | Apply
     | Fence

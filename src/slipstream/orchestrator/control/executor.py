@@ -27,6 +27,7 @@ class Executor:
         evaluate: Callable[[], Awaitable[Evaluation]],
         launch: Callable[[], Awaitable[object]],
         start: Callable[[], Awaitable[None]],
+        open_ledger: Callable[[int], None],
         make_batches: Callable[[commands.MakeBatches], Awaitable[None]],
         close: Callable[[int], None],
         num_ended: Callable[[], int] = lambda: 0,
@@ -39,6 +40,7 @@ class Executor:
         self._evaluate = evaluate
         self._launch = launch
         self._start = start
+        self._open_ledger = open_ledger
         self._make_batches = make_batches
         self.close = close
         """Writes what is left to be written, with the step that the run has reached, once nothing else is done here."""
@@ -55,6 +57,8 @@ class Executor:
                 await self._launch()
             case commands.Start():
                 await self._start()
+            case commands.OpenLedger(first):
+                self._open_ledger(first)
             case commands.MakeBatches():
                 await self._make_batches(command)
             case commands.Apply(ticket):

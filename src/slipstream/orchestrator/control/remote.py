@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import queue
 import threading
 import time
 import traceback
@@ -20,16 +21,18 @@ from typing import Any
 
 import msgspec
 
-from slipstream import errors
 from slipstream.errors import DeadlineError, OrchestratorError, SlipstreamError
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
-from slipstream.transport import Transport, Unreachable
+from slipstream.runlog.writer import without_surrogates
+from slipstream.transport import Transport, TransportClosed, TransportLost, Unreachable
 
-_SEND_S = 60.0
-"""How long the other side may leave messages unread."""
+_SILENCE_S = 60.0
+"""How long the place of the queues may be out of reach."""
+_CANCEL_S = 15.0
+"""How long cancelled work may take to end."""
 _NOTICE_S = 0.05
 """How long a notice waits for others, with which it is sent."""
 _STATE_S = 15.0
@@ -112,11 +115,14 @@ class RemoteCaller(Caller):
         self._guard = threading.Lock()
         self._numbers = itertools.count()
         self._open: dict[int, Future[commands.AnyAnswer]] = {}
-        self._failure: SlipstreamError | None = None
+        self._outgoing: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._failure: Exception | None = None
         self._num_ended = 0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="orchestrator", daemon=True)
-        self._thread.start()
+        names = (("orchestrator", self._listen), ("commands", self._send))
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in names]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, command: commands.AnyCommand) -> Future[commands.AnyAnswer]:
         """See `Caller`."""
@@ -127,12 +133,25 @@ class RemoteCaller(Caller):
                 future.set_exception(self._failure)
                 return future
             self._open[number] = future
-        self._requests.put(Request(number, command), _SEND_S)
+        self._outgoing.put(Request(number, command))
         return future
 
     def _cancel(self, number: int) -> None:
-        with contextlib.suppress(SlipstreamError):
-            self._requests.put(Request(number, None), _SEND_S)
+        self._outgoing.put(Request(number, None))
+
+    def _send(self) -> None:
+        """Send what was submitted, in a thread of its own, so that nobody else waits for a server that is silent."""
+        request: Request | None = None
+        while not self._closed.is_set():
+            try:
+                request = request or self._outgoing.get(timeout=POLL_S)
+                self._requests.put(request, POLL_S)
+                request = None
+            except (queue.Empty, DeadlineError):
+                continue  # that nothing is heard, the other thread notices
+            except Exception as error:  # noqa: BLE001 (whoever waits learns of it)
+                self._fail(error)
+                return
 
     def activity(self) -> int:
         """See `Caller`."""
@@ -143,13 +162,15 @@ class RemoteCaller(Caller):
         waits_for = "the orchestrator to say whether the engine runs"
         try:
             return self.call(commands.AskState(settles), commands.EngineState, _STATE_S, waits_for, may_stop=False)
-        except SlipstreamError:  # the engine ended with the orchestrator, or nobody can say
-            return commands.EngineState(is_up=False, is_in_memory_only=self._failure is not None)
+        except Exception:  # noqa: BLE001 (the engine ended with the orchestrator, or nobody can say)
+            is_lost = isinstance(self._failure, OrchestratorError | TransportLost)
+            return commands.EngineState(is_up=not is_lost, is_in_memory_only=is_lost)
 
     def close(self) -> None:
         """Stop listening."""
         self._closed.set()
-        self._thread.join(2 * POLL_S)
+        for thread in self._threads:
+            thread.join(2 * POLL_S)
 
     def _listen(self) -> None:
         heard = time.monotonic()
@@ -162,14 +183,14 @@ class RemoteCaller(Caller):
                         raise why from None
                     if not isinstance(error.__cause__, Unreachable):
                         heard = time.monotonic()
-                    elif time.monotonic() - heard > _SEND_S:
-                        raise OrchestratorError(f"nothing was heard for {_SEND_S:g} s: {error}") from None
+                    elif time.monotonic() - heard > _SILENCE_S:
+                        raise OrchestratorError(f"nothing was heard for {_SILENCE_S:g} s: {error}") from None
                     continue
                 heard = time.monotonic()
                 self._hear(message)
                 self._messages.ack(receipt)
         except Exception as error:  # noqa: BLE001 (whoever waits learns of it)
-            self._fail(error if isinstance(error, SlipstreamError) else OrchestratorError(errors.one_line(error)))
+            self._fail(error)
 
     def _hear(self, message: Message) -> None:
         for notice in message.notices:
@@ -187,7 +208,7 @@ class RemoteCaller(Caller):
             elif reply.answer is not None:
                 future.set_result(reply.answer)
 
-    def _fail(self, error: SlipstreamError) -> None:
+    def _fail(self, error: Exception) -> None:
         """Nothing will be answered any more."""
         with self._guard:
             self._failure = error
@@ -221,6 +242,11 @@ class Outbox:
             items, self._items = self._items, []
         return items
 
+    def put_back(self, items: list[Notice]) -> None:
+        """These could not be sent, and come first next time."""
+        with self._guard:
+            self._items = [*items, *self._items]
+
 
 class NoticeLog:
     """An `EventLog` whose lines another process writes."""
@@ -232,7 +258,7 @@ class NoticeLog:
 
     def event(self, kind: str, **fields: Any) -> None:
         """See `RunLog`."""
-        self._outbox.add(Event(kind, msgspec.to_builtins(fields, enc_hook=str)))
+        self._outbox.add(Event(kind, without_surrogates(msgspec.to_builtins(fields, enc_hook=str))))
 
     def warning(self, message: str, **fields: Any) -> None:
         """See `RunLog`."""
@@ -275,46 +301,66 @@ class NoticeProgress:
 
     def message(self, text: str, level: str = "info") -> None:
         """See `Progress`."""
-        self._outbox.add(Progressed("message", [text, level]))
+        self._outbox.add(Progressed("message", [without_surrogates(text), level]))
 
 
 async def serve(executor: Executor, requests: Transport[Request], messages: Transport[Message], outbox: Outbox) -> None:
-    """Carry out requests until `commands.Close`, before which all other work is cancelled."""
+    """Carry out requests until `commands.Close`, before which all other work is cancelled. Raises what keeps replies
+    from being sent; while the other side only does not read, it waits."""
     sending, tasks, num_told = asyncio.Lock(), dict[int, asyncio.Task[None]](), -1
+    broken: list[Exception] = []
 
     async def send(reply: Reply | None) -> None:
         nonlocal num_told
         async with sending:
             items, num_ended = outbox.take(), executor.num_ended()
-            if items or num_ended != num_told or reply is not None:
-                await messages.put_async(Message(items, num_ended, reply), _SEND_S)
-                num_told = num_ended
+            if not items and num_ended == num_told and reply is None:
+                return
+            try:
+                await messages.put_async(Message(items, num_ended, reply), POLL_S)
+            except BaseException:
+                outbox.put_back(items)
+                raise
+            num_told = num_ended
+
+    async def send_reply(reply: Reply) -> None:
+        while True:
+            with contextlib.suppress(DeadlineError):  # the trainer is stopped, or the server is away
+                return await send(reply)
 
     async def answer(number: int, command: commands.AnyCommand) -> None:
         try:
-            await send(Reply(number, await executor.do(command)))
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001 (the trainer learns of any error, of an answer's encoding too)
-            if not isinstance(error, SlipstreamError):
-                traceback.print_exception(error)
-            await send(Reply(number, None, Failure(type(error).__name__, str(error))))
+            try:
+                await send_reply(Reply(number, await executor.do(command)))
+            except (asyncio.CancelledError, TransportLost, TransportClosed):
+                raise
+            except BaseException as error:  # noqa: BLE001 (the trainer learns of any error, of encoding its answer too)
+                if not isinstance(error, SlipstreamError):
+                    traceback.print_exception(error)
+                failure = Failure(type(error).__name__, without_surrogates(str(error)))
+                await send_reply(Reply(number, None, failure))
+        except Exception as error:  # noqa: BLE001 (raised by `serve`)
+            broken.append(error)
         finally:
             tasks.pop(number, None)
 
     async def tell() -> None:
-        while True:
-            await asyncio.sleep(_NOTICE_S)
-            await send(None)
+        try:
+            while True:
+                await asyncio.sleep(_NOTICE_S)
+                with contextlib.suppress(DeadlineError):
+                    await send(None)
+        except Exception as error:  # noqa: BLE001 (raised by `serve`)
+            broken.append(error)
 
     telling = asyncio.create_task(tell())
     try:
         while True:
+            if broken:
+                raise broken[0]
             try:
                 receipt, request = await requests.take_async(POLL_S)
             except DeadlineError:
-                if telling.done():
-                    telling.result()
                 continue
             await asyncio.to_thread(requests.ack, receipt)
             number, command = request.number, request.command
@@ -322,7 +368,8 @@ async def serve(executor: Executor, requests: Transport[Request], messages: Tran
                 if (task := tasks.get(number)) is not None:
                     task.cancel()
             elif isinstance(command, commands.Close):
-                await _cancel([*tasks.values()])
+                if not await _cancel([*tasks.values()]):
+                    outbox.add(Event("warning", {"message": "work of the environment did not end when cancelled"}))
                 await answer(number, command)
                 return
             else:
@@ -331,10 +378,11 @@ async def serve(executor: Executor, requests: Transport[Request], messages: Tran
         await _cancel([telling, *tasks.values()])
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: list[asyncio.Task[None]]) -> bool:
+    """Cancel tasks and wait for their end; whether all ended in time."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    return not tasks or not (await asyncio.wait(tasks, timeout=_CANCEL_S))[1]
 
 
 def _advances(notice: Notice) -> bool:
@@ -342,7 +390,12 @@ def _advances(notice: Notice) -> bool:
 
 
 def _error_of(failure: Failure) -> Exception:
-    kind = getattr(errors, failure.kind, None)
-    if isinstance(kind, type) and issubclass(kind, SlipstreamError):
-        return kind(failure.text)
+    for kind in _kinds(SlipstreamError):
+        if kind.__name__ == failure.kind:
+            with contextlib.suppress(TypeError):  # it is made of something else than a text
+                return kind(failure.text)
     return RuntimeError(f"{failure.kind}: {failure.text} (in the orchestrator, see logs/orchestrator.log)")
+
+
+def _kinds(base: type[SlipstreamError]) -> list[type[SlipstreamError]]:
+    return [base, *(each for kind in base.__subclasses__() for each in _kinds(kind))]
