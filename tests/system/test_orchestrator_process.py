@@ -132,6 +132,14 @@ def test_its_death_begins_the_run_again_from_the_last_checkpoint(scripted, besid
     assert OrchestratorError.is_retriable
 
 
+def test_a_redis_url_with_a_password_is_refused_before_it_is_written(scripted):
+    from slipstream.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="password"):
+        scripted.run(*OPTIONS, "--run.streams", "redis", "--redis.url", "redis://127.0.0.1/0?password=hunter2secret")
+    assert not scripted.folder.exists()
+
+
 def test_another_plan_is_refused(scripted, run_file):
     from slipstream.config import load_config
     from slipstream.errors import ConfigError

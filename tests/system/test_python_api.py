@@ -110,7 +110,8 @@ def test_what_a_callback_raises_stops_the_run_and_is_raised(model, tmp_path):
 
 
 PROGRAM = """
-import slipstream, sys
+import signal, slipstream, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in what runs in the background
 def tasks(split, num_tasks, seed):
     return [{"prompt": f"{split} {i}", "answer": "a"} for i in range(num_tasks)]
 def reward(task, completion):

@@ -64,7 +64,9 @@ def replayed(slipstream):
 
 
 def files_of(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = (path for path in folder.rglob("*") if path.is_file())
+    # Processes of a run that was killed take their empty files of stacks with them, a moment later.
+    return {path: path.read_bytes() for path in found if path.parent.name != "stacks"}
 
 
 def change_loss(folder, step, change):

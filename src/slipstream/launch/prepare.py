@@ -106,11 +106,7 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     check_torch_builds()
     loaded = with_weights_folder(loaded)
     config = loaded.config
-    require_sinks(config.run.sinks)
-    if config.run.streams == "redis" and config.redis is not None:
-        check_redis(config.redis.url, config.redis.password_variable)
-    _check_optimizer(config)
-    _check_functions(config)
+    _check_what_it_needs(config)
     section = config.environment
     system = section.system_prompt if section else ""
     check_options(config.inference.options)
@@ -189,6 +185,15 @@ def check_engine(prepared: Prepared) -> None:
     config = prepared.config
     if prepared.uses_engine and config.inference.options:
         try_options(engine_plan(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0).settings)
+
+
+def _check_what_it_needs(config: RunConfig) -> None:
+    """Packages, a server's address, functions of the user."""
+    require_sinks(config.run.sinks)
+    if config.run.streams == "redis" and config.redis is not None:
+        check_redis(config.redis.url, config.redis.password_variable)
+    _check_optimizer(config)
+    _check_functions(config)
 
 
 def _check_optimizer(config: RunConfig) -> None:
