@@ -60,7 +60,7 @@ class _Generation:
             self._versions,
             probe=_probe(context, self._engine).sample,
             evaluate=partial(_evaluate, context, self._runner),
-            launch=children.engine_ready,
+            engine_ready=children.engine_ready,
             start=self._start,
             open_ledger=self._open_ledger,
             make_batches=self._make_batches,

@@ -256,6 +256,6 @@ def _share_weights(run: RunContext, generation: Generation | None) -> tuple[Shar
         with run.stages.stage("compile layers like the model's"):
             precompile_layers(config)
     with run.stages.stage(WAIT):
-        caller.call(commands.LaunchEngine(), commands.Done, timeout_s, waits_for)
+        caller.call(commands.AwaitEngine(), commands.Done, timeout_s, waits_for)
     share_s = config.weights.apply_timeout_s
     return share_weights(config, lambda command: caller.call(command, commands.Answer, share_s, waits_for))

@@ -164,11 +164,13 @@ class OrchestratorProcess:
         """End it: it writes how the last groups ended, and stops its engines."""
         try:
             if self._process.poll() is None:
-                with suppress(SlipstreamError):
-                    command, waits_for = commands.Close(step), "the orchestrator to end"
-                    self.caller.call(command, commands.Done, _CLOSE_S, waits_for, may_stop=False)
-                    with suppress(subprocess.TimeoutExpired):
-                        self._process.wait(_END_S)
+                waits_for = "the orchestrator to write how the last groups of rollouts ended"
+                self.caller.call(commands.Close(step), commands.Done, _CLOSE_S, waits_for, may_stop=False)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)
+        except SlipstreamError as error:  # the error that ended the run is worth more
+            with suppress(SlipstreamError):  # a full disk, which takes no warning either
+                self._run.warn(f"the ledger may lack how the last groups ended: {error}")
         finally:
             self.caller.close()
             child_process.end(self._process, 0.0)

@@ -19,7 +19,7 @@ class Command(msgspec.Struct, frozen=True, tag=True):
     """Base of all commands."""
 
 
-class LaunchEngine(Command, frozen=True):
+class AwaitEngine(Command, frozen=True):
     """Wait until the engine is in service."""
 
 
@@ -114,7 +114,7 @@ class Close(Command, frozen=True):
 
 
 AnyCommand = (
-    LaunchEngine
+    AwaitEngine
     | Start
     | OpenLedger
     | MakeBatches

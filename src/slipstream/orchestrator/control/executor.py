@@ -25,7 +25,7 @@ class Executor:
         *,
         probe: Callable[[], Awaitable[list[Sequence]]],
         evaluate: Callable[[], Awaitable[Evaluation]],
-        launch: Callable[[], Awaitable[object]],
+        engine_ready: Callable[[], Awaitable[object]],
         start: Callable[[], Awaitable[None]],
         open_ledger: Callable[[int], None],
         make_batches: Callable[[commands.MakeBatches], Awaitable[None]],
@@ -33,12 +33,12 @@ class Executor:
         num_ended: Callable[[], int] = lambda: 0,
         teacher_digest: str = "",
     ) -> None:
-        """`launch` and `start` end when the engine, or everything, is ready."""
+        """`engine_ready` and `start` end when the engine, or everything, is ready."""
         self._engine = engine
         self._versions = versions
         self._probe = probe
         self._evaluate = evaluate
-        self._launch = launch
+        self._engine_ready = engine_ready
         self._start = start
         self._open_ledger = open_ledger
         self._make_batches = make_batches
@@ -53,8 +53,8 @@ class Executor:
     async def do(self, command: commands.AnyCommand) -> commands.AnyAnswer:
         """Carry out a command. Raises what the command fails with."""
         match command:
-            case commands.LaunchEngine():
-                await self._launch()
+            case commands.AwaitEngine():
+                await self._engine_ready()
             case commands.Start():
                 await self._start()
             case commands.OpenLedger(first):
