@@ -5,13 +5,15 @@ import signal
 import subprocess
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from slipstream.config import PlannedConfig, RunConfig
-from slipstream.errors import OrchestratorError, StartsAgain
+from slipstream.errors import ConfigError, DataError, OrchestratorError, StartsAgain
 from slipstream.launch.parts import child, process
 from slipstream.launch.recovery import restarts
+from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import remote
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.ledger import balance
@@ -125,16 +127,58 @@ def test_its_death_begins_the_run_again_from_the_last_checkpoint(scripted, besid
     (told,) = scripted.events("restart")
     assert told["checkpoint"] == "step-000002"
     assert "the orchestrator ended with code -9" in told["reason"]
+    (scripted.folder / "streams" / "0" / "batches").mkdir(parents=True)  # as an attempt that was killed leaves it
     report = scripted.run(*OPTIONS, *FILES, resume=True)
     assert (report.status, report.step, report.restarts) == ("finished", 5, 1)
+    assert not (scripted.folder / "streams").exists()
     assert [row["step"] for row in scripted.metrics] == list(range(6))
     assert balance(scripted.folder).num_open == 0
     assert OrchestratorError.is_retriable
 
 
-def test_a_redis_url_with_a_password_is_refused_before_it_is_written(scripted):
-    from slipstream.errors import ConfigError
+@pytest.mark.parametrize(
+    ("code", "expected"), [(2, ConfigError), (3, DataError), (1, OrchestratorError), (-9, OrchestratorError)]
+)
+def test_what_it_would_end_with_again_is_not_tried_again(tmp_path, code, expected):
+    made = object.__new__(process.OrchestratorProcess)
+    made._process, made._log = SimpleNamespace(poll=lambda: code), tmp_path / "orchestrator.log"
+    made._log.write_text("starting\nerror: reward is no function\n")
+    error = made._ended()
+    assert type(error) is expected
+    assert f"the orchestrator ended with code {code} (error: reward is no function)" in str(error)
 
+
+def test_what_it_tells_is_written_and_shown():
+    told = []
+
+    def tells(name):
+        return lambda *values, **fields: told.append((name, *values, *fields.items()))
+
+    log = SimpleNamespace(event=tells("event"), warning=tells("warning"), count=tells("count"))
+    made = object.__new__(process.OrchestratorProcess)
+    made._run = SimpleNamespace(
+        log=log, progress=SimpleNamespace(phase=tells("phase")), stages=SimpleNamespace(ended_elsewhere=tells("stage"))
+    )
+    stage = {"name": "start vLLM", "began_s": 1.0, "seconds": 2.5}
+    for notice in (
+        remote.Counted({"retry/late": 1.0}),
+        remote.Event("warning", {"message": "look"}),
+        remote.Event("stage", stage),
+        remote.Progressed("phase", ["generate", 8]),
+    ):
+        made._on_notice(notice)
+    assert told == [
+        ("count", {"retry/late": 1.0}),
+        ("warning", ("message", "look")),
+        ("event", "stage", *stage.items()),
+        ("stage", Stage(**stage)),
+        ("phase", "generate", 8),
+    ]
+    with pytest.raises(ValueError, match="nothing to show"):
+        made._on_notice(remote.Progressed("start", []))
+
+
+def test_a_redis_url_with_a_password_is_refused_before_it_is_written(scripted):
     with pytest.raises(ConfigError, match="password"):
         scripted.run(*OPTIONS, "--run.streams", "redis", "--redis.url", "redis://127.0.0.1/0?password=hunter2secret")
     assert not scripted.folder.exists()
@@ -142,7 +186,6 @@ def test_a_redis_url_with_a_password_is_refused_before_it_is_written(scripted):
 
 def test_another_plan_is_refused(scripted, run_file):
     from slipstream.config import load_config
-    from slipstream.errors import ConfigError
     from slipstream.launch.prepare import prepare
 
     prepared = prepare(load_config(run_file))
