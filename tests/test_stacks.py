@@ -1,5 +1,6 @@
 """Stacks of a run's processes: who is asked, who is not, and what is said of those that give none."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -13,6 +14,8 @@ import pytest
 
 from slipstream.envs.scoring import guard
 from slipstream.errors import DeadlineError, EngineError
+from slipstream.inference.engine_process import EngineProcess
+from slipstream.inference.settings import EngineSettings
 from slipstream.runlog import stacks
 
 PROGRAM = """
@@ -216,3 +219,28 @@ def test_the_file_beside_a_childs_log(tmp_path, log, prefix):
 
 def test_the_guard_reads_the_same_variable():
     assert guard.STACKS == stacks.VARIABLE
+
+
+def test_what_a_silent_engine_said_is_kept_however_many_calls_gave_it_up(start, tmp_path, monkeypatch):
+    settings = EngineSettings("m", "", "float32", max_model_len=8, max_num_seqs=1)
+    engine = EngineProcess(settings, tmp_path / "engine.log", start_timeout_s=1)
+    engine.process = start("engine")
+    engine.process.send_signal(signal.SIGSTOP)
+    ask, num_asked = stacks.ask, []
+
+    def ask_late(folder, group):
+        num_asked.append(group)
+        while len(num_asked) > 1 and engine.process.poll() is None:
+            time.sleep(0.01)
+        return ask(folder, group)
+
+    monkeypatch.setattr(stacks, "ask", ask_late)
+
+    async def give_up():
+        await asyncio.gather(*(engine._give_up() for _ in range(3)))
+
+    asyncio.run(give_up())
+    assert "was killed, as it said nothing" in engine.describe()
+    assert "is stopped (state T)" in engine.describe()
+    assert num_asked == [engine.process.pid]
+    engine.remove_files()

@@ -62,6 +62,7 @@ class EngineProcess:
         self._was_silent = False
         self._stacks = ""
         """What its processes said of their stacks before it was killed for its silence."""
+        self._giving_up = asyncio.Lock()
         self._ahead = ahead
         """A process that has imported vLLM, for the first launch."""
         self._marks = self._folder / "marks"
@@ -147,13 +148,15 @@ class EngineProcess:
         return health is not None and health.status == "ready"
 
     async def _give_up(self) -> None:
-        """Kill a silent engine, which may be stopped or frozen; it then counts as dead."""
+        """Kill a silent engine, which may be stopped or frozen; it then counts as dead. All calls that waited for it
+        come here at the same moment: the first one asks for the stacks, the others wait."""
         process = self.process
-        if process is not None and process.poll() is None:
-            folder = stacks.prefix_of(self.log_path).parent
-            self._stacks = stacks.sentence(folder, await asyncio.to_thread(stacks.ask, folder, process.pid))
-            self._was_silent = True
-            await asyncio.to_thread(child_process.end, process, 0.0)
+        async with self._giving_up:
+            if process is not None and process.poll() is None:
+                folder = stacks.prefix_of(self.log_path).parent
+                self._stacks = stacks.sentence(folder, await asyncio.to_thread(stacks.ask, folder, process.pid))
+                self._was_silent = True
+                await asyncio.to_thread(child_process.end, process, 0.0)
 
     async def start(self) -> None:
         """Launch and wait."""
