@@ -27,6 +27,17 @@ Outcome = Literal[
     "environment_error",  # the environment raised; never trained on
     "cancelled",
 ]
+Stop = Literal[
+    "answer",  # the policy ended its last turn by itself
+    "turn_limit",  # the environment's largest number of turns
+    "tool_limit",  # the largest number of tool calls
+    "length",  # a turn met its token limit
+    "context_full",  # the conversation left no room for another turn
+    "timeout",  # the environment took too long between two turns
+    "error",  # the environment, its reward or the engine failed
+    "cancelled",
+]
+"""Why an episode ended."""
 AbortCause = Literal[
     "",  # not aborted, or nobody says why: never tried again
     "aborted",  # vLLM dropped it
@@ -63,6 +74,21 @@ class Media(msgspec.Struct, frozen=True):
     start: int = 0
     """Index of the first placeholder token in the sequence."""
     num_tokens: int = 0
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call of a tool, as the policy wrote it. With an `error`, which says what cannot be read, it has no
+    arguments."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+    id: str = ""
+    error: str = ""
+
+    def as_chat(self) -> dict[str, Any]:
+        """The dictionary that chat templates expect in `tool_calls`."""
+        call: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {"id": self.id, **call} if self.id else call
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -102,6 +128,14 @@ class Task(msgspec.Struct, frozen=True):
     """The gold answer, if the environment has one: the SFT target, and the control of `env test`."""
     info: dict[str, Any] = {}
     """Anything else that the reward reads; JSON types."""
+
+
+class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
+    """The sampled tokens of one turn: `[start, end)` of sequence number `sequence` of a rollout."""
+
+    sequence: int
+    start: int
+    end: int
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -155,7 +189,13 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     answer: str = ""
     """The task's gold answer, for samples and reports; empty if it has none."""
     error: str = ""
+    stop: Stop | Literal[""] = ""
+    """Why the episode ended; empty in records of earlier versions."""
     num_turns: int = 1
+    turn_spans: list[TurnSpan] = []
+    """Where each turn's sampled tokens lie, in order."""
+    turn_rewards: list[float] = []
+    """A reward for each turn, where the environment gives them; `reward` is for the whole."""
     turns: list[Message] = []
     """The messages after the task's prompt in an episode of several turns, for samples and reports."""
     seconds: float = 0.0
@@ -284,6 +324,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Also return the log-probabilities of the prompt's tokens, at `sampling.temperature` over the whole vocabulary."""
     is_urgent: bool = False
     """Scheduled before waiting requests that are not urgent."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The conversation's tools as JSON schemas; the completion's calls are then parsed, in the model's own format."""
     images: tuple[bytes, ...] = ()
     """Encoded images (PNG, JPEG), one for each image token of the prompt; vLLM replaces that token by as many as the
     image needs."""
@@ -299,6 +341,10 @@ class Completion(msgspec.Struct):
     versions: list[VersionSpan] = []
     text: str = ""
     """The decoded completion up to its stop string, if stop strings were requested; otherwise empty."""
+    tool_calls: list[ToolCall] = []
+    """The calls in it, where the request had tools."""
+    content: str | None = None
+    """Its text apart from the calls, where the request had tools."""
     error: str = ""
     """Why it was aborted: its deadline passed, or the engine refused it."""
     cause: AbortCause = ""

@@ -21,7 +21,7 @@ import msgspec
 
 from slipstream.config.user_code import place_of
 from slipstream.errors import EnvironmentFault
-from slipstream.records import Message, Task
+from slipstream.records import Message, Stop, Task, ToolCall
 
 Split = Literal["train", "eval"]
 
@@ -32,17 +32,29 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Reward of one completion. `metrics` are reported with the reward and not trained on."""
+    """Reward of one episode. `metrics` are reported with the reward and not trained on. `turn_rewards`: one for each
+    turn of the policy, or none."""
 
     reward: float
     metrics: dict[str, float] = {}
+    turn_rewards: tuple[float, ...] = ()
 
 
 class Reply(msgspec.Struct, frozen=True):
     """The policy's message in one turn; `length` means it was cut at the token limit."""
 
     text: str
+    """All that was sampled, thinking and calls included."""
     finish_reason: Literal["stop", "length"]
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls in it, where the conversation has tools."""
+    content: str = ""
+    """The text without the calls; without tools, as `text`."""
+
+    @property
+    def message(self) -> Message:
+        """The turn as the next conversation must hold it: unchanged."""
+        return Message("assistant", self.text)
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -53,14 +65,44 @@ class Episode(msgspec.Struct, frozen=True):
     outcome: Literal["done", "truncated"] = "done"
     num_turns: int = 1
     metrics: dict[str, float] = {}
+    stop: Stop = "answer"
+    """Why it ended."""
+    messages: tuple[Message, ...] = ()
+    """What follows the task's prompt, the last turn included; filled in where an environment leaves it out."""
+    turn_rewards: tuple[float, ...] = ()
+    """A reward for each turn that the environment itself gives; see `Score`."""
+
+
+class ToolResult(msgspec.Struct, frozen=True):
+    """What came of a tool call."""
+
+    content: str
+    """What the policy reads: the tool's answer, or a sentence on what went wrong."""
+    failure: Literal["", "unknown", "arguments", "error", "timeout", "died"] = ""
+    """Empty if the tool answered; else no such tool, arguments that do not fit, the tool raised, it was killed at its
+    deadline, or its process ended."""
 
 
 class Policy(Protocol):
     """The policy, as an environment talks to it."""
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
-        """Generates the next assistant turn after `messages` (the whole conversation so far)."""
+    state: Any
+    """What the environment's `setup_episode` returned."""
+
+    async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
+        """Generates the next assistant turn after `messages` (the whole conversation so far; the first one holds the
+        tools). `max_tokens`: less than `sampling.max_tokens`, for this turn. Raises `ContextFull` if the conversation
+        leaves no room for a turn."""
         ...
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """Runs one of the environment's tools in a process that can be killed; a failure is a result too."""
+        ...
+
+
+class ContextFull(Exception):
+    """A conversation leaves no room for another turn. An episode that ends with it is graded as it stands, and counts
+    as truncated."""
 
 
 class RewardError(EnvironmentFault):
@@ -82,8 +124,16 @@ class RewardFailed(RewardError):
 class Scorer(Protocol):
     """Runs rewards; see `scoring/pool.py`."""
 
-    async def score(self, task: Task, completion: str) -> Score:
-        """Grades `completion`; raises `RewardTimeout` or `RewardFailed`."""
+    async def score(self, task: Task, episode: Episode | str) -> Score:
+        """Grades an episode, or one that is a text alone; raises `RewardTimeout` or `RewardFailed`."""
+        ...
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
+        """Grades the episodes of a group in one call of the environment's `score_group`; raises as `score`."""
+        ...
+
+    async def call_tool(self, task: Task, call: ToolCall) -> ToolResult:
+        """Runs the environment's `call_tool`; its failures are results."""
         ...
 
 
@@ -96,6 +146,13 @@ class Environment(ABC):
     max_turns: ClassVar[int]
     """Most turns of the policy in one episode. The context length is planned for it, so every class with its own `run`
     must set it."""
+    tools: Sequence[Callable[..., Any]] = ()
+    """Functions that the policy may call, plain or coroutines; their schemas follow from type hints and docstrings
+    (`tools.py`). They run where `score` does."""
+    max_tool_calls: int = 16
+    """Most calls in one episode."""
+    scores_groups: ClassVar[bool] = False
+    """Whether `score_group` grades, once for all episodes of a task, instead of `score_episode`."""
     given_settings: Mapping[str, Any] = MappingProxyType({})
     """`environment.settings` of the run file, for messages; set by the code that constructs the environment."""
 
@@ -133,6 +190,28 @@ class Environment(ABC):
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """Grades an episode's text; may be a coroutine, of which several run concurrently. Called in a process that may
         be killed: keep no state between calls."""
+
+    def score_episode(self, task: Task, episode: Episode) -> Score | Awaitable[Score]:
+        """Grades an episode with all its messages; by default its text, by `score`. Called where `score` is."""
+        return self.score(task, episode.completion)
+
+    def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
+        """Grades the episodes of one task together, a score for each in order: a ranking, say. Called where `score`
+        is, under `scores_groups`."""
+        raise NotImplementedError
+
+    async def setup(self) -> None:  # noqa: B027 (a hook)
+        """Called once before the first episode, in the run's process."""
+
+    async def close(self) -> None:  # noqa: B027 (a hook)
+        """Called once after the last episode, also where the run fails or is interrupted; bounded in time."""
+
+    async def setup_episode(self, task: Task) -> Any:
+        """Called before `run`; what it returns is `policy.state`."""
+        return None
+
+    async def close_episode(self, task: Task, state: Any) -> None:  # noqa: B027 (a hook)
+        """Called after `run`, also when that was cancelled, took too long or raised; bounded in time."""
 
 
 def as_score(value: object) -> Score:
