@@ -195,7 +195,7 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     turn_spans: list[TurnSpan] = []
     """Where each turn's sampled tokens lie, in order."""
     turn_rewards: list[float] = []
-    """A reward for each turn, where the environment gives them; `reward` is for the whole."""
+    """A reward for each turn, where the environment gives them; `reward` is the sum of all."""
     turns: list[Message] = []
     """The messages after the task's prompt in an episode of several turns, for samples and reports."""
     seconds: float = 0.0

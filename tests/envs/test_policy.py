@@ -25,7 +25,7 @@ def script(*turns, finish="stop", logprobs=True):
     """A generate function that says `turns`, one after another, and the prompts it was given."""
     prompts = []
 
-    async def generate(prompt_ids):
+    async def generate(prompt_ids, *_):
         ids = [*map(ord, turns[len(prompts)]), END]
         prompts.append(prompt_ids)
         version = VersionSpan(0, f"0.{len(prompts)}")
@@ -160,9 +160,10 @@ async def test_a_single_turn_asks_once_and_says_how_it_ended():
             return 1.0
 
     task = Task("t", (user("a"),))
-    for finish, outcome in (("stop", "done"), ("length", "truncated")):
+    for finish, outcome, stop in (("stop", "done", "answer"), ("length", "truncated", "length")):
         generate, _ = script("b", finish=finish)
-        assert await Ask().run(task, RecordingPolicy(generate, Letters())) == Episode("b", outcome)
+        found = await Ask().run(task, RecordingPolicy(generate, Letters()))
+        assert found == Episode("b", outcome, stop=stop, messages=(assistant("b"),))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
 from slipstream.trainer.credit_assignment import assign_credit, kl_penalties_of
+from slipstream.trainer.turn_credit import turn_ends
 
 
 def batch_of(rewards, group_size, lengths=None):
@@ -129,3 +130,52 @@ def test_groups_that_agree_still_teach_against_the_batch():
     credit = assign_credit(batch, resolved(RLConfig(kind="reinforce_pp")), 10)
     assert credit.has_signal
     assert credit.metrics["reward/signal_fraction"] == 0.0
+
+
+def episode(group, reward, turn_rewards, sizes, mask_before=2):
+    """One sequence: before each turn two tokens that are not sampled, then the turn's `sizes`."""
+    mask, spans = [], []
+    for size in sizes:
+        mask += [False] * mask_before + [True] * size
+        spans.append(records.TurnSpan(0, len(mask) - size, len(mask)))
+    sequences = [records.Sequence([1] * len(mask), mask)]
+    total = reward + sum(turn_rewards)
+    return records.Rollout(
+        "r", "t", group, sequences, total, "done", turn_spans=spans, turn_rewards=turn_rewards, num_turns=len(sizes)
+    )
+
+
+def test_turns_get_the_credit_of_what_follows_them():
+    """Against returns and group means written out by hand."""
+    group = [
+        episode("g", 1.0, [0.5, 0.0], [2, 1]),
+        episode("g", 0.0, [0.0, 2.0], [1, 3]),
+        episode("g", 0.0, [1.0], [2]),
+    ]
+    batch = records.Batch(0, records.Version(0, 0), group)
+    credit = assign_credit(batch, resolved(RLConfig(scale_rewards="none", credit="turn")), 10)
+    first, second = (1.5 + 2.0 + 1.0) / 3, (1.0 + 2.0) / 2
+    values = [rollout.sequences[0].advantages for rollout in group]
+    assert values[0] == pytest.approx([0, 0, 1.5 - first, 1.5 - first, 0, 0, 1.0 - second])
+    assert values[1] == pytest.approx([0, 0, 2.0 - first, 0, 0, *[2.0 - second] * 3])
+    assert values[2] == pytest.approx([0, 0, *[1.0 - first] * 2])
+    assert credit.has_signal
+    assert credit.carries_loss == [True] * 3
+
+
+def test_turn_rewards_and_the_setting_must_agree():
+    given = records.Batch(0, records.Version(0, 0), [episode("g", 1.0, [0.5], [1]), episode("g", 0.0, [0.0], [1])])
+    with pytest.raises(TrainingError, match=r'set algorithm.credit = "turn", or "episode"'):
+        assign_credit(given, resolved(RLConfig()), 10)
+    whole = assign_credit(given, resolved(RLConfig(credit="episode", scale_rewards="none")), 10)
+    assert whole.advantages == [0.75, -0.75]
+    with pytest.raises(TrainingError, match="the environment rewards no turns"):
+        assign_credit(batch_of([1.0, 0.0], 2, [1, 1]), resolved(RLConfig(credit="turn")), 10)
+
+
+def test_where_a_turns_reward_lies_among_the_sampled_tokens():
+    rollout = episode("g", 1.0, [0.5, 0.25], [2, 3])
+    rollout.sequences.insert(0, records.Sequence([1, 1], [False, True]))
+    rollout.turn_spans = [records.TurnSpan(0, 1, 2), *(records.TurnSpan(1, s.start, s.end) for s in rollout.turn_spans)]
+    rollout.turn_rewards = [0.125, 0.5, 0.25]
+    assert list(turn_ends(rollout)) == [(0, 0.125), (2, 0.5), (5, 0.25)]

@@ -226,6 +226,12 @@ def _policy_gradient(algorithm: RLConfig) -> Iterator[tuple[str, str]]:
             f"algorithm.length_penalty = {algorithm.length_penalty:g} favours short correct answers, but"
             " the reward that counts as correct is not set: set algorithm.reward_threshold",
         )
+    if algorithm.credit == "turn" and algorithm.reward_threshold is not None:
+        yield (
+            "algorithm.credit",
+            'algorithm.credit = "turn" needs the rewards themselves, and algorithm.reward_threshold replaces their sum '
+            "by right or wrong: leave one of them out",
+        )
     if algorithm.best_of is not None and algorithm.best_of > algorithm.group_size:
         yield (
             "algorithm.best_of",

@@ -108,6 +108,10 @@ class RLConfig(Section):
     """What the ratio is taken against. `trainer`: the weights before the batch's first update, computed by the trainer;
     `importance_sampling` corrects for the engine (the decoupled objective, AReaL, arXiv 2505.24298). `engine`: the
     probabilities that the tokens were sampled with."""
+    credit: Literal["episode", "turn"] | None = None
+    """What a turn of an episode gets the credit for, where the environment rewards turns: `episode`, the sum of all
+    rewards; `turn`, the rewards from this turn on, compared with those of the group's other episodes from the same turn
+    on. Unset, turn rewards are refused."""
     kl_coef: bounds.NonNegativeFactor = 0.0
     """Weight of the KL divergence from the initial model; 0 keeps no reference model."""
     kl_in: Literal["auto", "loss", "reward"] = "auto"

@@ -33,7 +33,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 class Score(msgspec.Struct, frozen=True):
     """Reward of one episode. `metrics` are reported with the reward and not trained on. `turn_rewards`: one for each
-    turn of the policy, or none."""
+    turn of the policy, or none; they are added to `reward`, which is for the whole."""
 
     reward: float
     metrics: dict[str, float] = {}
@@ -143,7 +143,7 @@ class Environment(ABC):
 
     name: str = ""
     """Name in messages and reports; the class's name if empty."""
-    max_turns: ClassVar[int]
+    max_turns: int
     """Most turns of the policy in one episode. The context length is planned for it, so every class with its own `run`
     must set it."""
     tools: Sequence[Callable[..., Any]] = ()
@@ -176,8 +176,9 @@ class Environment(ABC):
         tasks of a longer list are the list of length n, and no prompt occurs in both splits (`split.split_of` ensures
         that)."""
 
-    def gold(self, task: Task) -> str | None:
-        """The correct answer as the policy should write it, if known."""
+    def gold(self, task: Task) -> str | Sequence[Message] | None:
+        """The correct answer as the policy should write it, if known; or all messages that should follow the prompt,
+        with tool calls and the tools' answers, of which the last one is the policy's answer."""
         return task.answer
 
     @abstractmethod

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
-from slipstream.envs.base import Reply
+from slipstream.envs.base import ContextFull, Reply, ToolResult
 from slipstream.errors import EngineError, IntegrityError
-from slipstream.records import Completion, Message, VersionSpan
+from slipstream.records import Completion, Message, ToolCall, TurnSpan, VersionSpan
 from slipstream.records import Sequence as TokenSequence
 
 # Most tokens searched at a prompt's end for "<think>" and the white space after it.
@@ -36,49 +36,113 @@ class Tokenizer(Protocol):
         ...
 
 
-class RecordingPolicy:
-    """Sends turns to the engine and records every token of one episode."""
+async def _no_tools(call: ToolCall) -> ToolResult:
+    return ToolResult(f"there is no tool {call.name}", "unknown")
 
-    def __init__(self, generate: Callable[[list[int]], Awaitable[Completion]], tokenizer: Tokenizer) -> None:
+
+class RecordingPolicy:
+    """Sends turns to the engine and records every token of one episode.
+
+    `generate(prompt_ids, max_tokens, tools)` samples a turn; `max_tokens` is None where the run's own limit holds.
+    `context_length`, in tokens, bounds a prompt and its turn together. `call_tool` runs a call of a tool.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[list[int], int | None, tuple[dict[str, Any], ...]], Awaitable[Completion]],
+        tokenizer: Tokenizer,
+        *,
+        context_length: int | None = None,
+        call_tool: Callable[[ToolCall], Awaitable[ToolResult]] = _no_tools,
+    ) -> None:
         self._generate = generate
         self._tokenizer = tokenizer
+        self._context_length = context_length
+        self._call_tool = call_tool
+        self.state: Any = None
+        """See `base.Policy`."""
         self.sequences: list[TokenSequence] = []
         """The tokens so far, see `records.Sequence`."""
-        self.num_turns = 0
+        self.spans: list[TurnSpan] = []
+        """Where each turn's sampled tokens lie, in order."""
         self.conversation: list[Message] = []
         """All messages of the last turn, its reply included."""
         self.truncated = False
         """Whether any turn reached its token limit."""
-        self._is_closed = False
         self.num_thinking = 0
         """Thinking tokens of the turn with the most."""
+        self.num_tool_calls = 0
+        self.num_tool_failures = 0
+        self._sampled: list[list[int]] = []
+        self._is_closed = False
+
+    @property
+    def num_turns(self) -> int:
+        """Turns so far."""
+        return len(self.spans)
+
+    @property
+    def last_text(self) -> str:
+        """The policy's last turn; empty before the first."""
+        return self.conversation[-1].content if self.conversation else ""
 
     def close(self) -> None:
-        """Ends the episode: no tokens can be added while it is graded and trained on."""
+        """Ends the episode: no tokens can be added while it is graded and trained on. Raises `IntegrityError` if the
+        tokens to train on are not those that were sampled, turn by turn."""
         self._is_closed = True
+        check_recorded(self.sequences, self.spans, self._sampled)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the episode is over: end the tasks that talk to the policy before `run` returns")
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
+    async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
         """See `base.Policy`. Raises `EngineError` if the engine aborted the request."""
         self._check_open()
         prompt_ids = self._tokenizer.render(messages)
-        completion = await self._generate(prompt_ids)
+        if self._context_length is not None and len(prompt_ids) >= self._context_length:
+            raise ContextFull(
+                f"the conversation has {len(prompt_ids)} tokens after {self.num_turns} turns, and "
+                f"inference.max_model_len = {self._context_length}"
+            )
+        tools = messages[0].tools if messages else ()
+        completion = await self._generate(prompt_ids, max_tokens, tools)
         self._check_open()
         if completion.finish_reason == "abort":
             raise EngineError(f"request {completion.id} was aborted after {len(completion.token_ids)} tokens")
-        record_turn(self.sequences, prompt_ids, completion)
-        self.num_turns += 1
+        self.spans.append(record_turn(self.sequences, prompt_ids, completion))
+        self._sampled.append(completion.token_ids)
         self.truncated |= completion.finish_reason == "length"
         text = completion.text or self._tokenizer.decode(completion.token_ids)
         # Some templates append `<think>` to the prompt; the graded text must include it.
-        if self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN):
-            text = THINK_OPEN + text
+        opened = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN)
+        text = THINK_OPEN + text if opened else text
         self.conversation = [*messages, Message("assistant", text)]
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
-        return Reply(text, completion.finish_reason)
+        content = text if completion.content is None else completion.content
+        return Reply(text, completion.finish_reason, tuple(completion.tool_calls), content)
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """See `base.Policy`."""
+        self._check_open()
+        result = ToolResult(call.error, "arguments") if call.error else await self._call_tool(call)
+        self.num_tool_calls += 1
+        self.num_tool_failures += bool(result.failure)
+        return result
+
+
+def check_recorded(
+    sequences: Sequence[TokenSequence], spans: Sequence[TurnSpan], sampled: Sequence[Sequence[int]]
+) -> None:
+    """Raises `IntegrityError` unless the tokens that are trained on are exactly those `sampled`, turn by turn."""
+    for number, (span, tokens) in enumerate(zip(spans, sampled, strict=True)):
+        sequence = sequences[span.sequence]
+        place = slice(span.start, span.end)
+        if sequence.token_ids[place] != list(tokens) or not all(sequence.mask[place]):
+            raise IntegrityError(f"the tokens recorded for turn {number} are not those that the engine sampled")
+    num_trained, num_sampled = sum(s.num_trainable for s in sequences), sum(len(tokens) for tokens in sampled)
+    if num_trained != num_sampled:
+        raise IntegrityError(f"{num_trained} tokens are marked as sampled, and the engine sampled {num_sampled}")
 
 
 def num_thinking(text: str, token_ids: list[int], tokenizer: Tokenizer) -> int:
@@ -101,19 +165,20 @@ def num_thinking(text: str, token_ids: list[int], tokenizer: Tokenizer) -> int:
     )
 
 
-def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completion: Completion) -> None:
+def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completion: Completion) -> TurnSpan:
     """Adds a turn to `sequences` in place: to the latest sequence that is a prefix of the prompt, otherwise to a new
-    one."""
+    one. Returns where its sampled tokens lie."""
     logprobs = completion.logprobs
     if logprobs is not None and len(logprobs) != len(completion.token_ids):
         raise IntegrityError(
             f"the engine gave {len(logprobs)} log-probabilities for {len(completion.token_ids)} tokens "
             f"of request {completion.id}"
         )
-    sequence = next((s for s in reversed(sequences) if prompt_ids[: len(s)] == s.token_ids), None)
-    if sequence is None:
-        sequence = TokenSequence([], [], [])
-        sequences.append(sequence)
+    numbers = range(len(sequences) - 1, -1, -1)
+    place = next((i for i in numbers if prompt_ids[: len(sequences[i])] == sequences[i].token_ids), len(sequences))
+    if place == len(sequences):
+        sequences.append(TokenSequence([], [], []))
+    sequence = sequences[place]
     given = prompt_ids[len(sequence) :]
     start = len(prompt_ids)
     sequence.token_ids = [*prompt_ids, *completion.token_ids]
@@ -125,3 +190,4 @@ def record_turn(sequences: list[TokenSequence], prompt_ids: list[int], completio
     for span in completion.versions:
         if not sequence.versions or sequence.versions[-1].version != span.version:
             sequence.versions = [*sequence.versions, VersionSpan(start + span.start, span.version)]
+    return TurnSpan(place, start, len(sequence))

@@ -30,6 +30,7 @@ from slipstream.data.conversations import Columns, Form, Problem, read_problems
 from slipstream.data.readers import held_out_split
 from slipstream.envs.answers import final_answer, last_number, same_text
 from slipstream.envs.base import Environment, Episode, Policy, RewardFailed, Score, Split, as_score, scored
+from slipstream.envs.conversation import converse
 from slipstream.envs.split import split_of
 from slipstream.envs.suggest import did_you_mean
 from slipstream.errors import ConfigError, DataError
@@ -86,9 +87,8 @@ class Rows(Environment):
         return found[:num_tasks]
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """A single turn."""
-        reply = await policy.chat(task.prompt)
-        return Episode(reply.text, "truncated" if reply.finish_reason == "length" else "done")
+        """A single turn, or several where there are tools: see `conversation.py`."""
+        return await converse(self, task, policy)
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """The reward function that the row's `data_source` selects."""

@@ -17,10 +17,14 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
+import msgspec
+
 from slipstream.config.user_code import place_of
 from slipstream.data.plain_values import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, scored
+from slipstream.envs.conversation import converse
+from slipstream.envs.tools import schemas_of, with_tools
 from slipstream.errors import DataError, EnvironmentFault, SlipstreamError, one_line
 from slipstream.records import Message, Role, Task
 from slipstream.runlog.redaction import redact
@@ -41,9 +45,8 @@ class SingleTurn(Environment):
         """Reward of an answer; may be a coroutine. A mapping has the key `reward`; its other entries are metrics."""
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """A single turn."""
-        reply = await policy.chat(task.prompt)
-        return Episode(reply.text, "truncated" if reply.finish_reason == "length" else "done")
+        """A single turn, or several where there are tools: see `conversation.py`."""
+        return await converse(self, task, policy)
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """The reward of the answer; 0 and the metric `unclosed_thinking` if the thinking never ended."""
@@ -113,7 +116,7 @@ def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[T
             made: Any = environment.tasks(split, num_tasks)
             if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
                 raise DataError(f"tasks() of {environment.name} returned {_kind_of(made)}: return a list of tasks")
-            return as_tasks(cast("Iterable[RawTask]", made), split, environment.name)
+            tasks = as_tasks(cast("Iterable[RawTask]", made), split, environment.name)
     except _TimedOut:
         raise EnvironmentFault(
             f"tasks({split!r}, {num_tasks}) of {environment.name} did not return within {TASKS_TIMEOUT_S:g} s: does it "
@@ -126,10 +129,20 @@ def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[T
             f"tasks({split!r}, {num_tasks}) of {environment.name} raised {one_line(error)} ({place_of(error)}"
             f"{shown_settings(environment.given_settings)}): correct it"
         ) from error
+    schemas = schemas_of(environment.tools)
+    if not schemas:
+        return tasks
+    return [msgspec.structs.replace(task, prompt=with_tools(task.prompt, schemas)) for task in tasks]
 
 
 def gold_of(environment: Environment, task: Task) -> str | None:
-    """The task's gold answer, if known; raises `EnvironmentFault` if the environment's code raises."""
+    """The text of the task's gold answer, if known, the last one where there are several turns."""
+    turns = gold_turns(environment, task)
+    return turns[-1].content if turns else None
+
+
+def gold_turns(environment: Environment, task: Task) -> list[Message]:
+    """What should follow the task's prompt, if known; raises `EnvironmentFault` if the environment's code raises."""
     try:
         answer: Any = environment.gold(task)
     except SlipstreamError:
@@ -139,9 +152,17 @@ def gold_of(environment: Environment, task: Task) -> str | None:
             f"gold() of {environment.name} raised {one_line(error)} on task {task.id} ({place_of(error)}"
             f"{shown_settings(environment.given_settings)}): correct it"
         ) from error
-    if answer is not None and not isinstance(answer, str):
-        raise DataError(f"gold() of {environment.name} returned {_kind_of(answer)} for task {task.id}: return text")
-    return answer
+    if answer is None:
+        return []
+    if isinstance(answer, str):
+        return [Message("assistant", answer)]
+    turns = cast("list[Any]", list(answer)) if isinstance(answer, Sequence) else []
+    if not turns or not all(isinstance(turn, Message) for turn in turns) or turns[-1].role != "assistant":
+        raise DataError(
+            f"gold() of {environment.name} returned {_kind_of(answer)} for task {task.id}: return text, or messages "
+            "that end with the policy's answer"
+        )
+    return cast("list[Message]", turns)
 
 
 def shown_settings(settings: Mapping[str, Any]) -> str:

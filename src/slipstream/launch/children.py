@@ -14,6 +14,8 @@ from traceback import FrameSummary
 from typing import Self
 
 from slipstream.config import PlannedConfig
+from slipstream.envs.base import Environment
+from slipstream.envs.lifetime import set_up, shut_down
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.launch.engines import EngineMaker, RunEngine, engine_plan
 from slipstream.launch.prepare import Prepared
@@ -72,6 +74,8 @@ class Children:
         self.teacher: RunTeacher | None = None
         self._ranks: RankProcesses | None = None
         self._scorer: ScorerPool | None = None
+        self._environment: Environment | None = None
+        """Set once its `setup` has begun."""
         self._thread: EventLoopThread | None = None
         self._health: EngineHealth | None = None
         self._kills: list[Callable[[], None]] = []
@@ -144,12 +148,22 @@ class Children:
         self._scorer = ScorerPool(self._run.config.environment, warn=self._run.warn, stacks=reward)
         return self._scorer
 
+    async def set_up_environment(self) -> None:
+        """Call the environment's `setup`; its `close` is called when the event loop ends."""
+        section, environment = self._run.config.environment, self._run.prepared.environment
+        assert section is not None
+        assert environment is not None
+        self._environment = environment
+        await set_up(environment, section.run_timeout_s)
+
     def event_loop(self) -> EventLoopThread:
         """The orchestrator's thread, started in the first call. Its end ends reward workers, engine and teacher."""
         if self._thread is None:
             thread = self._thread = EventLoopThread(self._run.should_stop, self._loop_blocked)
 
             async def close() -> None:
+                if self._environment is not None:
+                    await shut_down(self._environment, self._run.warn)
                 if self._scorer is not None:
                     await self._scorer.__aexit__(None, None, None)
                 for child in (self.engine, self.teacher):

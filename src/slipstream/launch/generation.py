@@ -78,7 +78,7 @@ class _Generation:
             shown = {name: getattr(health, name) for name in _HEALTH_SHOWN}
             self._context.log.event("engine", **shown)
 
-        starts: list[Coroutine[Any, Any, object]] = [self._scorer.__aenter__()]
+        starts: list[Coroutine[Any, Any, object]] = [self._scorer.__aenter__(), self._children.set_up_environment()]
         # The restart bridge starts the engine itself, on the first version.
         if self._context.config.weights.bridge != "restart":
             starts.append(start_engine())
@@ -157,6 +157,8 @@ def _runner(context: Context, engine: RunEngine, scorer: ScorerPool) -> RolloutR
         engine,
         request_timeout_s=config.inference.request_timeout_s,
         run_timeout_s=config.environment.run_timeout_s,
+        context_length=config.inference.max_model_len,
+        warn=context.log.warning,
         retries=retries_of(config, lambda reason: context.log.count({f"retry/{reason}": 1.0})),
     )
 

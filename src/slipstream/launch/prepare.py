@@ -23,7 +23,7 @@ from slipstream.data.message_fields import check_fields
 from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.single_turn import gold_of, make_tasks
+from slipstream.envs.single_turn import gold_of, gold_turns, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
@@ -267,7 +267,8 @@ def _fitting(
     if need == "auto":
         longest = None
         if model.says_only_answers and environment is not None:
-            longest = longest_answer(chain.from_iterable(asked.values()), tokenizer, environment.gold)
+            gold = partial(gold_of, environment)
+            longest = longest_answer(chain.from_iterable(asked.values()), tokenizer, gold)
         turns = environment.max_turns if environment else 1
         wanted, _ = wanted_tokens(limit, longest, turns, says_only_answers=model.says_only_answers)
         # Without gold answers a model with a short context gets all of it.
@@ -300,9 +301,8 @@ def _conversations(
     assert environment is not None, "the config check asks for data or an environment"
     found: list[Sequence[Message]] = []
     for task in tasks:
-        answer = gold_of(environment, task)
-        if answer is not None:
-            found.append([*task.prompt, Message(role="assistant", content=answer)])
+        if turns := gold_turns(environment, task):
+            found.append([*task.prompt, *turns])
     if len(found) < len(tasks):
         dropped["no_gold_answer"] = len(tasks) - len(found)
     if not found:

@@ -15,14 +15,36 @@ import traceback
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any
 
+import msgspec
+
 from slipstream.engine_protocols import Generates
-from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardTimeout, Scorer
+from slipstream.envs.base import (
+    ContextFull,
+    Environment,
+    Episode,
+    RewardError,
+    RewardFailed,
+    RewardTimeout,
+    Scorer,
+    ToolResult,
+)
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
-from slipstream.errors import EngineError, EnvironmentFault, IntegrityError
+from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
 from slipstream.orchestrator.concurrency import retry_on_restart
+from slipstream.orchestrator.grading import GroupGrades, Place
 from slipstream.orchestrator.retries import Retries
 from slipstream.patience import Patience
-from slipstream.records import TRAINABLE_OUTCOMES, Completion, GenerateRequest, Outcome, Rollout, SamplingParams, Task
+from slipstream.records import (
+    TRAINABLE_OUTCOMES,
+    Completion,
+    GenerateRequest,
+    Outcome,
+    Rollout,
+    SamplingParams,
+    Stop,
+    Task,
+    ToolCall,
+)
 
 
 class RequestAborted(Exception):
@@ -61,6 +83,10 @@ class EnvironmentDeadline:
             self._patience.restart()
 
 
+_CLOSE_S = 10.0
+"""How long `Environment.close_episode` may take."""
+
+
 _OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
     (RewardTimeout, "reward_timeout"),
     (RewardFailed, "reward_error"),
@@ -89,19 +115,29 @@ class RolloutRunner:
         *,
         request_timeout_s: float,
         run_timeout_s: float = 300.0,
+        context_length: int | None = None,
         retries: Retries | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`run_timeout_s`: how long the environment may take between two turns. `retries`: none by default."""
+        """`run_timeout_s`: how long the environment may take between two turns. `context_length`, in tokens: of the
+        engine. `retries`: none by default. `warn` is told once when an episode cannot be closed."""
         self._environment = environment
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._engine = engine
         self._request_timeout_s = request_timeout_s
         self._run_timeout_s = run_timeout_s
+        self._context_length = context_length
+        self._warn = warn
+        self._num_not_closed = 0
         self._retries = retries or Retries()
         self._serial = itertools.count()
         self.num_ended = 0
         """Tries of turns, and rollouts, that have ended; any thread may read it to see whether rollouts get on."""
+
+    def group(self, size: int) -> GroupGrades | None:
+        """Grades a group of rollouts together; None where each is graded by itself."""
+        return GroupGrades(self._scorer, size) if self._environment.scores_groups else None
 
     async def run(
         self,
@@ -112,13 +148,19 @@ class RolloutRunner:
         sampling: SamplingParams,
         seed: int,
         is_urgent: bool = False,
+        place: Place | None = None,
     ) -> Rollout:
-        """Make one rollout. Raises `EngineError` or `IntegrityError` only when the engine cannot come back."""
+        """Make one rollout. `place`: in a group that is graded together; without it, it is graded by itself. Raises
+        `EngineError` or `IntegrityError` only when the engine cannot come back."""
         started, turns, deadline = time.monotonic(), itertools.count(), EnvironmentDeadline(self._run_timeout_s)
         engine_errors: list[Exception] = []
 
-        async def generate(prompt_ids: list[int]) -> Completion:
+        async def generate(
+            prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
+        ) -> Completion:
             turn = next(turns)
+            most = sampling.max_tokens if max_tokens is None else max(1, min(max_tokens, sampling.max_tokens))
+            limited = sampling if most == sampling.max_tokens else msgspec.structs.replace(sampling, max_tokens=most)
 
             async def attempt() -> Completion:
                 try:
@@ -132,11 +174,12 @@ class RolloutRunner:
                     GenerateRequest(
                         id=f"{rollout_id}.{turn}-{next(self._serial)}",
                         prompt_ids=prompt_ids,
-                        sampling=sampling,
+                        sampling=limited,
                         seed=seed_of(seed, turn) if turn else seed,
                         timeout_s=self._request_timeout_s,
                         group_id=group_id,
                         is_urgent=is_urgent,
+                        tools=tools,
                     )
                 )
 
@@ -151,39 +194,85 @@ class RolloutRunner:
                 raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}{last}")
             return completion
 
-        policy = RecordingPolicy(generate, self._tokenizer)
+        async def call_tool(call: ToolCall) -> ToolResult:
+            with deadline.paused():  # it has a deadline of its own
+                return await self._scorer.call_tool(task, call)
+
+        policy = RecordingPolicy(generate, self._tokenizer, context_length=self._context_length, call_tool=call_tool)
         rollout = Rollout(rollout_id, task.id, group_id, policy.sequences, reward=0.0, outcome="done")
         rollout.prompt = task.prompt[-1].content if task.prompt else ""
         rollout.answer = task.answer or ""
+        if place is None and self._environment.scores_groups:
+            place = GroupGrades(self._scorer, 1).places[0]
+        episode: Episode | None = None
         try:
-            await self._play(task, policy, deadline, rollout)
+            episode = await self._play(task, policy, deadline, rollout)
+            await self._grade(task, episode, place or self._scorer, rollout)
         except BaseException as error:  # noqa: BLE001 (see `_OUTCOMES`)
             if engine_errors:
                 raise engine_errors[0] from None  # the environment may have replaced it
             rollout.outcome, rollout.error = self._outcome_of(error)
+            rollout.stop = "timeout" if isinstance(error, EnvironmentTimeout) else rollout.stop or "error"
+        finally:
+            if place is not None and episode is None:
+                place.leave(task)
         if engine_errors:  # the environment suppressed it
             raise engine_errors[0]
         rollout.seconds = time.monotonic() - started
         self.num_ended += 1
         return rollout
 
-    async def _play(self, task: Task, policy: RecordingPolicy, deadline: EnvironmentDeadline, rollout: Rollout) -> None:
-        """Run the episode and grade it; both are written into `rollout`."""
+    async def _play(
+        self, task: Task, policy: RecordingPolicy, deadline: EnvironmentDeadline, rollout: Rollout
+    ) -> Episode:
+        """Run the episode; what came of it is written into `rollout`."""
         try:
             async with deadline:
+                policy.state = await self._environment.setup_episode(task)
                 episode = await self._environment.run(task, policy)
+        except ContextFull:
+            episode = Episode(policy.last_text, "truncated", policy.num_turns, stop="context_full")
         finally:
+            await self._close_episode(task, policy.state)
             policy.close()
+            following = policy.conversation[len(task.prompt) :]
             if policy.num_turns > 1:
-                rollout.turns = policy.conversation[len(task.prompt) :]
-        rollout.completion = episode.completion
-        rollout.num_turns = episode.num_turns
+                rollout.turns = following
+        stop: Stop = episode.stop
+        if stop == "answer" and policy.truncated:
+            stop = "length"
+        rollout.outcome = "truncated" if policy.truncated else episode.outcome
+        rollout.completion, rollout.stop = episode.completion, stop
+        rollout.num_turns, rollout.turn_spans = episode.num_turns, policy.spans
         rollout.num_thinking = policy.num_thinking
         rollout.metrics = dict(episode.metrics)
-        rollout.outcome = "truncated" if policy.truncated else episode.outcome
-        score = await self._scorer.score(task, episode.completion)
+        if self._environment.tools:
+            rollout.metrics["tool_calls"] = float(policy.num_tool_calls)
+            rollout.metrics["tool_failures"] = float(policy.num_tool_failures)
+        return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
+
+    async def _close_episode(self, task: Task, state: Any) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._environment.close_episode(task, state)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code; the rollout's own end is worth more)
+            self._num_not_closed += 1
+            if self._num_not_closed == 1:
+                why = f"did not return within {_CLOSE_S:g} s" if isinstance(error, TimeoutError) else one_line(error)
+                self._warn(f"close_episode() of environment {self._environment.name} failed: {why}")
+
+    async def _grade(self, task: Task, episode: Episode, grades: Scorer | Place, rollout: Rollout) -> None:
+        score = await grades.score(task, episode)
         rollout.reward = score.reward
         rollout.metrics |= score.metrics
+        rewards = score.turn_rewards or episode.turn_rewards
+        if rewards and len(rewards) != len(rollout.turn_spans):
+            raise RewardFailed(
+                f"environment {self._environment.name} gave {len(rewards)} turn rewards for an episode of "
+                f"{len(rollout.turn_spans)} turns: give one for each turn of the policy"
+            )
+        rollout.turn_rewards = list(rewards)
+        rollout.reward += sum(rewards)
 
     def _outcome_of(self, error: BaseException) -> tuple[Outcome, str]:
         """Outcome and error text of a rollout that ended with `error`, see `_OUTCOMES`; raises what is no outcome."""

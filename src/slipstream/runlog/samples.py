@@ -31,6 +31,8 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
         "reward": rollout.reward,
         **({"metrics": rollout.metrics} if rollout.metrics else {}),
         "outcome": rollout.outcome,
+        **({"stop": rollout.stop} if rollout.stop else {}),
+        **({"turn_rewards": rollout.turn_rewards} if rollout.turn_rewards else {}),
         **({"num_turns": rollout.num_turns} if rollout.num_turns > 1 else {}),
         **({"turns": [_turn_of(message) for message in rollout.turns]} if rollout.turns else {}),
         "version": version,

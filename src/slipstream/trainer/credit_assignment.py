@@ -31,6 +31,7 @@ from slipstream.config.schema import KLEstimator
 from slipstream.errors import TrainingError
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.packing import ValueTargets
+from slipstream.trainer.turn_credit import check_turns, turn_advantages, turn_ends, write_turn_advantages
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def assign_credit(
     rollouts = [batch.rollouts[i] for i in usable]
     numbers = {group: n for n, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
     group_ids_S = torch.tensor([numbers[rollout.group_id] for rollout in rollouts])
+    gives_turns = check_turns(rollouts, config.credit)
     rewards_S, metrics = _shaped(rollouts, group_ids_S, config, max_tokens)
     metrics["reward/signal_fraction"] = signal_fraction(rewards_S, group_ids_S)
     if critic is not None:
@@ -95,11 +97,17 @@ def assign_credit(
         advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     _check_finite(advantages_S, batch, config)
     best_S = _carries_loss(rewards_S, group_ids_S, config)
+    if gives_turns:
+        advantages_K = turn_advantages(rollouts, rewards_S, group_ids_S, config.scale_rewards, baseline)
+        _check_finite(advantages_K, batch, config)
+        write_turn_advantages(rollouts, advantages_K, best_S)
+        advantages_S, has_signal = torch.zeros_like(advantages_S), bool(advantages_K.any())
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
     taught = any(sequence.teacher_logprobs for rollout in rollouts for sequence in rollout.sequences)
-    return Credit(advantages, carries_loss, metrics, has_signal=taught or (has_signal and any(advantages)))
+    has_signal &= gives_turns or any(advantages)
+    return Credit(advantages, carries_loss, metrics, has_signal=taught or has_signal)
 
 
 def _carries_loss(rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
@@ -135,6 +143,9 @@ def _by_critic(
         rewards_T = torch.zeros_like(values_T)
         if kl_penalties is not None and len(rewards_T):
             rewards_T -= torch.cat(kl_penalties[i])
+        for place, turn_reward in turn_ends(batch.rollouts[i]) if config.credit == "turn" else ():
+            rewards_T[place] += turn_reward
+            reward -= turn_reward
         rewards_T[-1:] += reward
         values_of[i] = values_T
         advantages_of[i] = generalized_advantages(rewards_T, values_T, gae.gamma, gae.gae_lambda)

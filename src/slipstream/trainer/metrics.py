@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
@@ -52,6 +53,11 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         "rollout/truncated_fraction": statistics.fmean(r.outcome == "truncated" for r in rollouts),
         "rollout/num": float(len(rollouts)),
     }
+    stops = Counter(rollout.stop for rollout in rollouts if rollout.stop)
+    if len(stops) > 1 or not stops.keys() <= {"answer", "length"}:  # which the truncated fraction tells
+        metrics |= {f"rollout/stop_{stop}_fraction": count / len(rollouts) for stop, count in stops.items()}
+    if any(rollout.num_turns > 1 for rollout in rollouts):
+        metrics["rollout/turns"] = statistics.fmean(rollout.num_turns for rollout in rollouts)
     if any(thinking := [rollout.num_thinking for rollout in rollouts]):
         metrics["rollout/thinking_length"] = statistics.fmean(thinking)
     return metrics

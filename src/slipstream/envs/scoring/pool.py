@@ -24,7 +24,7 @@ from pathlib import Path
 from slipstream.config.bounds import GIB
 from slipstream.config.python_objects import given, is_python_object
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.envs.base import Environment, RewardError, RewardFailed, RewardTimeout, Score, judge
+from slipstream.envs.base import Environment, Episode, RewardError, RewardFailed, RewardTimeout, Score, judge
 from slipstream.envs.scoring.process import Answer, Request, Setup, Worker, WorkerDied, frame
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Task
@@ -44,8 +44,9 @@ class InlineScorer:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
 
-    async def score(self, task: Task, completion: str) -> Score:
+    async def score(self, task: Task, episode: Episode | str) -> Score:
         """See `base.Scorer`."""
+        completion = episode if isinstance(episode, str) else episode.completion
         found = judge(self._environment, task, completion)
         return found if isinstance(found, Score) else await found
 
@@ -158,13 +159,13 @@ class ScorerPool:
         await asyncio.gather(*self._servers, return_exceptions=True)
         self._fail_waiting(self._fault)
 
-    async def score(self, task: Task, completion: str) -> Score:
+    async def score(self, task: Task, episode: Episode | str) -> Score:
         """See `base.Scorer`. Raises `EnvironmentFault` if no worker can be started any more."""
         if self._fault is not None:
             raise self._fault
         if not self._servers:
             raise EnvironmentFault(f"the reward workers of {self._name} were not started: use 'async with'")
-        job = _Job(task, completion)
+        job = _Job(task, episode if isinstance(episode, str) else episode.completion)
         self._waiting.append(job)
         self._work.set()
         return self._limit_metrics(await job.future)

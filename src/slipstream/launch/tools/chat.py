@@ -89,7 +89,7 @@ class Conversation:
         thinking = thinking.replace(THINK_OPEN, "").replace(THINK_CLOSE, "").strip()
         return Answer(answer or "", thinking, reply.finish_reason, policy.sequences[0].num_trainable)
 
-    async def _generate(self, prompt_ids: list[int]) -> Completion:
+    async def _generate(self, prompt_ids: list[int], *_: object) -> Completion:
         num_left, number = self._max_model_len - len(prompt_ids), next(self._numbers)
         if num_left < 1:
             raise DataError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from slipstream.config import PlannedConfig
+from slipstream.envs.lifetime import in_use
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.launch.batch_order import retries_of
@@ -139,7 +140,11 @@ async def _on_engine(
     try:
         engine.launch()
         await engine.wait_ready()
-        async with ScorerPool(section, warn=lambda text: progress.message(text, "warning")) as scorer:
+
+        def warn(text: str) -> None:
+            progress.message(text, "warning")
+
+        async with ScorerPool(section, warn=warn) as scorer, in_use(prepared.environment, section.run_timeout_s, warn):
             runner = RolloutRunner(
                 prepared.environment,
                 scorer,
@@ -147,7 +152,9 @@ async def _on_engine(
                 engine,
                 request_timeout_s=config.inference.request_timeout_s,
                 run_timeout_s=section.run_timeout_s,
+                context_length=config.inference.max_model_len,
                 retries=retries_of(config),
+                warn=warn,
             )
             return await work(runner)
     finally:

@@ -19,6 +19,7 @@ from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
+from slipstream.orchestrator.grading import GroupGrades
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
 from slipstream.orchestrator.teacher import Scores
@@ -156,15 +157,24 @@ class Batcher:
         return groups
 
     async def _generate(self, group_id: str, step: int, place: int, task: Task) -> list[Rollout]:
-        return await all_of(self._rollout(group_id, step, place, number, task) for number in range(self.group_size))
+        group = self.runner.group(self.group_size)
+        try:
+            numbers = range(self.group_size)
+            return await all_of(self._rollout(group_id, step, place, number, task, group) for number in numbers)
+        finally:
+            if group is not None:
+                group.cancel()
 
-    async def _rollout(self, group_id: str, step: int, place: int, number: int, task: Task) -> Rollout:
+    async def _rollout(
+        self, group_id: str, step: int, place: int, number: int, task: Task, group: GroupGrades | None
+    ) -> Rollout:
         rollout = await self.runner.run(
             task,
             rollout_id=f"{group_id}.{number}",
             group_id=group_id,
             sampling=self.sampling,
             seed=seed_of(self.seed, step, place, number),
+            place=group.places[number] if group is not None else None,
         )
         if self.teacher is not None and rollout.outcome in TRAINABLE_OUTCOMES:
             await self.teacher.score(rollout)

@@ -1,0 +1,86 @@
+"""Credit for single turns of an episode, where the environment rewards turns (`algorithm.credit = "turn"`).
+
+A rollout's `reward` is the sum of all its rewards, those of its turns included. The return of turn t is that sum less
+the rewards of the turns before t. Returns are compared within a group turn by turn, as in step-level group baselines
+(GiGPO, arXiv 2505.10978, with the number of the turn as the anchor state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slipstream import records
+from slipstream.algo.advantages import Baseline, group_advantages
+from slipstream.errors import TrainingError
+
+
+def check_turns(rollouts: Sequence[records.Rollout], credit: Literal["episode", "turn"] | None) -> bool:
+    """Whether turns get credit of their own. Raises TrainingError where environment and setting disagree."""
+    num_given = sum(bool(rollout.turn_rewards) for rollout in rollouts)
+    if num_given and credit is None:
+        raise TrainingError(
+            'the environment rewards turns: set algorithm.credit = "turn", or "episode" to train on their sum'
+        )
+    if not num_given and credit == "turn":
+        raise TrainingError(
+            'algorithm.credit = "turn", and the environment rewards no turns: have score() return turn_rewards, or '
+            "leave the setting out"
+        )
+    return credit == "turn"
+
+
+def turn_returns(reward: float, turn_rewards: Sequence[float]) -> list[float]:
+    """The return of each turn, undiscounted. `reward`: the sum of all the episode's rewards."""
+    before = accumulate(turn_rewards[:-1], initial=0.0) if turn_rewards else ()
+    return [reward - earlier for earlier in before]
+
+
+def turn_advantages(
+    rollouts: Sequence[records.Rollout],
+    rewards_S: Tensor,
+    group_ids_S: Tensor,
+    scale: Literal["std", "batch", "whiten", "none"],
+    baseline: Baseline,
+) -> Tensor:
+    """An advantage for each turn `[K]` of all rollouts in order: its return against those of the group's other episodes
+    from the same turn on. An episode that ended before that turn is not in its baseline; the only one that has it gets
+    0 from a group's baseline."""
+    numbers: dict[tuple[int, int], int] = {}
+    returns: list[float] = []
+    groups: list[int] = []
+    for rollout, reward, group in zip(rollouts, rewards_S.tolist(), group_ids_S.tolist(), strict=True):
+        own = turn_returns(reward, _turn_rewards(rollout))
+        returns += own
+        groups += [numbers.setdefault((group, turn), len(numbers)) for turn in range(len(own))]
+    return group_advantages(torch.tensor(returns, dtype=torch.float64), torch.tensor(groups), scale, baseline)
+
+
+def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Tensor, carries_loss_S: Tensor) -> None:
+    """Writes each turn's advantage to its sampled tokens (`records.Sequence.advantages`); 0 where a rollout carries no
+    loss."""
+    given = iter(advantages_K.tolist())
+    for rollout, carries_loss in zip(rollouts, carries_loss_S.tolist(), strict=True):
+        tokens = [[0.0] * len(sequence) for sequence in rollout.sequences]
+        for span in rollout.turn_spans:
+            advantage = next(given)
+            if carries_loss:
+                tokens[span.sequence][span.start : span.end] = [advantage] * (span.end - span.start)
+        for sequence, values in zip(rollout.sequences, tokens, strict=True):
+            sequence.advantages = values
+
+
+def turn_ends(rollout: records.Rollout) -> Iterator[tuple[int, float]]:
+    """Each turn's last token, counted over the sampled tokens of all sequences, and the turn's reward."""
+    starts = [0, *accumulate(sequence.num_trainable for sequence in rollout.sequences)]
+    for span, reward in zip(rollout.turn_spans, _turn_rewards(rollout), strict=True):
+        if span.end > span.start:
+            yield starts[span.sequence] + sum(rollout.sequences[span.sequence].mask[: span.end]) - 1, reward
+
+
+def _turn_rewards(rollout: records.Rollout) -> list[float]:
+    return rollout.turn_rewards or [0.0] * len(rollout.turn_spans)
