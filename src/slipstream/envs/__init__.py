@@ -4,12 +4,13 @@ This package starts no engine and no training. It is given a policy to talk to (
 computes rewards, which are user code, in processes that can be killed (`scoring/pool.py`).
 """
 
-from slipstream.envs.base import Environment, Episode, Policy, Reply, Score, Scorer, Split
+from slipstream.envs.base import ContextFull, Environment, Episode, Policy, Reply, Score, Scorer, Split, ToolResult
 from slipstream.envs.single_turn import SingleTurn
 from slipstream.envs.split import split_of
-from slipstream.records import Message, Task
+from slipstream.records import Message, Task, ToolCall
 
 __all__ = [
+    "ContextFull",
     "Environment",
     "Episode",
     "Message",
@@ -20,5 +21,7 @@ __all__ = [
     "SingleTurn",
     "Split",
     "Task",
+    "ToolCall",
+    "ToolResult",
     "split_of",
 ]

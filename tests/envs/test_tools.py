@@ -1,0 +1,112 @@
+"""Schemas of tools, against those that transformers makes of the same functions."""
+
+from typing import Literal
+
+import pytest
+from transformers.utils import get_json_schema
+
+from slipstream.envs.tools import as_text, described, name_of, parameters_of, schema_of, schemas_of, task_parameter_of
+from slipstream.errors import ConfigError
+from slipstream.records import Task
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression.
+
+    Args:
+        expression: Numbers, + - * / and
+            parentheses.
+
+    Returns:
+        The value as text.
+    """
+
+
+def search(query: str, most: int = 5, kinds: list[str] | None = None, exact: bool = False) -> list[dict[str, str]]:
+    """Find pages.
+
+    Args:
+        query: What to look for.
+        most: How many.
+        kinds: Only these.
+        exact: The very words.
+    """
+
+
+def simplified(schema):
+    """Without differences of form that mean the same: defaults, and null as a type or as `nullable`."""
+    parameters = schema["function"]["parameters"]
+    properties = {}
+    for name, given in parameters["properties"].items():
+        kinds = [each for each in given.get("anyOf", [given]) if each.get("type") != "null"]
+        (kind,) = kinds
+        items = kind.get("items")
+        properties[name] = (kind["type"], items and items["type"], given.get("description"))
+    return schema["function"]["name"], schema["function"]["description"], properties, parameters.get("required", [])
+
+
+@pytest.mark.parametrize("tool", [calculator, search])
+def test_a_schema_is_that_of_transformers(tool):
+    assert simplified(schema_of(tool)) == simplified(get_json_schema(tool))
+
+
+def test_a_parameter_for_the_task_is_not_the_policys():
+    def look_up(key: str, task: Task) -> str: ...
+
+    assert list(parameters_of(look_up)) == ["key"]
+    assert task_parameter_of(look_up) == "task"
+    assert schema_of(look_up)["function"]["parameters"]["required"] == ["key"]
+
+
+def test_choices_nested_types_and_a_parameter_called_title():
+    def write(title: str, kind: Literal["a", "b"], rows: list[list[float]]) -> None: ...
+
+    parameters = schema_of(write)["function"]["parameters"]
+    assert parameters["properties"]["title"] == {"type": "string"}
+    assert parameters["properties"]["kind"]["enum"] == ["a", "b"]
+    assert parameters["properties"]["rows"]["items"]["items"] == {"type": "number"}
+
+
+def test_what_is_no_tool_is_said():
+    def bare(x): ...
+
+    def many(*words: str): ...
+
+    def odd(x: object()): ...
+
+    with pytest.raises(ConfigError, match="parameter x of tool bare has no type hint"):
+        schema_of(bare)
+    with pytest.raises(ConfigError, match="parameter words of tool many is variadic positional"):
+        schema_of(many)
+    with pytest.raises(ConfigError, match="the parameters of tool odd have no JSON schema"):
+        schema_of(odd)
+    with pytest.raises(ConfigError, match=r"a tool cannot have the name '<lambda>'"):
+        schema_of(lambda: 1)
+    with pytest.raises(ConfigError, match="the tool 3 is a int: give a function"):
+        schema_of(3)
+    with pytest.raises(ConfigError, match="two tools have the name 'calculator'"):
+        schemas_of([calculator, calculator])
+
+
+def test_a_tool_may_bring_its_own_schema():
+    async def call(**arguments): ...
+
+    call.tool_schema = {"type": "function", "function": {"name": "far-away", "description": "", "parameters": {}}}
+    assert schemas_of([call]) == (call.tool_schema,)
+    assert name_of(call) == "far-away"
+
+
+def test_docstrings_without_sections_or_with_odd_ones():
+    assert described("") == ("", {})
+    assert described("Adds.\n\nIn Z.") == ("Adds.\n\nIn Z.", {})
+    text = "Adds.\n\nArgs:\n  a (int): First: of two.\n  b: Second\n     and last.\n\nRaises:\n  ValueError: never\n"
+    assert described(text) == ("Adds.", {"a": "First: of two.", "b": "Second and last."})
+
+
+def test_results_become_text():
+    assert [as_text(value) for value in ("é", {"a": [1, None]}, 2.5, {1, 2} - {1})] == [
+        "é",
+        '{"a": [1, null]}',
+        "2.5",
+        "{2}",
+    ]

@@ -1,0 +1,178 @@
+"""Episodes from their setup to their close, against a scripted engine: how they end, and what is kept of them."""
+
+import asyncio
+
+import pytest
+
+from slipstream.envs import Environment, Episode, Message, Score, Task
+from slipstream.envs.lifetime import in_use
+from slipstream.envs.scoring.pool import InlineScorer
+from slipstream.errors import EnvironmentFault
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator import rollouts as rollouts_module
+from slipstream.orchestrator.batches.batcher import Batcher
+from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.records import SamplingParams, Version
+
+from .test_orchestrator import END, Letters
+
+TASK = Task("t", (Message("user", "q"),), "b")
+SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(END,))
+
+
+class Talks(Environment):
+    """Two turns; what happens between them is the test's."""
+
+    max_turns = 2
+    between = None
+    turn_rewards = ()
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.closed = []
+
+    def tasks(self, split, num_tasks):
+        return [TASK]
+
+    async def setup_episode(self, task):
+        return {"of": task.id}
+
+    async def close_episode(self, task, state):
+        self.closed.append(state)
+
+    async def run(self, task, policy):
+        assert policy.state == {"of": "t"}
+        reply = await policy.chat(task.prompt)
+        if self.between is not None:
+            await self.between()
+        reply = await policy.chat([*task.prompt, reply.message, Message("user", "more")])
+        return Episode(reply.text, num_turns=2)
+
+    def score(self, task, completion):
+        return Score(float(len(completion)), {}, self.turn_rewards)
+
+
+def runner_of(environment, text="ab", **options):
+    engine = ScriptedEngine(lambda prompt_ids, seed: [*map(ord, text), END])
+    return RolloutRunner(
+        environment, InlineScorer(environment), Letters(), engine, request_timeout_s=5.0, run_timeout_s=0.3, **options
+    )
+
+
+def attempt(runner):
+    return runner.run(TASK, rollout_id="r", group_id="g", sampling=SAMPLING, seed=1)
+
+
+async def test_an_episode_is_set_up_played_and_closed():
+    environment = Talks()
+    rollout = await attempt(runner_of(environment))
+    assert (rollout.outcome, rollout.stop, rollout.num_turns, rollout.reward) == ("done", "answer", 2, 2.0)
+    assert [(span.sequence, span.end - span.start) for span in rollout.turn_spans] == [(0, 3), (1, 3)]
+    assert environment.closed == [{"of": "t"}]
+
+
+async def test_a_context_that_is_full_ends_an_episode_as_it_stands():
+    rollout = await attempt(runner_of(Talks(), context_length=6))  # q, ab: the next prompt has 7 tokens
+    assert (rollout.outcome, rollout.stop, rollout.completion) == ("truncated", "context_full", "ab")
+    assert (rollout.reward, rollout.num_turns, rollout.num_sampled) == (2.0, 1, 3)
+
+
+async def test_turn_rewards_add_up_and_must_be_one_for_each_turn():
+    environment = Talks()
+    environment.turn_rewards = (0.5, 0.25)
+    rollout = await attempt(runner_of(environment))
+    assert (rollout.reward, rollout.turn_rewards) == (2.75, [0.5, 0.25])
+    environment.turn_rewards = (0.5,)
+    rollout = await attempt(runner_of(environment))
+    assert (rollout.outcome, rollout.stop) == ("reward_error", "answer")
+    assert "gave 1 turn rewards for an episode of 2 turns" in rollout.error
+
+
+async def raises():
+    raise ValueError("in between")
+
+
+async def never_returns():
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(("between", "stop"), [(raises, "error"), (never_returns, "timeout")])
+async def test_it_is_closed_however_it_ends(between, stop):
+    environment = Talks()
+    environment.between = between
+    rollout = await attempt(runner_of(environment))
+    assert (rollout.outcome, rollout.stop) == ("environment_error", stop)
+    assert environment.closed == [{"of": "t"}]
+
+
+async def test_it_is_closed_when_it_is_cancelled_and_closing_is_bounded(monkeypatch):
+    monkeypatch.setattr(rollouts_module, "_CLOSE_S", 0.1)
+    warnings, begun = [], asyncio.Event()
+
+    class Stuck(Talks):
+        async def between(self):
+            begun.set()
+            await asyncio.sleep(60)
+
+        async def close_episode(self, task, state):
+            await super().close_episode(task, state)
+            await asyncio.sleep(60)
+
+    environment = Stuck()
+    playing = asyncio.create_task(attempt(runner_of(environment, warn=warnings.append)))
+    await begun.wait()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(playing, 5.0)
+    assert environment.closed == [{"of": "t"}]
+    assert warnings == ["close_episode() of environment Stuck failed: did not return within 0.1 s"]
+
+
+async def test_groups_are_graded_together_and_who_fails_is_left_out():
+    class Ranked(Talks):
+        scores_groups = True
+
+        async def between(self):
+            self.num_begun = getattr(self, "num_begun", 0) + 1
+            if self.num_begun == 2:
+                raise ValueError("the second one fails")
+
+        def score_group(self, task, episodes):
+            return [Score(float(len(episodes)), {"place": float(i)}) for i in range(len(episodes))]
+
+    batcher = Batcher(
+        runner_of(Ranked()), group_size=3, sampling=SAMPLING, seed=0, max_reward_failures=0.5, needs_logprobs=True
+    )
+    batch = await batcher.make(0, Version(0, 0), [TASK])
+    assert [(r.reward, r.metrics["place"]) for r in batch.rollouts] == [(2.0, 0.0), (2.0, 1.0)]
+    assert batch.dropped == {"environment_error": 1}
+    alone = await attempt(runner_of(Ranked()))  # as in an evaluation
+    assert alone.reward == 1.0
+
+
+async def test_an_environment_is_set_up_once_and_closed_whatever_happens():
+    told, warnings = [], []
+
+    class Kept(Talks):
+        async def setup(self):
+            told.append("setup")
+            if self.seed == 1:
+                raise OSError("no server")
+            if self.seed == 2:
+                await asyncio.sleep(60)
+
+        async def close(self):
+            told.append("close")
+            raise OSError("gone")
+
+    async with in_use(Kept(), 5.0, warnings.append):
+        told.append("used")
+    assert told == ["setup", "used", "close"]
+    assert "close() of Kept raised OSError: gone" in warnings[0]
+    with pytest.raises(EnvironmentFault, match=r"setup\(\) of Kept raised OSError: no server"):
+        async with in_use(Kept(1), 5.0, warnings.append):
+            raise AssertionError
+    with pytest.raises(EnvironmentFault, match=r"did not return within 0.1 s \(environment.run_timeout_s\)"):
+        async with in_use(Kept(2), 0.1, warnings.append):
+            raise AssertionError
+    assert told.count("close") == 3
