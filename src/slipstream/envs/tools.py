@@ -1,0 +1,177 @@
+"""Tools: functions that the policy may call. Their JSON schemas follow from type hints and docstrings.
+
+A tool is a plain function or a coroutine function with a type hint for every parameter:
+
+    def calculator(expression: str) -> str:
+        \"\"\"Computes an arithmetic expression.
+
+        Args:
+            expression: Numbers, + - * / and parentheses.
+        \"\"\"
+
+A parameter annotated as `Task` receives the task and is not part of the schema. What a tool returns is text, or becomes
+JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+import pydantic
+
+from slipstream.errors import ConfigError, one_line
+from slipstream.records import Message, Task
+
+Tool = Callable[..., Any]
+Schema = dict[str, Any]
+SCHEMA_ATTRIBUTE = "tool_schema"
+"""A function with this attribute brings its own schema, as tools of other programs do."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_SECTION = re.compile(
+    r"^(args|arguments|parameters|returns|return|raises|yields|examples?|notes?)\s*:\s*$", re.IGNORECASE
+)
+_ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+
+
+def name_of(tool: Tool) -> str:
+    """The name by which the policy calls it."""
+    schema = getattr(tool, SCHEMA_ATTRIBUTE, None)
+    return str(schema["function"]["name"]) if schema is not None else getattr(tool, "__name__", type(tool).__name__)
+
+
+def schemas_of(tools: Sequence[Tool]) -> tuple[Schema, ...]:
+    """The tools' schemas in OpenAI's form. Raises `ConfigError` for what is no tool, and for equal names."""
+    found = tuple(schema_of(tool) for tool in tools)
+    names = [schema["function"]["name"] for schema in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two tools have the name {twice[0]!r}: rename one")
+    return found
+
+
+def schema_of(tool: Tool) -> Schema:
+    """A tool's schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    given = getattr(tool, SCHEMA_ATTRIBUTE, None)
+    if given is not None:
+        return cast("Schema", given)
+    if not callable(tool):
+        raise ConfigError(f"the tool {tool!r:.60} is a {type(tool).__name__}: give a function")
+    name = name_of(tool)
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"a tool cannot have the name {name!r}: give a function with a name of its own")
+    description, arguments = described(inspect.getdoc(tool) or "")
+    fields: dict[str, Any] = {}
+    for parameter, annotation in parameters_of(tool).items():
+        default = inspect.signature(tool).parameters[parameter].default
+        required = default is inspect.Parameter.empty
+        text = arguments.get(parameter)
+        fields[parameter] = (annotation, pydantic.Field(... if required else default, description=text))
+    try:
+        schema = pydantic.create_model(name, **fields).model_json_schema()
+    except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticSchemaGenerationError, NameError) as error:
+        raise ConfigError(
+            f"the parameters of tool {name} have no JSON schema ({one_line(error):.200}): use types of JSON"
+        ) from error
+    parameters = {"type": "object", "properties": schema.get("properties", {}), **_rest(schema)}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": cast("Schema", _untitled(parameters))},
+    }
+
+
+def parameters_of(tool: Tool) -> dict[str, Any]:
+    """Name and type of the parameters that the policy fills in. Raises `ConfigError` for a parameter without a type
+    hint, and for `*args` or `**kwargs`."""
+    hints = _hints(tool)
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(tool).parameters.items():
+        where = f"parameter {name} of tool {name_of(tool)}"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"{where} is {parameter.kind.description}: name each parameter")
+        if name not in hints:
+            raise ConfigError(f"{where} has no type hint, which its schema needs: write {name}: str, say")
+        if hints[name] is not Task:
+            found[name] = hints[name]
+    return found
+
+
+def task_parameter_of(tool: Tool) -> str | None:
+    """The parameter that receives the task, if there is one."""
+    return next((name for name, hint in _hints(tool).items() if hint is Task and name != "return"), None)
+
+
+def described(docstring: str) -> tuple[str, dict[str, str]]:
+    """A docstring's text before its sections, and the descriptions of its arguments (Google style)."""
+    before: list[str] = []
+    arguments: dict[str, str] = {}
+    section, current, outer = "", "", 0
+    for line in docstring.splitlines():
+        if heading := _SECTION.match(line.strip()):
+            section, current = heading[1].lower(), ""
+        elif not section:
+            before.append(line)
+        elif section in ("args", "arguments", "parameters"):
+            found = _ARGUMENT.match(line)
+            if found and (not current or _indent(line) <= outer):
+                current, outer = found[1], _indent(line)
+                arguments[current] = found[2].strip()
+            elif current and line.strip():
+                arguments[current] = f"{arguments[current]} {line.strip()}".strip()
+    return "\n".join(before).strip(), arguments
+
+
+def with_tools(messages: Sequence[Message], schemas: Sequence[Schema]) -> tuple[Message, ...]:
+    """The conversation with the tools on its first message, where templates look for them."""
+    if not schemas or not messages:
+        return tuple(messages)
+    return (msgspec.structs.replace(messages[0], tools=tuple(schemas)), *messages[1:])
+
+
+def as_text(value: object) -> str:
+    """What the policy reads of a tool's result."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _hints(tool: Tool) -> Mapping[str, Any]:
+    try:
+        return typing.get_type_hints(tool, include_extras=True)
+    except NameError as error:
+        raise ConfigError(
+            f"a type hint of tool {name_of(tool)} cannot be resolved ({error}): import its name"
+        ) from None
+    except TypeError:  # an object with __call__
+        return typing.get_type_hints(type(tool).__call__, include_extras=True)
+
+
+def _rest(schema: Schema) -> Schema:
+    return {key: schema[key] for key in ("required", "$defs") if key in schema}
+
+
+def _untitled(value: Any) -> Any:
+    """Without pydantic's titles, which repeat the names. A parameter may itself be called `title`."""
+    if isinstance(value, list):
+        return [_untitled(each) for each in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    named = cast("Schema", value)
+    return {
+        key: {name: _untitled(each) for name, each in part.items()}
+        if key in ("properties", "$defs")
+        else _untitled(part)
+        for key, part in named.items()
+        if key != "title"
+    }
