@@ -103,7 +103,7 @@ class Behaving(SingleTurn):
         """Writes an answer of its own wherever it can."""
         for number in range(3, 64):
             with contextlib.suppress(OSError):
-                os.write(number, frame(Answer("score", Score(1000.0))))
+                os.write(number, frame(Answer("score", (Score(1000.0),))))
         return 0.5
 
     def _variable(self, name):

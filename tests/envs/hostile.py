@@ -174,7 +174,7 @@ def forks(how):
     if how == "answers":
         for fd in fds():
             with contextlib.suppress(OSError):
-                os.write(fd, frame(Answer("score", Score(1000.0))))
+                os.write(fd, frame(Answer("score", (Score(1000.0),))))
     return 0.25
 
 
@@ -241,7 +241,7 @@ def dies(how):
 def forges(_):
     for fd in fds():
         with contextlib.suppress(OSError):
-            os.write(fd, frame(Answer("score", Score(1000.0))))
+            os.write(fd, frame(Answer("score", (Score(1000.0),))))
     return 0.5
 
 

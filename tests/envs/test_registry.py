@@ -3,8 +3,9 @@ import sys
 import pytest
 
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.envs.base import RewardFailed, judge
+from slipstream.envs.base import RewardFailed
 from slipstream.envs.registry import load_environment
+from slipstream.envs.scoring.calls import judge
 from slipstream.envs.single_turn import gold_of, make_tasks
 from slipstream.errors import ConfigError, DataError, EnvironmentFault
 

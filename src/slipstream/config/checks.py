@@ -42,7 +42,8 @@ OPTIONS_FIXED = {
 }
 """vLLM's engine arguments that Slipstream sets itself, and why."""
 _OF_REWARDS = (
-    *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "fresh_worker"),
+    *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "reward_processes"),
+    *("tool_timeout_s", "tool_concurrency", "fresh_worker", "user_namespace"),
     "max_reward_failures",
 )
 _OF_SINKS = {
@@ -64,7 +65,8 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         for name in ("reshard", "rank_timeout_s"):
             found[f"training.{name}"] = "has no effect while training.ranks is 1"
     if environment is not None and environment.fresh_worker:
-        found["environment.reward_concurrency"] = "has no effect with environment.fresh_worker: each has one call"
+        for name in ("reward_concurrency", "tool_concurrency"):
+            found[f"environment.{name}"] = "has no effect with environment.fresh_worker: each has one call"
     if config.training.optimizer != "muon":
         found["training.muon_momentum"] = 'has no effect without training.optimizer = "muon"'
     if not uses_critic(config):

@@ -31,17 +31,28 @@ class EnvironmentConfig(Section):
     """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
     trained on."""
     reward_workers: bounds.Processes | Literal["auto"] = "auto"
-    """Processes that grade side by side; the second and further ones start when rewards have to wait. `auto`: one less
-    than there are cores, at least 1."""
+    """Processes that grade side by side, and as many that run tools; the second and further ones start when rewards or
+    calls of tools have to wait. `auto`: one less than there are cores, at least 1."""
     reward_concurrency: bounds.Items = 32
     """Rewards that each worker runs at once where they are coroutines (`async def`), as those that ask a server are."""
     reward_memory_gib: bounds.Gibibytes = 8.0
     """What a worker may allocate (RLIMIT_DATA); a reward that takes more meets a MemoryError. One that loads a model
     onto a GPU needs much more than the model's size, since the driver's address space counts."""
+    reward_processes: bounds.Processes = 256
+    """Most processes that a worker's rewards or tools may have started and that still live; a worker that has more is
+    ended with all of them."""
+    tool_timeout_s: bounds.Seconds = 10.0
+    """A call of a tool that takes longer is killed; the policy is told so and goes on."""
+    tool_concurrency: bounds.Items = 1024
+    """Calls that each worker runs at once where tools are coroutines (`async def`), as those that ask a server are."""
     fresh_worker: bool = False
-    """Each reward call runs in a process of its own, a fork of one that has loaded the environment and done nothing
-    else, and what it started is killed when it returns: for rewards that execute what a model wrote, which may change
-    the reward's own code. A few milliseconds a call. It is no sandbox."""
+    """Each call of a reward or tool runs in a process of its own, a fork of one that has loaded the environment and
+    done nothing else, and what it started is killed when it returns: for rewards that execute what a model wrote, which
+    may change the reward's own code. A few milliseconds a call. It is no sandbox."""
+    user_namespace: bool = True
+    """Rewards and tools run in a Linux user namespace of their own, where the kernel allows it: same user, same files,
+    but the memory and environment of other processes, with the run's keys in them, cannot be read. `false` where they
+    need `sudo`, or start containers without root."""
     variables: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Environment variables that reward workers get, such as a judge's key. By themselves they get PATH, HOME, the
     locale, TMPDIR and the like, those of Python and its environments, CUDA and OpenMP, and no keys or tokens."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
-from slipstream.config.user_code import place_of
+from slipstream.envs.tool_calls import call_function
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Stop, Task, ToolCall
 
@@ -27,8 +25,7 @@ Split = Literal["train", "eval"]
 
 MAX_METRICS = 64
 """Most metrics of one reward: each becomes a metric of the run."""
-_MAX_NAME, _MAX_MESSAGE, _MAX_DETAILS = 100, 1000, 20_000
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_MAX_NAME = 100
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -81,6 +78,8 @@ class ToolResult(msgspec.Struct, frozen=True):
     failure: Literal["", "unknown", "arguments", "error", "timeout", "died"] = ""
     """Empty if the tool answered; else no such tool, arguments that do not fit, the tool raised, it was killed at its
     deadline, or its process ended."""
+    details: str = ""
+    """For people: the traceback, or what the process printed last."""
 
 
 class Policy(Protocol):
@@ -201,6 +200,12 @@ class Environment(ABC):
         is, under `scores_groups`."""
         raise NotImplementedError
 
+    def call_tool(self, name: str, arguments: dict[str, Any], task: Task) -> Any:
+        """Runs a tool for the policy, by default the one of `tools` with that name; may be a coroutine. Returns text,
+        or what is written as JSON, or a `ToolResult`; `tool_calls.CallRefused` refuses the call. Called in a process
+        that may be killed, which has nothing of the episode but its task."""
+        return call_function(self.tools, name, arguments, task)
+
     async def setup(self) -> None:  # noqa: B027 (a hook)
         """Called once before the first episode, in the run's process."""
 
@@ -219,7 +224,9 @@ def as_score(value: object) -> Score:
     """Converts a reward function's result: a finite number, or a mapping of finite numbers with the key `reward`.
     Raises `RewardFailed` for anything else."""
     if isinstance(value, Score):
-        value = {**value.metrics, "reward": value.reward}
+        whole = as_score({**value.metrics, "reward": value.reward})
+        turns = [_finite(reward, f"turn_rewards[{number}]") for number, reward in enumerate(value.turn_rewards)]
+        return Score(whole.reward, whole.metrics, tuple(turns))
     if isinstance(value, Mapping):
         named: dict[str, Any] = {str(key): part for key, part in value.items()}
         if "reward" not in named:
@@ -240,54 +247,6 @@ def scored(value: Any, convert: Callable[[Any], Score] = as_score) -> Score | Aw
         return convert(await value)
 
     return later()
-
-
-def judge(environment: Environment, task: Task, completion: str) -> Score | Awaitable[Score]:
-    """Runs the environment's `score` in this process; returns an awaitable if it is a coroutine. Exceptions become
-    `RewardFailed`, except those meant for the process."""
-    try:
-        found = environment.score(task, completion)
-        if not inspect.isawaitable(found):
-            return as_score(found)
-    except RewardError:
-        raise
-    except (Exception, SystemExit) as error:  # a reward that raises is an outcome that the caller counts
-        raise explained(environment, error) from error
-    return _judge_later(environment, found)
-
-
-async def _judge_later(environment: Environment, coming: Awaitable[Score]) -> Score:
-    try:
-        return as_score(await coming)
-    except RewardError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise explained(environment, error) from error
-
-
-def explained(environment: Environment, error: BaseException) -> RewardFailed:
-    """Wraps an exception of a reward in `RewardFailed`."""
-    lines = _their_traceback(error).splitlines()
-    message = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())
-    return RewardFailed(
-        f"the reward of {environment.name} raised {message[:_MAX_MESSAGE]} ({place_of(error)})",
-        "\n".join(lines[-12:])[-_MAX_DETAILS:],
-    )
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 (the exception is the user's class)
-        return "(it cannot be written as text)"
-
-
-def _their_traceback(error: BaseException) -> str:
-    """Traceback of `error` without this package's own frames before the environment's."""
-    found = traceback.TracebackException.from_exception(error)
-    theirs = [frame for frame in found.stack if not Path(frame.filename).is_relative_to(_PACKAGE)]
-    found.stack = traceback.StackSummary.from_list(theirs or found.stack)
-    return "".join(found.format()).rstrip()
 
 
 def _refuse_many(named: Collection[str]) -> None:

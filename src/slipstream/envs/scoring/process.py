@@ -1,8 +1,8 @@
-"""Starts a reward worker process and talks to it. The other end is `worker.py`.
+"""Starts a worker process, which grades or runs tools, and talks to it. The other end is `worker.py`.
 
 Frames (four bytes of length and a record) go over its standard streams: `Setup` first, then `Request`s. Each gets an
 `Answer` as soon as there is one, in order except for coroutines, which first answer `begun`. An answer repeats its
-request's random `id`, so that data that another process writes to the pipe is not taken for a reward. A guard
+request's random `id`, so that data that another process writes to the pipe is not taken for an answer. A guard
 (`guard.py`) is the worker's parent and ends it with all its descendants. Every wait has a deadline.
 """
 
@@ -22,9 +22,9 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 
 from slipstream.config.python_objects import PythonObject
-from slipstream.envs.base import Score
+from slipstream.envs.base import Episode, Score, ToolResult
 from slipstream.envs.scoring import guard
-from slipstream.records import Task
+from slipstream.records import Task, ToolCall
 
 _STDERR_TAIL_BYTES = 4096
 _OUTPUT_WAIT_S = 2.0
@@ -48,28 +48,46 @@ class Setup(msgspec.Struct, frozen=True):
 
     config_json: str
     timeout_s: float
+    concurrency: int
+    """Coroutines that it runs at once."""
     memory_limit_bytes: int
+    max_processes: int
+    """Most processes that it may have started and that live."""
+    user_namespace: bool
     environment: PythonObject | None = None
     """What the config's name stands for, where a Python caller passed it."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """A completion to grade."""
+    """An episode or a group of them to grade, or a tool to run."""
 
-    task: Task
-    completion: str
     id: str
+    kind: Literal["score", "group", "tool"]
+    task: Task
+    episodes: tuple[Episode, ...] = ()
+    call: ToolCall = ToolCall("")
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's answer to its setup (`ready`, `failed`) or to a request. A coroutine answers `begun` before its score;
-    `died`: a process that graded nothing else ended."""
+    """A worker's answer to its setup (`ready`, `failed`) or to a request: the scores, in order, or the tool's result. A
+    coroutine answers `begun` first; `died`: a process that did nothing else ended."""
 
-    kind: Literal["ready", "begun", "score", "failed", "timeout", "died"]
-    score: Score | None = None
+    kind: Literal["ready", "begun", "score", "tool", "failed", "timeout", "died"]
+    scores: tuple[Score, ...] = ()
+    result: ToolResult | None = None
     message: str = ""
     details: str = ""
     id: str = ""
+    has_tools: bool = False
+    """With `ready`: whether the environment has tools."""
+    is_apart: bool = False
+    """With `ready`: whether the worker has a user namespace of its own."""
+
+    def answers(self, request: Request) -> bool:
+        """Whether what it holds is of the kind that was asked for."""
+        if self.kind == "score":
+            return request.kind != "tool" and len(self.scores) == len(request.episodes)
+        return (self.result is not None and request.kind == "tool") if self.kind == "tool" else True
 
 
 _Record = TypeVar("_Record", Setup, Request, Answer)
@@ -112,13 +130,15 @@ class WorkerDied(Exception):
 class Worker:
     """One worker process; used by one coroutine only."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, max_processes: int) -> None:
+        self._max_processes = max_processes
         assert process.stdin is not None
         assert process.stdout is not None
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
         self._length: int | None = None
+        self._is_ending = False
         self._tail = b""
         self._output_seen = asyncio.Event()
         self._drain = asyncio.create_task(self._keep_tail())
@@ -129,7 +149,8 @@ class Worker:
         `stacks`: see `ScorerPool`."""
         python = sys.executable
         process = await asyncio.create_subprocess_exec(
-            *(python, "-I", "-S", str(Path(guard.__file__))),
+            *(python, "-I", "-S", str(Path(guard.__file__)), str(setup.max_processes)),
+            guard.NAMESPACE if setup.user_namespace else guard.NO_NAMESPACE,
             # -P: a file in the current folder does not hide a module of the standard library
             *(python, "-P", "-m", "slipstream.envs.scoring.worker"),
             stdin=asyncio.subprocess.PIPE,
@@ -138,7 +159,7 @@ class Worker:
             env=worker_environment(variables, os.environ) | ({guard.STACKS: str(stacks)} if stacks else {}),
             start_new_session=True,  # Ctrl-C must reach the run only
         )
-        worker = cls(process)
+        worker = cls(process, setup.max_processes)
         worker.send(frame(setup))
         return worker
 
@@ -146,6 +167,11 @@ class Worker:
     def alive(self) -> bool:
         """Whether the process is running."""
         return self._process.returncode is None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be sent requests: it has not ended, as far as is known, and is not being killed."""
+        return not self._is_ending and not self._stdout.at_eof()
 
     def send(self, data: bytes) -> None:
         """Starts to write `data`; a broken pipe is noticed when the answer is read."""
@@ -187,6 +213,8 @@ class Worker:
         code = self._process.returncode or 0
         if not by_itself:
             return "a closed pipe"
+        if code == guard.TOO_MANY:
+            return f"more than {self._max_processes} processes (environment.reward_processes)"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     @property
@@ -211,6 +239,7 @@ class Worker:
     async def kill(self) -> None:
         """Kills the worker and all its descendants and waits for their end. What it wrote last, which shows where it
         hung, is in `stderr_tail`."""
+        self._is_ending = True
         if self.alive and not self._stdout.at_eof() and not self._drain.done():
             self._output_seen.clear()
             self._signal(signal.SIGUSR1)

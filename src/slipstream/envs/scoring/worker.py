@@ -1,12 +1,12 @@
-"""Reward worker, `python -m slipstream.envs.scoring.worker`: the other end of the protocol in `process.py`.
+"""Worker, `python -m slipstream.envs.scoring.worker`: the other end of the protocol in `process.py`.
 
-It constructs the environment from its config, answers requests one after another, and ends when its input closes.
-Coroutine rewards run concurrently, up to `reward_concurrency`, on one event loop, which a plain reward blocks; a
-coroutine that passes its deadline is cancelled. Under `fresh_worker` each request is graded in a fork of this process,
-which keeps its initial state.
+It constructs the environment from its config, carries out requests one after another (`calls.py`), and ends when its
+input closes. Coroutines run concurrently, up to `Setup.concurrency`, on one event loop, which a plain function blocks;
+a coroutine that passes its deadline is cancelled. Under `fresh_worker` each request is carried out in a fork of this
+process, which keeps its initial state.
 
-Rewards may print and read: the protocol's pipes are moved away from the standard streams first, and closed in every
-process that a reward forks; a fork that returns from the reward exits. On SIGUSR1 it writes its traceback, also from
+Rewards and tools may print and read: the protocol's pipes are moved away from the standard streams first, and closed in
+every process that they fork; a fork that returns from its call exits. On SIGUSR1 it writes its traceback, also from
 inside C code.
 """
 
@@ -21,7 +21,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from io import FileIO
 from types import FrameType
 from typing import Any, NoReturn
@@ -30,16 +30,17 @@ import msgspec
 
 from slipstream.config.python_objects import give
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.envs.base import Environment, RewardError, Score, explained, judge
+from slipstream.envs.base import Environment, RewardError, Score, ToolResult
 from slipstream.envs.registry import load_environment
-from slipstream.envs.scoring.guard import END_S, adopt, end_descendants
+from slipstream.envs.scoring.calls import explained, failed_tool, judge, judge_group, run_tool
+from slipstream.envs.scoring.guard import APART, END_S, adopt, end_descendants
 from slipstream.envs.scoring.process import Answer, Request, Setup, decode, frame
 from slipstream.errors import SlipstreamError
 from slipstream.runlog import stacks
 
 _CHUNK = 1 << 16
 _LENGTH = 4
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 64 << 20
 
 
 def main() -> int:
@@ -63,11 +64,12 @@ def main() -> int:
     except SlipstreamError as error:
         answers.write(Answer("failed", message=str(error)))
         return 1
-    answers.write(Answer("ready"))
+    has_tools = bool(environment.tools) or type(environment).call_tool is not Environment.call_tool
+    answers.write(Answer("ready", has_tools=has_tools, is_apart=APART in os.environ))
     if config.fresh_worker:
-        _grade_apart(environment, requests, answers)
+        _work_apart(environment, requests, answers)
     else:
-        _Grader(environment, requests, answers, setup.timeout_s, config.reward_concurrency).run()
+        _Work(environment, requests, answers, setup.timeout_s, setup.concurrency).run()
     return 0
 
 
@@ -106,7 +108,7 @@ class _Answers:
         self._own = os.getpid()
 
     def write(self, answer: Answer) -> None:
-        """Writes an answer. A process that a reward forked and that returned from the reward exits here: its parent
+        """Writes an answer. A process that a call forked and that returned from the call exits here: its parent
         answers."""
         if os.getpid() != self._own:
             os._exit(0)
@@ -115,8 +117,8 @@ class _Answers:
             view = view[self._file.write(view) :]
 
 
-class _Grader:
-    """Grades in this process."""
+class _Work:
+    """Carries out requests in this process."""
 
     def __init__(
         self, environment: Environment, requests: _Requests, answers: _Answers, timeout_s: float, concurrency: int
@@ -127,57 +129,80 @@ class _Grader:
         self._timeout_s = timeout_s
         self._concurrency = concurrency
         self._loop = asyncio.new_event_loop()
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: dict[str, asyncio.Task[Answer]] = {}
+        self._readable = False
+        self._broken: BaseException | None = None
 
     def run(self) -> None:
-        """Grades until the input ends."""
+        """Carries out requests until the input ends."""
         while True:
             if self._under_way:
-                self._loop.run_until_complete(self._go_on())
+                self._go_on()
             data = self._requests.next()
             if data is None:
                 return
             self._take(decode(data, Request))
 
     def _take(self, request: Request) -> None:
-        # Outside of the event loop, so that a plain reward may run its own.
-        found = _judged(self._environment, request)
+        # Outside of the event loop, so that a plain function may run its own.
+        found = _called(self._environment, request)
         if isinstance(found, Answer):
             self._answers.write(msgspec.structs.replace(found, id=request.id))
             return
         self._answers.write(Answer("begun", id=request.id))
-        task = self._loop.create_task(self._follow(request.id, found))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task = self._loop.create_task(_awaited(self._environment, request, found))
+        self._under_way[request.id] = task
+        timer = self._loop.call_later(self._timeout_s, self._late, request.id, found)
 
-    async def _follow(self, id_: str, coming: Awaitable[Score]) -> None:
-        work = asyncio.create_task(_awaited(self._environment, coming))
-        done, _ = await asyncio.wait([work], timeout=self._timeout_s)
-        if done:
-            answer = work.result()
-        else:
-            answer = Answer("timeout", details=_where(coming))
-            work.cancel()
-        self._answers.write(msgspec.structs.replace(answer, id=id_))
+        def ended(task: asyncio.Task[Answer]) -> None:
+            timer.cancel()
+            if self._under_way.pop(request.id, None) is not None:
+                self._answer(request.id, task.result)
+            self._look_up()
 
-    async def _go_on(self) -> None:
-        """Runs coroutines until there is a request to read, or none is left."""
-        while self._under_way:
-            waits: set[asyncio.Future[None]] = {*self._under_way}
+        task.add_done_callback(ended)
+
+    def _late(self, id_: str, coming: Awaitable[Any], has_chance: bool = True) -> None:
+        if has_chance:  # a plain function may have blocked the loop: it may be done as soon as it goes on
+            self._loop.call_soon(self._late, id_, coming, False)
+        elif (task := self._under_way.get(id_)) is not None and not task.done():
+            details = _where(coming)
+            del self._under_way[id_]
+            self._answer(id_, lambda: Answer("timeout", details=details))
+            task.cancel()
+            self._look_up()
+
+    def _answer(self, id_: str, made: Callable[[], Answer]) -> None:
+        try:
+            self._answers.write(msgspec.structs.replace(made(), id=id_))
+        except BaseException as error:  # noqa: BLE001 (`run` raises it; the loop would only report it)
+            self._broken = error
+            self._loop.stop()
+
+    def _look_up(self) -> None:
+        """Goes back to the requests if none is under way, or if there is room for one more."""
+        if len(self._under_way) in (0, self._concurrency - 1):
+            self._loop.stop()
+
+    def _go_on(self) -> None:
+        """Runs coroutines until there is a request to read and room for it, or none is left."""
+        self._loop.call_soon(self._loop.stop)  # each a little, however many requests there are
+        self._loop.run_forever()
+        self._readable = False
+        while self._under_way and not self._readable and self._broken is None:
             may_read = len(self._under_way) < self._concurrency
-            readable = self._loop.create_future()
-            if may_read:
-                if self._requests.is_there():
-                    return
-                waits.add(readable)
-                self._loop.add_reader(self._requests.fd, _set, readable)
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if may_read:
-                self._loop.remove_reader(self._requests.fd)
-            for each in done:
-                each.result()
-            if readable.done():
+            if may_read and self._requests.is_there():
                 return
+            if may_read:
+                self._loop.add_reader(self._requests.fd, self._stop_to_read)
+            self._loop.run_forever()
+            self._loop.remove_reader(self._requests.fd)
+        if self._broken is not None:
+            raise self._broken
+
+    def _stop_to_read(self) -> None:
+        self._readable = True
+        self._loop.stop()
 
 
 def _where(coming: Any) -> str:
@@ -189,39 +214,34 @@ def _where(coming: Any) -> str:
     return "".join(traceback.StackSummary.extract(iter(frames)).format())
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _grade_apart(environment: Environment, requests: _Requests, answers: _Answers) -> None:
-    """Grades each request in a fork of this process until the input ends; kills the fork's descendants."""
+def _work_apart(environment: Environment, requests: _Requests, answers: _Answers) -> None:
+    """Carries out each request in a fork of this process until the input ends; kills the fork's descendants."""
     adopt()
     child = 0
-    # The child writes where it hangs: no reward runs in this process.
+    # The child writes where it hangs: no call runs in this process.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *_: child and os.kill(child, signal.SIGUSR1))
-    shared = mmap.mmap(-1, _MAX_BYTES)  # anonymous: a reward can neither reach it by a descriptor nor block on it
+    shared = mmap.mmap(-1, _MAX_BYTES)  # anonymous: a call can neither reach it by a descriptor nor block on it
     while (data := requests.next()) is not None:
         request = decode(data, Request)
         shared[:_LENGTH] = bytes(_LENGTH)
         child = os.fork()
         if child == 0:
-            _grade_in_fork(environment, request, shared)
+            _work_in_fork(environment, request, shared)
         _, status = os.waitpid(child, 0)
         child = 0
         end_descendants(END_S)
         answers.write(msgspec.structs.replace(_left_by_fork(shared, status), id=request.id))
 
 
-def _grade_in_fork(environment: Environment, request: Request, shared: mmap.mmap) -> NoReturn:
+def _work_in_fork(environment: Environment, request: Request, shared: mmap.mmap) -> NoReturn:
     own = os.getpid()
     try:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR1, all_threads=False)
-        found = _judged(environment, request)
+        found = _called(environment, request)
         if not isinstance(found, Answer):
-            found = asyncio.run(_awaited(environment, found))
+            found = asyncio.run(_awaited(environment, request, found))
         if os.getpid() == own:
             data = frame(found)
             shared[: len(data)] = data
@@ -243,30 +263,45 @@ def _left_by_fork(shared: mmap.mmap, status: int) -> Answer:
         answer = decode(shared[_LENGTH : _LENGTH + length], Answer)
     except msgspec.DecodeError:
         return Answer("died", message="an answer that cannot be read")
-    return answer if answer.kind in ("score", "failed") else Answer("died", message="an answer that cannot be read")
+    if answer.kind not in ("score", "tool", "failed"):
+        return Answer("died", message="an answer that cannot be read")
+    return answer
 
 
-def _judged(environment: Environment, request: Request) -> Answer | Awaitable[Score]:
+def _called(environment: Environment, request: Request) -> Answer | Awaitable[Any]:
     try:
-        found = judge(environment, request.task, request.completion)
-    except BaseException as error:  # noqa: BLE001 (whatever it is, it is the reward's)
-        return _failed(environment, error)
-    return found if inspect.isawaitable(found) else Answer("score", found)
+        if request.kind == "tool":
+            found = run_tool(environment, request.task, request.call)
+        elif request.kind == "group":
+            found = judge_group(environment, request.task, request.episodes)
+        else:
+            found = judge(environment, request.task, request.episodes[0])
+    except BaseException as error:  # noqa: BLE001 (whatever it is, it is the reward's or tool's)
+        return _failed(environment, request, error)
+    return found if inspect.isawaitable(found) else _answer_of(found)
 
 
-async def _awaited(environment: Environment, coming: Awaitable[Score]) -> Answer:
+async def _awaited(environment: Environment, request: Request, coming: Awaitable[Any]) -> Answer:
     try:
-        return Answer("score", await coming)
+        return _answer_of(await coming)
     except BaseException as error:  # noqa: BLE001 (as above; a cancelled one is not asked any more)
-        return _failed(environment, error)
+        return _failed(environment, request, error)
 
 
-def _failed(environment: Environment, error: BaseException) -> Answer:
+def _answer_of(found: Any) -> Answer:
+    if isinstance(found, ToolResult):
+        return Answer("tool", result=found)
+    return Answer("score", (found,) if isinstance(found, Score) else tuple(found))
+
+
+def _failed(environment: Environment, request: Request, error: BaseException) -> Answer:
+    remedy = ": raise environment.reward_memory_gib, or let it take less"
+    if not isinstance(error.__cause__ or error, MemoryError):
+        remedy = ""
+    if request.kind == "tool":
+        return Answer("tool", result=failed_tool(request.call, error))
     failure = error if isinstance(error, RewardError) else explained(environment, error)
-    message = str(failure)
-    if isinstance(error.__cause__ or error, MemoryError):
-        message += ": raise environment.reward_memory_gib, or let it take less"
-    return Answer("failed", None, message, failure.details)
+    return Answer("failed", message=str(failure) + remedy, details=failure.details)
 
 
 def _take_standard_streams() -> tuple[_Requests, _Answers]:

@@ -1,0 +1,344 @@
+"""Worker processes that carry out calls, and are killed at a call's deadline; see `pool.py` for what is guaranteed.
+
+A worker holds several requests at once and answers each as soon as it is done, so the first request without an answer
+is the one that hangs. This does not hold for coroutines, which a worker runs concurrently and cancels at their
+deadlines: if such a worker hangs or dies, each of its coroutines is run again, alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from slipstream.envs.base import Episode
+from slipstream.envs.scoring.process import Answer, Request, Setup, Worker, WorkerDied, frame
+from slipstream.errors import EnvironmentFault
+from slipstream.records import Task, ToolCall
+
+_MAX_IN_FLIGHT = 16
+_BATCH_S = 0.02  # slower calls are sent one by one, so that no worker idles while another has a queue
+_MAX_NOT_BEGUN = 8  # sent to a worker that runs coroutines: how many it has not looked at yet
+_MAX_IN_FLIGHT_BYTES = 32 * 1024  # half of a pipe: requests reach the worker even if this loop is busy
+_PATIENCE_S = 0.25  # a job that waits longer starts another worker
+_GRACE_S = 1.0  # how late a worker may cancel coroutines after their deadline
+
+
+class _Job:
+    """One call waiting for its answer."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.data = frame(request)
+        self.future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.alone = False
+        """It must be its worker's only job."""
+
+    @property
+    def id(self) -> str:
+        """As in the request."""
+        return self.request.id
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def settle(self, answer: Answer) -> None:
+        if not self.future.done():
+            self.future.set_result(answer)
+
+
+class _Slot:
+    """A worker and its jobs."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.queue: dict[str, _Job] = {}
+        """Jobs in the order in which they were sent, of which the worker does the first."""
+        self.begun: dict[str, _Job] = {}
+        """Coroutines, which run concurrently."""
+        self.runs_coroutines = False
+        self.ends = False
+        """It gets no more jobs, because a coroutine has passed its deadline here."""
+        self.heard_at = 0.0
+        """When it last answered, or was sent a job while it had none to look at, by the loop's clock."""
+        self.sent_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self.begun)
+
+    def may_have_written(self, answer: Answer) -> bool:
+        """Whether `answer` belongs to a job that the worker can be working on."""
+        job = self.begun.get(answer.id) or next(iter(self.queue.values()), None)
+        return job is not None and job.id == answer.id and answer.answers(job.request)
+
+    def pop(self, id_: str) -> _Job:
+        """Removes a job."""
+        return self.begun.pop(id_) if id_ in self.begun else self.queue.pop(id_)
+
+    def suspects(self) -> list[_Job]:
+        """Jobs that may have caused the worker's death."""
+        return [*self.begun.values(), *list(self.queue.values())[:1]]
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether its job must be the only one."""
+        return len(self) == 1 and next(iter((self.queue or self.begun).values())).alone
+
+
+class Workers:
+    """Up to `num_workers` killable processes for one environment; the first one starts in `start`, further ones when
+    calls wait."""
+
+    def __init__(
+        self,
+        name: str,
+        setup: Setup,
+        *,
+        role: str,
+        num_workers: int,
+        one_by_one: bool,
+        start_timeout_s: float,
+        variables: Sequence[str] = (),
+        stacks: Path | None = None,
+    ) -> None:
+        """`role`: what its messages call a worker. `one_by_one`: a worker gets a call when it has answered the last."""
+        self._name = name
+        self._setup = setup
+        self._role = role
+        self._num_workers = num_workers
+        self._one_by_one = one_by_one
+        self._start_timeout_s = start_timeout_s
+        self._variables = variables
+        self._stacks = stacks
+        self._waiting: deque[_Job] = deque()
+        self._work = asyncio.Event()
+        self._share = 1
+        self._slots: list[_Slot] = []
+        self._num_starting = 0
+        self._servers: list[asyncio.Task[None]] = []
+        self._fault: EnvironmentFault | None = None
+        self.num_restarts = 0
+        """Workers that were replaced."""
+        self.ready = Answer("ready")
+        """What the first worker said of itself and its environment."""
+
+    async def start(self) -> None:
+        """Starts a worker and waits for it. Raises `EnvironmentFault`."""
+        worker, self.ready = await self._start()
+        slots = [_Slot(worker), *[None] * (self._num_workers - 1)]
+        self._slots = [slot for slot in slots if slot is not None]
+        self._servers = [asyncio.create_task(self._serve(slot)) for slot in slots]
+
+    async def stop(self) -> None:
+        """Ends the workers and all that they started; calls that wait fail."""
+        self._fault = self._fault or EnvironmentFault(f"the {self._role}s of {self._name} were stopped")
+        for server in self._servers:
+            server.cancel()
+        await asyncio.gather(*self._servers, return_exceptions=True)
+        self._fail_waiting(self._fault)
+
+    async def ask(
+        self,
+        kind: Literal["score", "group", "tool"],
+        task: Task,
+        episodes: tuple[Episode, ...] = (),
+        call: ToolCall = ToolCall(""),  # noqa: B008 (it cannot change)
+    ) -> Answer:
+        """Carries out a call. Raises `EnvironmentFault` if no worker can be started any more. An answer of the kind
+        `died` or `timeout` says in `message` what became of the worker."""
+        if self._fault is not None:
+            raise self._fault
+        if not self._servers:
+            raise EnvironmentFault(f"the {self._role}s of {self._name} were not started: use 'async with'")
+        job = _Job(Request(secrets.token_hex(16), kind, task, episodes, call))
+        self._waiting.append(job)
+        self._work.set()
+        for slot in sorted((slot for slot in self._slots if slot.begun and slot.worker.is_open), key=len):
+            self._send(slot)  # `_go_on` waits for its answers
+        return await job.future
+
+    async def _start(self) -> tuple[Worker, Answer]:
+        try:
+            worker = await Worker.start(self._setup, self._variables, self._stacks)
+        except OSError as error:
+            raise EnvironmentFault(f"no {self._role} of {self._name} can be started: {error}") from error
+        try:
+            due = asyncio.get_running_loop().time() + self._start_timeout_s
+            answer = await worker.receive(due, self._start_timeout_s)
+        except TimeoutError:
+            reason = f"was not ready after {self._start_timeout_s:g} s"
+        except WorkerDied as death:
+            reason = f"ended with {death}"
+        except BaseException:
+            await worker.kill()
+            raise
+        else:
+            if answer.kind == "ready":
+                return worker, answer
+            reason = f"failed: {answer.message}"
+        await worker.kill()
+        tail = " ".join(worker.stderr_tail.split())[-300:]
+        detail = f" ({tail})" if tail else ""
+        if "MemoryError" in reason + tail:
+            detail += f" with environment.reward_memory_gib = {self._setup.memory_limit_bytes / 2**30:g}"
+        raise EnvironmentFault(f"the {self._role} of {self._name} {reason}{detail}: run `slipstream env test`")
+
+    async def _serve(self, slot: _Slot | None) -> None:
+        """Carries out calls until cancelled; replaces a worker that was killed or died."""
+        try:
+            while True:
+                if slot is None:
+                    slot = await self._start_another()
+                while not self._waiting and not slot:
+                    self._work.clear()
+                    await self._work.wait()
+                if not await self._go_on(slot):
+                    self.num_restarts += 1
+                    self._slots.remove(slot)
+                    slot = _Slot((await self._start())[0])
+                    self._slots.append(slot)
+        except EnvironmentFault as fault:
+            self._fail_all(fault, slot)
+        except Exception as error:  # noqa: BLE001 (callers wait: whatever it is, they must learn of it)
+            self._fail_all(EnvironmentFault(f"grading by {self._name} broke ({error!r}): report this as a bug"), slot)
+        finally:
+            if slot is not None:
+                self._return_jobs(slot)
+                await slot.worker.stop()
+
+    async def _start_another(self) -> _Slot:
+        """Starts one more worker if jobs are waiting that the others do not take."""
+        while True:
+            while not self._waiting:
+                self._work.clear()
+                await self._work.wait()
+            waits = self._waiting[0]
+            await asyncio.sleep(_PATIENCE_S)
+            if waits in self._waiting and len(self._waiting) > self._num_starting:
+                break
+        self._num_starting += 1
+        try:
+            worker, _ = await self._start()
+        finally:
+            self._num_starting -= 1
+        slot = _Slot(worker)
+        self._slots.append(slot)
+        return slot
+
+    async def _go_on(self, slot: _Slot) -> bool:
+        """Sends as many jobs as fit and handles the next answer; false if the worker was killed."""
+        self._send(slot)
+        if not slot:
+            return not slot.ends
+        # Each coroutine ends at its own deadline, so one of them answers in time unless the worker hangs.
+        timeout_s = self._setup.timeout_s + (_GRACE_S if slot.runs_coroutines else 0.0)
+        due = slot.heard_at + timeout_s
+        try:
+            answer = await slot.worker.receive(due, timeout_s)
+        except TimeoutError:
+            if slot.heard_at + timeout_s > due:  # jobs were sent since
+                return True
+            await slot.worker.kill()
+            self._blame(slot, "timeout", f"was killed after {self._setup.timeout_s:g} s")
+            return False
+        except WorkerDied as death:
+            self._blame(slot, "died", f"ended its process with {death}")
+            return False
+        slot.heard_at = asyncio.get_running_loop().time()
+        if not slot.may_have_written(answer):
+            await slot.worker.kill()
+            self._blame(slot, "died", "had an answer written that is not its own")
+            return False
+        if answer.kind == "begun":
+            slot.begun[answer.id] = slot.queue.pop(answer.id)
+            slot.runs_coroutines = True
+            return True
+        self._settle(slot, slot.pop(answer.id), answer)
+        if slot.ends and not slot:
+            await slot.worker.kill()
+            return False
+        return True
+
+    def _send(self, slot: _Slot) -> None:
+        batch = self._take(self._num_free(slot), beside=len(slot))
+        if batch:
+            now = asyncio.get_running_loop().time()
+            if not slot.queue:
+                slot.heard_at = now
+            if not slot:
+                slot.sent_at = now
+            slot.queue |= {job.id: job for job in batch}
+            slot.worker.send(b"".join(job.data for job in batch))
+
+    def _num_free(self, slot: _Slot) -> int:
+        """How many more jobs the worker may get."""
+        if slot.ends or slot.is_reserved:
+            return 0
+        if slot.runs_coroutines:
+            return max(0, min(self._setup.concurrency - len(slot), _MAX_NOT_BEGUN - len(slot.queue)))
+        if slot:
+            return 0
+        return 1 if self._one_by_one else self._share
+
+    def _take(self, num_free: int, *, beside: int) -> list[_Job]:
+        """Takes a fair share of the waiting jobs, within the limits."""
+        share = min(num_free, -(-len(self._waiting) // len(self._slots)))
+        batch: list[_Job] = []
+        num_bytes = 0
+        while self._waiting and len(batch) < share:
+            job = self._waiting[0]
+            num_bytes += len(job.data)
+            if (batch and num_bytes > _MAX_IN_FLIGHT_BYTES) or ((batch or beside) and job.alone):
+                break
+            self._waiting.popleft()
+            if not job.future.done():  # the caller may have given up
+                batch.append(job)
+                if job.alone:
+                    break
+        return batch
+
+    def _settle(self, slot: _Slot, job: _Job, answer: Answer) -> None:
+        if answer.kind == "timeout":
+            slot.ends = True
+            job.settle(msgspec.structs.replace(answer, message=f"was killed after {self._setup.timeout_s:g} s"))
+        elif answer.kind == "died":
+            message = f"ended its process with {answer.message}"
+            job.settle(msgspec.structs.replace(answer, message=message, details=slot.worker.stderr_tail))
+        else:
+            job.settle(answer)
+        if not slot and not slot.runs_coroutines:
+            quick = asyncio.get_running_loop().time() - slot.sent_at < _BATCH_S
+            self._share = min(_MAX_IN_FLIGHT, self._share * 2) if quick else max(1, self._share // 2)
+
+    def _blame(self, slot: _Slot, kind: Literal["timeout", "died"], message: str) -> None:
+        """Fails the job that caused the worker's death, or has every job that may have caused it run again, alone."""
+        suspects = slot.suspects()
+        if len(suspects) == 1:
+            answer = Answer(kind, message=message, details=slot.worker.stderr_tail)
+            slot.pop(suspects[0].id).settle(answer)
+        for job in suspects:
+            job.alone = True
+        self._return_jobs(slot)
+
+    def _return_jobs(self, slot: _Slot) -> None:
+        self._waiting.extendleft(reversed([*slot.begun.values(), *slot.queue.values()]))
+        slot.begun.clear()
+        slot.queue.clear()
+        self._work.set()
+
+    def _fail_all(self, fault: EnvironmentFault, slot: _Slot | None) -> None:
+        """Fails all jobs."""
+        self._fault = fault
+        if slot is not None:
+            self._return_jobs(slot)
+        self._fail_waiting(fault)
+
+    def _fail_waiting(self, fault: EnvironmentFault) -> None:
+        while self._waiting:
+            self._waiting.popleft().fail(fault)
