@@ -27,8 +27,8 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def completion(request: GenerateRequest, output: Any, spans: Spans, reading: Reading | None = None) -> Completion:
-    """The completion of vLLM's finished output, with what was read of its calls. Any exception means that the output contradicts itself: tokens without
-    their log-probabilities, or the reverse."""
+    """The completion of vLLM's finished output, with what was read of its calls. Any exception means that the output
+    contradicts itself: tokens without their log-probabilities, or the reverse."""
     out = output.outputs[0]
     token_ids = list(out.token_ids)
     logprobs = sampled_logprobs(out.logprobs, token_ids)

@@ -8,7 +8,7 @@ Guarantees:
 - A request ends at its deadline or when its client goes away, inside vLLM too. Its time counts from when vLLM has it,
   and not while an update holds it up: that has a deadline of its own.
 - An answer that contradicts itself puts the engine out of service.
-- A request with tools is answered with the calls in its completion (`tools.reader`); without a tool parser it is refused.
+- A request with tools is answered with the calls in its completion (`tools.reader`), or refused without a tool parser.
 
 `routes` is its HTTP face, `main` the process.
 """

@@ -46,9 +46,7 @@ class Unreadable(Exception):
     """Why the arguments of a call cannot be read."""
 
 
-def read_calls(
-    text: str, parse: Callable[[str], Parsed], format_: Format | None
-) -> tuple[list[Found | ToolCall], str]:
+def read_calls(text: str, parse: Callable[[str], Parsed], format_: Format | None) -> tuple[list[Found | ToolCall], str]:
     """The calls in a text, in order, and the text apart from them. Those that are meant as calls and cannot be read are
     `ToolCall`s with an error."""
     regions = format_.regions(text) if format_ else []

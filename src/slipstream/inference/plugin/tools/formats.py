@@ -4,6 +4,8 @@ vLLM's parsers return a call that they cannot read as plain text, or guess its m
 wrong with it, one has to see that a call was meant: `FORMATS` says where calls begin and end.
 """
 
+# ruff: noqa: RUF001 (the bars of DeepSeek's tags)
+
 from __future__ import annotations
 
 import json
@@ -91,9 +93,7 @@ _TAGS = Format("<tool_call>", "</tool_call>", is_json=True)
 _XML = Format("<tool_call>|<function=", "</tool_call>", ends="</function>", name=r"<function=([^>\n]+)>")
 _GLM = Format("<tool_call>", "</tool_call>", name=r"<tool_call>\s*([^<\n]+)")
 _LLAMA = Format(r'<\|python_tag\|>|\A\s*\{\s*"(?:name|type|function)"')
-_PYTHONIC = Format(
-    r"<\|python_start\|>|<function_calls>|\A\s*\[\s*[A-Za-z_][\w.]*\(", name=r"([A-Za-z_][\w.]*)\("
-)
+_PYTHONIC = Format(r"<\|python_start\|>|<function_calls>|\A\s*\[\s*[A-Za-z_][\w.]*\(", name=r"([A-Za-z_][\w.]*)\(")
 _DEEPSEEK = Format(
     "<｜tool▁calls▁begin｜>|<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
@@ -119,9 +119,7 @@ FORMATS = {
     "qwen3_coder": _XML,
     "qwen3_xml": _XML,
     "mimo": _XML,
-    "seed_oss": Format(
-        "<seed:tool_call>", "</seed:tool_call>", ends="</function>", name=r"<function=([^>\n]+)>"
-    ),
+    "seed_oss": Format("<seed:tool_call>", "</seed:tool_call>", ends="</function>", name=r"<function=([^>\n]+)>"),
     "glm45": _GLM,
     "glm47": _GLM,
     "llama3_json": _LLAMA,
@@ -129,7 +127,9 @@ FORMATS = {
     "pythonic": _PYTHONIC,
     "llama4_pythonic": _PYTHONIC,
     "olmo3": _PYTHONIC,
-    "mistral": Format(r"\[TOOL_CALLS\]", r"[}\]]\s*(?:(?=\[TOOL_CALLS\])|\Z)", name=r"\[TOOL_CALLS\]\s*(\w[\w.-]*)|" + _JSON_NAME),
+    "mistral": Format(
+        r"\[TOOL_CALLS\]", r"[}\]]\s*(?:(?=\[TOOL_CALLS\])|\Z)", name=r"\[TOOL_CALLS\]\s*(\w[\w.-]*)|" + _JSON_NAME
+    ),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "deepseek_v32": _dsml("function_calls"),

@@ -49,8 +49,8 @@ class _Tools:
 
 
 class ToolReader:
-    """Reads calls in the format of the parser `name`. Raises RuntimeError when the installed vLLM has no such parser, or
-    when it does not work with this tokenizer."""
+    """Reads calls in the format of the parser `name`. Raises RuntimeError when the installed vLLM has no such parser,
+    or when it does not work with this tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self.name = name
@@ -58,8 +58,8 @@ class ToolReader:
         self._tokenizer = tokenizer
         self._format = FORMATS.get(name)
         self._cleanup = {"clean_up_tokenization_spaces": False} if _takes_cleanup(tokenizer) else {}
-        self._special = [text for text in getattr(tokenizer, "all_special_tokens", []) if isinstance(text, str)]
-        self._special_ids = frozenset(getattr(tokenizer, "all_special_ids", []))
+        self._special = _special_tokens(tokenizer)
+        self._special_ids = frozenset(self._special)
         self._known: dict[bytes, _Tools] = {}
         self._executor = ThreadPoolExecutor(1, "tool-calls")
         # A traceback for every call that cannot be read would fill the engine's log.
@@ -91,8 +91,8 @@ class ToolReader:
         )
 
     def read_tokens(self, request: GenerateRequest, token_ids: list[int], ended: bool, stop: str = "") -> Reading:
-        """Reads the calls in a completion. `ended`: its last token is the one that ends it. `stop`: the stop string that
-        ended it."""
+        """Reads the calls in a completion. `ended`: its last token is the one that ends it. `stop`: the stop string
+        that ended it."""
         text = ""
         try:
             given = self._tools_of(request.tools)
@@ -157,7 +157,7 @@ class ToolReader:
         return self._tokenizer.decode(token_ids, skip_special_tokens=not keeps_special, **self._cleanup)
 
     def _plain(self, text: str) -> str:
-        for special in self._special:
+        for special in self._special.values():
             text = text.replace(special, "")
         return text
 
@@ -165,8 +165,8 @@ class ToolReader:
         self.num_failures += 1
         if self.num_failures in (1, 10, 100) or self.num_failures % 1000 == 0:
             _log.warning(
-                "vLLM's tool parser %s raised, the %d. time; such a completion has no calls, but for what is seen to be "
-                "meant as one",
+                "vLLM's tool parser %s raised, the %d. time; such a completion has no calls, but for what is seen to "
+                "be meant as one",
                 *(self.name, self.num_failures),
                 exc_info=error,
             )
@@ -185,6 +185,14 @@ def _parser_class(name: str) -> Any:
     except KeyError as error:
         known = ", ".join(sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}))
         raise RuntimeError(f"the installed vLLM has no tool parser {name}: use one of {known}") from error
+
+
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The tokens that decoding can leave out: those that the tokenizer names, and others that are marked as special."""
+    ids, texts = getattr(tokenizer, "all_special_ids", []), getattr(tokenizer, "all_special_tokens", [])
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    marked = {id_: str(token) for id_, token in added.items() if getattr(token, "special", False)}
+    return dict(zip(ids, map(str, texts), strict=False)) | marked
 
 
 def _takes_cleanup(tokenizer: Any) -> bool:
