@@ -353,6 +353,8 @@ class Completion(msgspec.Struct):
     """What contradicts itself in the engine's answer; the engine then answers no further requests."""
     prompt_logprobs: list[float] | None = None
     """Log-probability of each prompt token, if requested; 0.0 for the first, which has no context."""
+    parser_failure: str = ""
+    """What the tool parser raised on it, whose calls are then those that can be seen without it."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):

@@ -98,6 +98,7 @@ class PlannedInference(InferenceConfig):
     enforce_eager: bool = True
     start_timeout_s: float = 0.0
     request_timeout_s: float = 0.0
+    tool_parser: str = "none"
     patches: Literal["checked", "required", "all"] = "checked"
 
 

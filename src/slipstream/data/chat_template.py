@@ -184,6 +184,12 @@ class ChatTokenizer:
         return read
 
     @property
+    def template(self) -> str:
+        """The chat template; of several, all of them."""
+        given: str | Mapping[str, str] = self._tokenizer.chat_template
+        return given if isinstance(given, str) else "\n".join(given.values())
+
+    @property
     def renders_tools(self) -> bool:
         """Whether the template renders the tools of a conversation."""
         return "tools" in template_variables(self._tokenizer.chat_template)

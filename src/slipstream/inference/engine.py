@@ -34,6 +34,7 @@ from slipstream.records import (
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 OnEvent = Callable[..., None]
+PARSER_FAILURES = "rollout/parser_failures"
 _DYING_S, _POLL_S = 10.0, 0.1
 """An engine's process lives a little longer than vLLM's core: how long, and how often, its end is polled for."""
 
@@ -128,6 +129,7 @@ class SupervisedEngine:
         self._in_memory_by = ""
         """The bridge by which the engine got weights that no file holds; empty when a file holds them."""
         self.num_restarts = 0
+        self._num_parser_failures = self._num_untold = 0
 
     @property
     def process(self) -> EngineProcess:
@@ -186,7 +188,20 @@ class SupervisedEngine:
         """See `Generates`."""
         if not self._process.is_alive():
             await self.revive()
-        return await self._process.client.generate(request)
+        completion = await self._process.client.generate(request)
+        if completion.parser_failure:
+            self._count_failure(completion.parser_failure)
+        return completion
+
+    def _count_failure(self, reason: str) -> None:
+        if not self._num_parser_failures:
+            self._on_event(
+                "warning",
+                message=f"vLLM's tool parser {self._process.settings.tool_parser} raised ({reason}), so a turn may "
+                f"lack calls that the model made; further ones are counted in {PARSER_FAILURES}",
+            )
+        self._num_parser_failures += 1
+        self._num_untold += 1
 
     async def revive(self) -> None:
         """Start a dead engine again on its last verified version (before the first, on the model's own folder). Raises
@@ -296,8 +311,9 @@ class SupervisedEngine:
         await self._process.client.wake(timeout_s)
 
     def take_metrics(self) -> dict[str, float]:
-        """Empty for a single engine."""
-        return {}
+        """Completions since the last call on which the tool parser raised, once there was one."""
+        number, self._num_untold = self._num_untold, 0
+        return {PARSER_FAILURES: float(number)} if self._num_parser_failures else {}
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `TakesWeights`."""

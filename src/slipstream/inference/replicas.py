@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError
-from slipstream.inference.engine import RunEngine
+from slipstream.inference.engine import PARSER_FAILURES, RunEngine
 from slipstream.records import (
     ApplyReport,
     Completion,
@@ -299,11 +299,14 @@ class EngineReplicas:
         await self._all(lambda engine: engine.wake(timeout_s))
 
     def take_metrics(self) -> dict[str, float]:
-        """For each engine since the last call: requests, tokens per second of busy time; and restarts in all."""
+        """For each engine since the last call: requests, tokens per second of busy time; and restarts in all. Failures
+        of the tool parser are those of all engines."""
         metrics: dict[str, float] = {}
         for replica in self._replicas:
             metrics |= replica.take_metrics()
-        return metrics
+        failures = [replica.engine.take_metrics().get(PARSER_FAILURES) for replica in self._replicas]
+        known = [number for number in failures if number is not None]
+        return metrics | ({PARSER_FAILURES: sum(known)} if known else {})
 
     async def stop(self) -> None:
         """See `RunEngine`."""

@@ -21,6 +21,7 @@ from slipstream.records import (
     GenerateRequest,
     ParameterSpec,
     Ticket,
+    ToolCall,
     Version,
     VersionSpan,
 )
@@ -30,6 +31,9 @@ Script = Callable[[list[int], int], list[int]]
 """(prompt's tokens, seed) -> the completion's tokens, its end token included."""
 Logprobs = Callable[[str, GenerateRequest, list[int]], list[float]]
 """(folder of the weights in service, request, sampled tokens) -> their log-probabilities."""
+
+Parse = Callable[[GenerateRequest, list[int]], tuple[list[ToolCall], str]]
+"""(request with tools, sampled tokens) -> the calls in them, and the text apart from these."""
 
 
 class ScriptedEngine:
@@ -50,6 +54,8 @@ class ScriptedEngine:
         self.on_request: Callable[[GenerateRequest], None] = lambda request: None
         self.abort: Callable[[GenerateRequest], AbortCause | None] = lambda request: None
         """Gives up a request for the cause that it returns."""
+        self.parse: Parse = lambda request, tokens: ([], "")
+        """Calls and content of a completion whose request has tools."""
         self.is_alive = True
         self.is_in_memory_only = False
         """Whether no file holds its weights, so that it cannot be started again."""
@@ -120,7 +126,10 @@ class ScriptedEngine:
             exact = self._logprobs(self.location, request, tokens) if self._logprobs else [0.0] * len(tokens)
             logprobs = [value + self.logprob_offset for value in exact]
         spans = [VersionSpan(0, self.version.name)] if self.version else []
-        return Completion(request.id, tokens, logprobs, "stop" if ended else "length", spans)
+        completion = Completion(request.id, tokens, logprobs, "stop" if ended else "length", spans)
+        if request.tools:
+            completion.tool_calls, completion.content = self.parse(request, tokens)
+        return completion
 
     def _scores(self, request: GenerateRequest) -> list[float]:
         first, given = msgspec.structs.replace(request, prompt_ids=request.prompt_ids[:1]), request.prompt_ids[1:]

@@ -54,5 +54,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """Deltas to apply to `model` in order before the engine is ready."""
     patches: Choice = "auto"
     """Which patches of vLLM are applied."""
+    tool_parser: str = ""
+    """vLLM's parser for the calls of requests with tools; empty: such requests are refused."""
     options: dict[str, Any] = {}
     """More of vLLM's engine arguments."""

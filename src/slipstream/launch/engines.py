@@ -19,6 +19,7 @@ from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
 from slipstream.launch.plan.memory.gpu_shares import place
+from slipstream.launch.plan.tool_parser import NONE as NO_PARSER
 
 _GRACE_S = 5.0
 
@@ -68,6 +69,7 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool) -> EnginePla
         lora_rank=lora.rank if lora else None,
         lora_target_modules=tuple(name.rpartition(".")[2] for name in lora.target_modules) if lora else (),
         patches=inference.patches,
+        tool_parser="" if inference.tool_parser == NO_PARSER else inference.tool_parser,
         options=inference.options,
     )
     return EnginePlan(

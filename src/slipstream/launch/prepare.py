@@ -27,7 +27,7 @@ from slipstream.envs.single_turn import gold_of, gold_turns, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
-from slipstream.launch.plan.facts import Facts, ModelFacts
+from slipstream.launch.plan.facts import Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
@@ -161,6 +161,7 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
         max_turns=environment.max_turns if environment else 1,
         num_requested_tasks=requested,
         thinks=tokenizer.has_thinking_switch,
+        tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
     )
     plan = make_plan(config, facts)
     notes = [Note("held-out tasks", len(eval_tasks), "", environment.eval_source)] if environment and eval_tasks else []

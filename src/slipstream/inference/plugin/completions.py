@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.inference.plugin.patches import scoring
 from slipstream.inference.plugin.patches.undelivered import sampled_logprobs
+from slipstream.inference.plugin.tools.reader import Reading
 from slipstream.inference.plugin.version_labels import Spans
 from slipstream.records import AbortCause, Completion, GenerateRequest, VersionSpan
 
@@ -25,9 +26,9 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError, NotImplementedError, theirs)
 
 
-def completion(request: GenerateRequest, output: Any, spans: Spans) -> Completion:
-    """The completion of vLLM's finished output. Any exception means that the output contradicts itself: tokens without
-    their log-probabilities, or the reverse."""
+def completion(request: GenerateRequest, output: Any, spans: Spans, reading: Reading | None = None) -> Completion:
+    """The completion of vLLM's finished output, with what was read of its calls. Any exception means that the output
+    contradicts itself: tokens without their log-probabilities, or the reverse."""
     out = output.outputs[0]
     token_ids = list(out.token_ids)
     logprobs = sampled_logprobs(out.logprobs, token_ids)
@@ -36,7 +37,10 @@ def completion(request: GenerateRequest, output: Any, spans: Spans) -> Completio
     scores = scoring.prompt_logprobs(output, request) if request.scores_prompt else None
     versions = [VersionSpan(start, version) for start, version in spans]
     cause: AbortCause = "aborted" if reason == "abort" else ""
-    return Completion(request.id, token_ids, logprobs, reason, versions, text, cause=cause, prompt_logprobs=scores)
+    answer = Completion(request.id, token_ids, logprobs, reason, versions, text, cause=cause, prompt_logprobs=scores)
+    if reading is not None:
+        answer.tool_calls, answer.content, answer.parser_failure = reading.calls, reading.content, reading.failure
+    return answer
 
 
 def aborted(request: GenerateRequest, cause: AbortCause, why: str) -> Completion:

@@ -71,6 +71,11 @@ class Host(Protocol):
         """Ticks with every step that brings tokens."""
         ...
 
+    @property
+    def tokenizer(self) -> Any:
+        """vLLM's tokenizer of the model."""
+        ...
+
     async def pause(self) -> None:
         """Make no step until `resume`; running requests keep their state, and all sampled tokens are received."""
         ...
@@ -141,6 +146,11 @@ class InProcessHost:
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
+
+    @property
+    def tokenizer(self) -> Any:
+        """See `Host`."""
+        return self._engine.get_tokenizer()
 
     @property
     def is_dead(self) -> bool:
@@ -311,6 +321,11 @@ class AsyncHost:
         self._labels = TokenLabels()
         self.clock = TokenClock()
         self.clock.follow(self._engine.output_processor)
+
+    @property
+    def tokenizer(self) -> Any:
+        """See `Host`."""
+        return self._engine.get_tokenizer()
 
     @property
     def is_dead(self) -> bool:

@@ -8,6 +8,7 @@ Guarantees:
 - A request ends at its deadline or when its client goes away, inside vLLM too. Its time counts from when vLLM has it,
   and not while an update holds it up: that has a deadline of its own.
 - An answer that contradicts itself puts the engine out of service.
+- A request with tools is answered with the calls in its completion (`tools.reader`), or refused without a tool parser.
 
 `routes` is its HTTP face, `main` the process.
 """
@@ -29,6 +30,7 @@ from slipstream.inference.plugin.hosts import Host
 from slipstream.inference.plugin.patches import scoring
 from slipstream.inference.plugin.service import OutOfService, Service, State, Steps
 from slipstream.inference.plugin.token_clock import Stillness
+from slipstream.inference.plugin.tools.reader import Reading, ToolReader
 from slipstream.inference.plugin.version_labels import Spans
 from slipstream.inference.plugin.weights import tensor_map
 from slipstream.inference.plugin.weights.adapters import Adapters
@@ -77,6 +79,7 @@ class EngineServer:
         self._computing: dict[str, asyncio.Task[tuple[Any, Spans]]] = {}
         """Under in_flight = keep, the task in which vLLM computes each request."""
         self._base_verified = False
+        self._tool_reader: ToolReader | None = None
 
     async def start(self) -> None:
         """Verify the loaded weights, then go into service."""
@@ -90,6 +93,8 @@ class EngineServer:
             lifeline.remove_at_end(path)
         self.patches = tuple(described[0]["patches"])
         self.patches_left_out: dict[str, str] = described[0]["patches_left_out"]
+        if self.settings.tool_parser:
+            self._tool_reader = ToolReader(self.settings.tool_parser, self.host.tokenizer)
         if self.settings.fp32_head:
             self.patches += (checked_head([each["head_dtypes"] for each in described]),)
         if self.settings.version is not None:
@@ -358,12 +363,29 @@ class EngineServer:
     async def _generate(self, request: GenerateRequest) -> Completion:
         before, num_discarded = self.version.name if self.version else "", self.service.num_discarded
         output, spans = await self._output(request)
+        reading = await self._calls(request, output)
         await self.service.until_proved(num_discarded)
-        return completion(request, output, spans or [(0, before)])
+        return completion(request, output, spans or [(0, before)], reading)
+
+    async def _calls(self, request: GenerateRequest, output: Any) -> Reading | None:
+        if self._tool_reader is None or not request.tools or request.scores_prompt:
+            return None
+        return await self._tool_reader.read(request, output)
+
+    def _check_tools(self, request: GenerateRequest) -> None:
+        if not request.tools:
+            return
+        if self._tool_reader is None:
+            raise Refused("it has tools, and the engine was started without a tool parser: set inference.tool_parser")
+        try:
+            self._tool_reader.check(request.tools)
+        except Exception as error:
+            raise Refused(f"its tools are not what vLLM takes ({error}): correct their schemas") from error
 
     async def _output(self, request: GenerateRequest) -> tuple[Any, Spans]:
         """vLLM's output for a request, and its version spans. Raises `Refused` for a request that vLLM rejects."""
         adapter = self._adapters.current
+        self._check_tools(request)
         try:
             if request.scores_prompt:
                 scoring.check(request, self.patches)
@@ -403,6 +425,7 @@ class EngineServer:
         """The answer to `/health`."""
         import vllm
 
+        reader = self._tool_reader
         return EngineHealth(
             status=self.service.status,
             version=self.version,
@@ -412,4 +435,5 @@ class EngineServer:
             patches_left_out=self.patches_left_out,
             reason=self.service.reason,
             num_running=self.num_running,
+            info={"tool_parser": reader.name, "tool_parser_failures": reader.num_failures} if reader else {},
         )

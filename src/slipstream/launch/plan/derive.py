@@ -40,6 +40,7 @@ from slipstream.launch.plan.summary import (
     rotary_warnings,
     trainer_bytes,
 )
+from slipstream.launch.plan.tool_parser import check_template, plan_tool_parser
 from slipstream.launch.plan.vllm_version import plan_patches
 
 MAX_SEQUENCES = 1_000_000
@@ -78,6 +79,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     _plan_lora(builder)
     _plan_learning_rate(builder)
     plan_compile(builder)
+    check_template(builder)
     if uses_engine(config):
         plan_lengths(builder)
         plan_bridge(builder)
@@ -92,6 +94,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
             "on a CPU compiling takes longer than it saves" if builder.on_cpu else "CUDA graphs pay on a GPU",
         )
         plan_patches(builder)
+        plan_tool_parser(builder)
         plan_deadlines(builder)
     elif facts.model.original_context:
         length = facts.data.max_sequence_tokens or 0

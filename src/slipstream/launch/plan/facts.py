@@ -94,6 +94,20 @@ class EngineFacts:
     """Fast paths (`inference.plugin.patches`) that were checked against its source."""
     unchecked: tuple[str, ...] = ()
     """Those that were not."""
+    tool_parsers: tuple[str, ...] = ()
+    """Names of its tool parsers; empty where they cannot be found."""
+
+
+@dataclass(frozen=True)
+class ToolFacts:
+    """How the model is shown the tools of the environment."""
+
+    template: str
+    """Its chat template; of several, all of them."""
+    is_rendered: bool
+    """Whether the template renders tools."""
+    model_type: str = ""
+    """As the model's configuration names its architecture."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +149,8 @@ class Facts:
     """None: all parameters are trained."""
     engine: EngineFacts | None = None
     """None where no vLLM is installed."""
+    tools: ToolFacts | None = None
+    """None if the environment has no tools."""
     teacher: ModelFacts | None = None
     """Of the teacher that the run starts, if it does."""
     disk: DiskFacts | None = None

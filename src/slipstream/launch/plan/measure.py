@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slipstream.config import RunConfig
 from slipstream.config.sft import TrainOn
 from slipstream.errors import ConfigError, first_line
-from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts
+from slipstream.launch.plan.facts import AdapterFacts, DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.machine import measure_disk, measure_gpus, usable_cpus, usable_memory_bytes
 from slipstream.launch.plan.memory.last_run import last_run_memory
 from slipstream.launch.plan.vllm_version import read_engine
@@ -61,11 +61,12 @@ def gather_facts(
     max_turns: int = 1,
     num_requested_tasks: int | None = None,
     thinks: bool = False,
+    tools: ToolFacts | None = None,
 ) -> Facts:
     """Measure the machine, the model at `config.model.path` and the tasks.
 
     `lengths` and `eval_lengths` are the tokens of SFT's conversations and of the held-out ones. `thinks`: see
-    `ModelFacts`.
+    `ModelFacts`. `tools`: see `Facts`; the model's type is filled in.
     Raises ConfigError when the model cannot be read.
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
@@ -88,6 +89,7 @@ def gather_facts(
         gpu_memory_bytes=gpu_memory_bytes,
         adapter=measure_adapter(config),
         engine=read_engine(on_cpu=num_gpus == 0),
+        tools=tools and dataclasses.replace(tools, model_type=_model_type(config.model.path, trusted)),
         teacher=read_teacher(config),
         disk=measure_disk(config.run.folder),
         shortages=shortages,
@@ -216,6 +218,10 @@ def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
         values = _library_config(path, trust_remote_code)
         shape = values.get("text_config") or values
     return _model_facts(path, values, shape, _count_parameters(folder) if folder.is_dir() else None, trust_remote_code)
+
+
+def _model_type(path: str, trust_remote_code: bool) -> str:
+    return str(_config_values(path, trust_remote_code).get("model_type") or "")
 
 
 def _config_values(path: str, trust_remote_code: bool) -> dict[str, Any]:

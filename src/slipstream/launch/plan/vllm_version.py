@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.launch.plan.builder import PlanBuilder
@@ -24,7 +26,19 @@ def read_engine(*, on_cpu: bool) -> EngineFacts | None:
         version=found[1] if found else "",
         checked=tuple(name for name in fast if not reasons[name]),
         unchecked=tuple(name for name in fast if reasons[name]),
+        tool_parsers=_tool_parsers(folder),
     )
+
+
+def _tool_parsers(folder: Path) -> tuple[str, ...]:
+    file = folder / "tool_parsers" / "__init__.py"
+    if not file.is_file():
+        return ()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            names = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+            return tuple(sorted(name for name in names if isinstance(name, str)))
+    return ()
 
 
 def plan_patches(builder: PlanBuilder) -> None:

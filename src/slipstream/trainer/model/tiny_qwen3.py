@@ -20,11 +20,26 @@ if TYPE_CHECKING:
 PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<unk>"
 DEFAULT_ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
 CHAT_TEMPLATE = (
+    "{% macro list_tools() %}Tools: {% for tool in tools %}{% set tool = tool.function or tool %}"
+    "{{ tool.name }}({{ ((tool.parameters or {}).properties or {}) | join(', ') }})"
+    "{% if not loop.last %}, {% endif %}{% endfor %}{% endmacro %}"
+    "{% macro write(call) %}{% set call = call.function or call %}"
+    '<tool_call>{{ \'{"name":"\' + call.name + \'","arguments":\' }}'
+    "{{ call.arguments if call.arguments is string else call.arguments | tojson(separators=(',', ':')) }}"
+    "{{ '}' }}</tool_call>{% endmacro %}"
+    "{% if tools and (not messages or messages[0]['role'] != 'system') %}"
+    "{{ '<|im_start|>system\\n' + list_tools() + '<|im_end|>' + '\\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% if tools and loop.first and message['role'] == 'system' %}{{ '\\n' + list_tools() }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}{{ write(call) }}{% endfor %}"
+    "{{ '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+"""ChatML. Tools are one line of the system message, since a token is a character here; calls are Qwen's (Hermes),
+without spaces. Without tools and calls the text is the same as in earlier versions."""
 
 
 def new_model(

@@ -1,0 +1,1 @@
+"""Tool calls: read out of finished completions with vLLM's tool parsers, in the engine's process."""

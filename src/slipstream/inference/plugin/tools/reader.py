@@ -1,0 +1,203 @@
+"""`ToolReader`: reads the tool calls out of a finished completion with one of vLLM's tool parsers.
+
+Guarantees: nothing that a policy writes, and no error of a parser, ends a request or the engine; a parser's error is
+counted and told. Tokens and log-probabilities are not touched: it decodes for itself. Parsing has a thread of its own,
+so the server's event loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from slipstream.inference.plugin.tools.calls import Found, Parsed, as_records, read_calls
+from slipstream.inference.plugin.tools.formats import FORMATS, answer_start, ends_in_thought
+from slipstream.records import GenerateRequest, ToolCall
+
+_TAIL_TOKENS = 16
+"""Of a prompt, in which a template may begin a thought."""
+_MAX_KNOWN = 64
+_log = logging.getLogger("slipstream.engine")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The calls of a completion, and its text apart from them."""
+
+    calls: list[ToolCall] = field(default_factory=list)
+    content: str = ""
+    failure: str = ""
+    """What the parser raised, an error of its own or one that it makes of a call that it cannot read."""
+
+
+@dataclass(frozen=True)
+class _Tools:
+    """Tools as vLLM takes them."""
+
+    tools: list[Any]
+    request: Any
+    """vLLM's request with these tools, as parsers expect one."""
+    keeps_special: bool
+    """Whether the parser reads special tokens."""
+
+
+class ToolReader:
+    """Reads calls in the format of the parser `name`. Raises RuntimeError when the installed vLLM has no such parser,
+    or when it does not work with this tokenizer."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self.name = name
+        self.num_failures = 0
+        self._tokenizer = tokenizer
+        self._format = FORMATS.get(name)
+        self._cleanup = {"clean_up_tokenization_spaces": False} if _takes_cleanup(tokenizer) else {}
+        self._special = _special_tokens(tokenizer)
+        self._special_ids = frozenset(self._special)
+        self._known: dict[bytes, _Tools] = {}
+        self._executor = ThreadPoolExecutor(1, "tool-calls")
+        # A traceback for every call that cannot be read would fill the engine's log.
+        for parsers in ("vllm.tool_parsers", "vllm.parser"):
+            logging.getLogger(parsers).setLevel(logging.CRITICAL)
+        self._class = _parser_class(name)
+        self._takes_tools = "tools" in inspect.signature(self._class.__init__).parameters
+        trial = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},)
+        try:
+            self._parse("an answer", self._tools_of(trial))
+        except Exception as error:
+            raise RuntimeError(
+                f"vLLM's tool parser {name} does not work with this model ({type(error).__name__}: {error}): set "
+                "inference.tool_parser to the one of the model's own format"
+            ) from error
+
+    def check(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError for tools that vLLM does not take."""
+        self._tools_of(tools)
+
+    async def read(self, request: GenerateRequest, output: Any) -> Reading:
+        """Reads the calls in vLLM's finished output for `request`."""
+        out = output.outputs[0]
+        token_ids, stop = list(out.token_ids), getattr(out, "stop_reason", None)
+        ended = out.finish_reason == "stop" and not isinstance(stop, str)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._executor, self.read_tokens, request, token_ids, ended, stop if isinstance(stop, str) else ""
+        )
+
+    def read_tokens(self, request: GenerateRequest, token_ids: list[int], ended: bool, stop: str = "") -> Reading:
+        """Reads the calls in a completion. `ended`: its last token is the one that ends it. `stop`: the stop string
+        that ended it."""
+        text = ""
+        try:
+            given = self._tools_of(request.tools)
+            spoken = token_ids[:-1] if ended else token_ids
+            text = whole = _before(self._decode(spoken, keeps_special=False), stop)
+            if not self._special_ids.isdisjoint(spoken):
+                whole = self._chosen(text, _before(self._decode(spoken, keeps_special=True), stop), given)
+            begins_thinking = ends_in_thought(self._decode(request.prompt_ids[-_TAIL_TOKENS:], keeps_special=True))
+            start, end = answer_start(whole, self._format, begins_thinking=begins_thinking)
+            errors: list[Exception] = []
+            found, content = read_calls(whole[start:end], lambda part: self._tried(part, given, errors), self._format)
+            failure = self._told(errors[0]) if errors else ""
+            if not found:
+                return Reading([], text, failure)
+            calls = as_records(found, whole, [*request.prompt_ids, *token_ids])
+            return Reading(calls, self._plain(whole[:start] + content + whole[end:]), failure)
+        except Exception as error:  # noqa: BLE001 (a completion without calls, and told)
+            return Reading([], text, self._told(error))
+
+    def _chosen(self, text: str, special: str, given: _Tools) -> str:
+        """The text that the parser gets: `special`, with special tokens, if it reads these, or if only they show that
+        there is a call."""
+        shows = self._format is not None and self._format.regions(special) and not self._format.regions(text)
+        return special if given.keeps_special or shows else text
+
+    def _tried(self, text: str, given: _Tools, errors: list[Exception]) -> Parsed:
+        try:
+            return self._parse(text, given)
+        except Exception as error:  # noqa: BLE001 (collected)
+            errors.append(error)
+            return Parsed((), text)
+
+    def _parse(self, text: str, given: _Tools) -> Parsed:
+        # Parsers keep state, so each text gets its own.
+        found = self._parser(given.tools).extract_tool_calls(text, given.request)
+        calls = found.tool_calls if found.tools_called else []
+        return Parsed(
+            tuple(Found(call.function.name or "", call.function.arguments or "", call.id or "") for call in calls),
+            (found.content or "") if calls else text,
+        )
+
+    def _parser(self, tools: list[Any]) -> Any:
+        return self._class(self._tokenizer, tools) if self._takes_tools else self._class(self._tokenizer)
+
+    def _tools_of(self, tools: Sequence[dict[str, Any]]) -> _Tools:
+        key = msgspec.json.encode(tools)
+        if key not in self._known:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = self._made(list(tools))
+        return self._known[key]
+
+    def _made(self, tools: list[dict[str, Any]]) -> _Tools:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        message = {"role": "user", "content": ""}
+        request: Any = ChatCompletionRequest.model_validate({"messages": [message], "model": "", "tools": tools})
+        adjusted = self._parser(request.tools).adjust_request(request.model_copy())
+        return _Tools(request.tools, request, keeps_special=not getattr(adjusted, "skip_special_tokens", True))
+
+    def _decode(self, token_ids: list[int], *, keeps_special: bool) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=not keeps_special, **self._cleanup)
+
+    def _plain(self, text: str) -> str:
+        for special in self._special.values():
+            text = text.replace(special, "")
+        return text
+
+    def _told(self, error: Exception) -> str:
+        self.num_failures += 1
+        if self.num_failures in (1, 10, 100) or self.num_failures % 1000 == 0:
+            _log.warning(
+                "vLLM's tool parser %s raised, the %d. time; such a completion has no calls, but for what is seen to "
+                "be meant as one",
+                *(self.name, self.num_failures),
+                exc_info=error,
+            )
+        return f"{type(error).__name__}: {error}"[:1000]
+
+
+def _parser_class(name: str) -> Any:
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise RuntimeError(
+            f"the installed vLLM has no tool parsers that Slipstream knows ({error}): install another version"
+        ) from error
+    try:
+        return ToolParserManager.get_tool_parser(name)
+    except KeyError as error:
+        known = ", ".join(sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}))
+        raise RuntimeError(f"the installed vLLM has no tool parser {name}: use one of {known}") from error
+
+
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The tokens that decoding can leave out: those that the tokenizer names, and others that are marked as special."""
+    ids, texts = getattr(tokenizer, "all_special_ids", []), getattr(tokenizer, "all_special_tokens", [])
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    marked = {id_: str(token) for id_, token in added.items() if getattr(token, "special", False)}
+    return dict(zip(ids, map(str, texts), strict=False)) | marked
+
+
+def _takes_cleanup(tokenizer: Any) -> bool:
+    return hasattr(tokenizer, "clean_up_tokenization_spaces")
+
+
+def _before(text: str, stop: str) -> str:
+    return text.rpartition(stop)[0] if stop and stop in text else text
