@@ -226,6 +226,7 @@ def test_what_a_silent_engine_said_is_kept_however_many_calls_gave_it_up(start, 
     engine = EngineProcess(settings, tmp_path / "engine.log", start_timeout_s=1)
     engine.process = start("engine")
     engine.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, engine.process.pid, os.WSTOPPED)
     ask, num_asked = stacks.ask, []
 
     def ask_late(folder, group):

@@ -98,8 +98,9 @@ class TestData:
     def test_no_gold_answers(self):
         facts = measure_data(config(RLConfig()), [task("a", None)], LetterTokenizer())
         assert facts.max_answer_tokens is None
-        facts = measure_data(config(RLConfig()), [task("a", None)], LetterTokenizer(), gold=lambda task: "abc")
-        assert facts.max_answer_tokens == 4
+        turns = [Message("assistant", "abcde"), Message("tool", "a" * 20), Message("assistant", "abc")]
+        facts = measure_data(config(RLConfig()), [task("a", None)], LetterTokenizer(), gold=lambda _: turns)
+        assert facts.max_answer_tokens == 6, "the longest turn of the policy"
 
 
 class TestModel:

@@ -23,13 +23,13 @@ from slipstream.data.message_fields import check_fields
 from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_environment
-from slipstream.envs.single_turn import gold_of, gold_turns, make_tasks
+from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
 from slipstream.launch.plan.facts import Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
-from slipstream.launch.plan.measure import gather_facts, longest_answer, read_model
+from slipstream.launch.plan.measure import answer_turns, gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
 from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.torch_builds import check_torch_builds
@@ -149,7 +149,7 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
         eval_rows, eval_examples = _tokenized(eval_rows, tokenizer, config, context, dropped, held_out=True)
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     check_fields(tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)], dropped)
-    gold = partial(gold_of, environment) if environment else (lambda task: task.answer)
+    gold = partial(gold_turns, environment) if environment else answer_turns
     facts = gather_facts(
         config,
         train_tasks,
@@ -268,7 +268,7 @@ def _fitting(
     if need == "auto":
         longest = None
         if model.says_only_answers and environment is not None:
-            gold = partial(gold_of, environment)
+            gold = partial(gold_turns, environment)
             longest = longest_answer(chain.from_iterable(asked.values()), tokenizer, gold)
         turns = environment.max_turns if environment else 1
         wanted, _ = wanted_tokens(limit, longest, turns, says_only_answers=model.says_only_answers)

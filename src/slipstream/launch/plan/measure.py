@@ -49,6 +49,15 @@ class Tokenizer(Protocol):
         ...
 
 
+Gold = Callable[[Task], Sequence[Message]]
+"""The messages that should follow a task's prompt; none if that is not known."""
+
+
+def answer_turns(task: Task) -> list[Message]:
+    """The task's own answer, as `Gold`."""
+    return [] if task.answer is None else [Message("assistant", task.answer)]
+
+
 def gather_facts(
     config: RunConfig,
     tasks: Sequence[Task],
@@ -57,7 +66,7 @@ def gather_facts(
     eval_tasks: Sequence[Task] = (),
     lengths: Sequence[int] = (),
     eval_lengths: Sequence[int] = (),
-    gold: Callable[[Task], str | None] = lambda task: task.answer,
+    gold: Gold = answer_turns,
     max_turns: int = 1,
     num_requested_tasks: int | None = None,
     thinks: bool = False,
@@ -142,7 +151,7 @@ def measure_data(
     eval_tasks: Sequence[Task] = (),
     lengths: Sequence[int] = (),
     eval_lengths: Sequence[int] = (),
-    gold: Callable[[Task], str | None] = lambda task: task.answer,
+    gold: Gold = answer_turns,
 ) -> DataFacts:
     """Count tokens: of every prompt, and of the longest answers.
 
@@ -162,18 +171,21 @@ def measure_data(
     )
 
 
-def longest_answer(tasks: Iterable[Task], tokenizer: Tokenizer, gold: Callable[[Task], str | None]) -> int | None:
-    """Tokens of the longest gold answer, with its end token, among the 1,000 of most bytes; None without any."""
+def longest_answer(tasks: Iterable[Task], tokenizer: Tokenizer, gold: Gold) -> int | None:
+    """Tokens of the longest turn of a gold answer, with its end token, among the 1,000 of most bytes; None without
+    any."""
     answers = sorted(_answered(tasks, gold), key=lambda turns: _num_bytes(turns[-1:]), reverse=True)[:MAX_MEASURED]
     return max((tokenizer.training_tokens(turns, "last").num_trainable for turns in answers), default=None)
 
 
-def _answered(tasks: Iterable[Task], gold: Callable[[Task], str | None]) -> list[tuple[Message, ...]]:
-    return [
-        (*task.prompt, Message(role="assistant", content=answer))
-        for task in tasks
-        if (answer := gold(task)) is not None
-    ]
+def _answered(tasks: Iterable[Task], gold: Gold) -> list[tuple[Message, ...]]:
+    """The tasks' conversations, up to each turn of the policy."""
+    found: list[tuple[Message, ...]] = []
+    for task in tasks:
+        turns = (*task.prompt, *gold(task))
+        ends = range(len(task.prompt) + 1, len(turns) + 1)
+        found += [turns[:end] for end in ends if turns[end - 1].role == "assistant"]
+    return found
 
 
 def _num_bytes(turns: Sequence[Message]) -> int:
