@@ -47,8 +47,9 @@ class LetterTokenizer:
 
     def training_tokens(self, messages, train_on):
         mask = []
-        for message in messages:
-            mask += [False] + [message.role == "assistant"] * (len(message.content) + 1)
+        for place, message in enumerate(messages):
+            is_trained = message.role == "assistant" and (train_on == "all" or place == len(messages) - 1)
+            mask += [False] + [is_trained] * (len(message.content) + 1)
         return Sequence(token_ids=[0] * len(mask), mask=mask)
 
 
