@@ -10,9 +10,9 @@ from slipstream.cli import main
 from slipstream.config import load_config
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs import Reply
-from slipstream.envs.scoring.calls import judge
 from slipstream.envs.check import check_environment
 from slipstream.envs.registry import load_environment
+from slipstream.envs.scoring.calls import judge
 from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
 from slipstream.envs.single_turn import gold_of, make_tasks
 
