@@ -6,6 +6,7 @@ import ctypes
 import decimal
 import fractions
 import gc
+import mmap
 import os
 import re
 import resource
@@ -18,6 +19,7 @@ import threading
 import time
 
 import numpy
+import sympy
 
 from slipstream.envs import Score
 from slipstream.envs.scoring.process import Answer, frame
@@ -280,10 +282,44 @@ def hangs(how):
         time.sleep(3000)
     if how == "program":
         subprocess.run([mark(), "3000"], executable="/bin/sleep", start_new_session=True, check=False)
+    if how == "sympy":
+        sympy.sympify("9**9**9")
     if how == "bomb":
         while True:
             sleeper(start_new_session=True)
             time.sleep(0.02)
+
+
+def fork_bomb(_):
+    """Doubles until it is stopped, or has made 2,000 processes; each of them ends after 30 s."""
+    made = mmap.mmap(-1, 8)
+    while int.from_bytes(made[:8], "big") < 2000:
+        try:
+            if os.fork() == 0:
+                signal.alarm(30)
+                os.setsid()
+        except BlockingIOError:
+            time.sleep(0.01)
+        made[:8] = (int.from_bytes(made[:8], "big") + 1).to_bytes(8, "big")
+    time.sleep(30)
+    os._exit(0)
+
+
+def memory_bomb(_):
+    """In each of three children, too."""
+    for _ in range(3):
+        if os.fork() == 0:
+            break
+    kept = []
+    for _ in range(4096):
+        kept.append(b"x" * 2**20)
+    return float(len(kept))
+
+
+def prints_much(_):
+    for _ in range(100):
+        os.write(1, b"x" * 2**20)
+    return 0.5
 
 
 async def awaits(how):
@@ -307,3 +343,18 @@ def patches(_):
 def alarm(_):
     signal.alarm(1)
     return 0.5
+
+
+# What looks for keys.
+
+
+def reads(pid):
+    """Looks for the key of `test_tools_in_workers` in a process's environment."""
+    pid = str(os.getppid()) if pid == "guard" else pid
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            text, denied = file.read(), 0.0
+    except PermissionError:
+        text, denied = b"", 1.0
+    has_key = b"s3cr3t" in text or any("s3cr3t" in value for value in os.environ.values())
+    return {"reward": 1.0, "has_key": float(has_key), "denied": denied}

@@ -9,7 +9,7 @@ none is missed. SIGUSR1 is forwarded to the worker. On SIGUSR2 both write their 
 by path, so that it starts fast.
 
 It also ends them all, with the status `TOO_MANY`, when there are more than MAX_PROCESSES descendants, which it counts
-ten times a second; its priority is above theirs, where it may have that.
+20 times a second; it runs before them, where it may have a priority of real time.
 
 A user namespace of the worker's own (`NAMESPACE`) keeps the worker from reading memory and environment of any process
 outside. Users and groups are the same in it: all of them if this process is root's, or else its own. Where the kernel
@@ -31,7 +31,7 @@ import time
 
 GRACE_S = 1.0
 """Time that the worker may continue after its input has closed."""
-END_S = 5.0
+END_S = 20.0
 """Time limit for killing; processes left after it cannot be killed."""
 STACKS = "SLIPSTREAM_STACKS"
 """Environment variable: `runlog.stacks.VARIABLE`, which cannot be imported here."""
@@ -40,10 +40,9 @@ TOO_MANY = 117
 NAMESPACE, NO_NAMESPACE = "namespace", "no-namespace"
 APART = "SLIPSTREAM_APART"
 """Environment variable of a worker in a user namespace of its own."""
-_POLL_S = 0.1
+_POLL_S = 0.05
 _PAUSE_S = 0.002
 _THREADS = 8  # for each process, where the kernel counts both
-_PRIORITY = -10
 _CLONE_NEWUSER = 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
@@ -61,8 +60,8 @@ def main(max_processes: int, namespace: bool, command: list[str]) -> None:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     worker = (namespace and _start(command, max_processes)) or _start(command)
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    with contextlib.suppress(OSError):  # only root may
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)  # only the worker may hold the pipe of answers
     status = _wait(worker, run, woken, max_processes)
@@ -96,16 +95,10 @@ def end_descendants(within_s: float) -> bool:
     """Kills all descendants of this process, which must have called `adopt`; false if some are left after
     `within_s`."""
     deadline = time.monotonic() + within_s
-    stopped: set[int] = set()
     while _reap() and time.monotonic() < deadline:
-        below = _descendants()
-        for pid in below - stopped:
-            _send(pid, signal.SIGSTOP)
-        if below <= stopped:  # all stopped, so none can have started another
-            for pid in below:
-                _send(pid, signal.SIGKILL)
-            time.sleep(_PAUSE_S)
-        stopped |= below
+        for pid in _descendants():  # children of those that die here come to this process: it finds them next
+            _send(pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
     return not _reap()
 
 

@@ -218,7 +218,7 @@ class Workers:
             while not self._waiting:
                 self._work.clear()
                 await self._work.wait()
-            waits = self._waiting[0]
+            waits = self._waiting[-1]  # the first may be about to be taken, however many there are
             await asyncio.sleep(_PATIENCE_S)
             if waits in self._waiting and len(self._waiting) > self._num_starting:
                 break
