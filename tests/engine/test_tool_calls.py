@@ -95,27 +95,15 @@ SAMPLES = {
     "internlm": f"See.<|action_start|><|plugin|>{_FIRST}<|action_end|>",
 }
 SPECIAL = (
-    *(
-        "<|python_tag|>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-    ),
-    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    *(
-        "<|tool_call_begin|>",
-        "<|tool_call_end|>",
-        "<|tool_call_argument_begin|>",
-        "<|tool_call_start|>",
-        "<|tool_call>",
-    ),
-    *("<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>", "<|tool_call|>"),
-    *("<|channel>", "<channel|>", "<function_call>", "<|action_start|>", "<|plugin|>", "<|action_end|>"),
-    *("<|python_start|>", "<|python_end|>", "｜DSML｜", "<tool_call>", "</tool_call>", "<think>", "</think>"),
-    *("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>", "<minimax:tool_call>"),
-    *("</minimax:tool_call>", "<longcat_tool_call>", "</longcat_tool_call>", "<function_calls>", "</function_calls>"),
+    *("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_calls_section_begin|>"),
+    *("<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"),
+    *("<|tool_call_start|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>"),
+    *("<end_function_call>", "<escape>", "<|tool_call|>", "<|channel>", "<channel|>", "<function_call>"),
+    *("<|action_start|>", "<|plugin|>", "<|action_end|>", "<|python_start|>", "<|python_end|>", "｜DSML｜"),
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<seed:tool_call>", "</seed:tool_call>"),
+    *("<seed:think>", "</seed:think>", "<minimax:tool_call>", "</minimax:tool_call>", "<longcat_tool_call>"),
+    *("</longcat_tool_call>", "<function_calls>", "</function_calls>"),
 )
 PROMPT = [1, 2, 3]
 END = "<|im_end|>"
@@ -227,11 +215,11 @@ def test_a_parser_that_raises_is_counted_and_ends_nothing(readers, tokenizer, mo
 
 
 def test_parsers_that_cannot_work_are_refused(tokenizer):
-    with pytest.raises(RuntimeError, match="has no tool parser hermis: use one of .*hermes"):
+    with pytest.raises(RuntimeError, match=r"has no tool parser hermis: use one of .*hermes"):
         ToolReader("hermis", tokenizer)
     with pytest.raises(RuntimeError, match="openai does not work with this model"):
         ToolReader("openai", tokenizer)
-    with pytest.raises(RuntimeError, match="llama3_json does not work with this model .*python_tag"):
+    with pytest.raises(RuntimeError, match=r"llama3_json does not work with this model .*python_tag"):
         ToolReader("llama3_json", new_tokenizer("char"))
 
 
