@@ -109,3 +109,57 @@ def test_what_cannot_work_is_refused(tmp_path):
         new_model(tmp_path / "a", head_dim=16)
     with pytest.raises(ConfigError, match="leave alphabet out"):
         new_model(tmp_path / "a", tokenizer="byte", alphabet="01")
+
+
+EARLIER_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": st.text(DEFAULT_ALPHABET)}
+        ),
+        min_size=1,
+    ),
+    st.booleans(),
+)
+def test_conversations_without_tools_are_the_tokens_that_they_always_were(messages, generation_prompt):
+    render = TOKENIZERS["char"].apply_chat_template
+    arguments = {"add_generation_prompt": generation_prompt, "tokenize": True, "return_dict": False}
+    assert render(messages, **arguments) == render(messages, chat_template=EARLIER_TEMPLATE, **arguments)
+
+
+def test_chat_template_renders_tools_calls_and_their_results():
+    question, result = {"role": "user", "content": "1+2?"}, {"role": "tool", "content": "3"}
+    calls = [
+        {"type": "function", "id": "0", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}},
+        {"name": "now", "arguments": "{}"},
+    ]
+    called = {"role": "assistant", "content": "See.", "tool_calls": calls}
+
+    def render(*messages, **given):
+        return TOKENIZERS["char"].apply_chat_template(list(messages), tokenize=False, **given)
+
+    head = "<|im_start|>system\nTools: add(a, b), now()<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n"
+    assert render(question, tools=TOOLS, add_generation_prompt=True) == f"{head}<|im_start|>assistant\n"
+    text = (
+        '<tool_call>{"name":"add","arguments":{"a":1,"b":[2]}}</tool_call>'
+        '<tool_call>{"name":"now","arguments":{}}</tool_call>'
+    )
+    turn = f"<|im_start|>assistant\nSee.{text}<|im_end|>\n"
+    assert render(question, called, result, tools=TOOLS) == f"{head}{turn}<|im_start|>tool\n3<|im_end|>\n"
+    as_text = {"role": "assistant", "content": f"See.{text}"}
+    assert render(question, as_text, tools=TOOLS) == f"{head}{turn}", "calls are what the policy itself writes"
+    system = {"role": "system", "content": "Be brief."}
+    assert render(system, question, tools=TOOLS).startswith(
+        "<|im_start|>system\nBe brief.\nTools: add(a, b), now()<|im_end|>\n<|im_start|>user"
+    )

@@ -50,9 +50,10 @@ def read_calls(text: str, parse: Callable[[str], Parsed], format_: Format | None
     """The calls in a text, in order, and the text apart from them. Those that are meant as calls and cannot be read are
     `ToolCall`s with an error."""
     regions = format_.regions(text) if format_ else []
-    parsed = parse(text)
-    if format_ is None or (len(parsed.calls) >= len(regions) and all(region.is_whole for region in regions)):
-        return list(parsed.calls), parsed.content
+    if format_ is None or all(region.is_whole for region in regions):
+        parsed = parse(text)
+        if format_ is None or len(parsed.calls) >= len(regions):
+            return list(parsed.calls), parsed.content
     # One broken call must not take the others with it: each is parsed by itself.
     calls: list[Found | ToolCall] = []
     for region in regions[: MAX_CALLS + 1]:

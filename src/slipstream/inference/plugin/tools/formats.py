@@ -128,7 +128,7 @@ FORMATS = {
     "llama4_pythonic": _PYTHONIC,
     "olmo3": _PYTHONIC,
     "mistral": Format(
-        r"\[TOOL_CALLS\]", r"[}\]]\s*(?:(?=\[TOOL_CALLS\])|\Z)", name=r"\[TOOL_CALLS\]\s*(\w[\w.-]*)|" + _JSON_NAME
+        r"\[TOOL_CALLS\]", r"\}\s*\]?\s*(?:(?=\[TOOL_CALLS\])|\Z)", name=r"\[TOOL_CALLS\]\s*(\w[\w.-]*)|" + _JSON_NAME
     ),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,

@@ -99,11 +99,12 @@ class ToolReader:
             spoken = token_ids[:-1] if ended else token_ids
             text = whole = _before(self._decode(spoken, keeps_special=False), stop)
             if not self._special_ids.isdisjoint(spoken):
-                whole = self._chosen(text, _before(self._decode(spoken, keeps_special=True), stop), given)
+                whole = _before(self._decode(spoken, keeps_special=True), stop)
             begins_thinking = ends_in_thought(self._decode(request.prompt_ids[-_TAIL_TOKENS:], keeps_special=True))
             start, end = answer_start(whole, self._format, begins_thinking=begins_thinking)
             errors: list[Exception] = []
-            found, content = read_calls(whole[start:end], lambda part: self._tried(part, given, errors), self._format)
+            answer = self._chosen(whole[start:end], given)
+            found, content = read_calls(answer, lambda part: self._tried(part, given, errors), self._format)
             failure = self._told(errors[0]) if errors else ""
             if not found:
                 return Reading([], text, failure)
@@ -112,11 +113,11 @@ class ToolReader:
         except Exception as error:  # noqa: BLE001 (a completion without calls, and told)
             return Reading([], text, self._told(error))
 
-    def _chosen(self, text: str, special: str, given: _Tools) -> str:
-        """The text that the parser gets: `special`, with special tokens, if it reads these, or if only they show that
-        there is a call."""
-        shows = self._format is not None and self._format.regions(special) and not self._format.regions(text)
-        return special if given.keeps_special or shows else text
+    def _chosen(self, answer: str, given: _Tools) -> str:
+        """What the parser gets: the answer with its special tokens if it reads these, or if only they show a call."""
+        plain = self._plain(answer)
+        shows = self._format is not None and self._format.regions(answer) and not self._format.regions(plain)
+        return answer if given.keeps_special or shows else plain
 
     def _tried(self, text: str, given: _Tools, errors: list[Exception]) -> Parsed:
         try:
