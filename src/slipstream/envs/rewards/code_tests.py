@@ -108,14 +108,14 @@ class Code(Graded):
         """Raises an error for tests that cannot be read."""
         for where, task in rows:
             try:
-                tests_of(right_answer(task))
+                read_tests(right_answer(task))
             except ValueError as error:
                 raise DataError(f'{where}: {error}, and reward = "code" runs tests: give {_FORMS}') from None
 
     def grade(self, task: Task, answer: str) -> Score:
         """See the module."""
         try:
-            tests = tests_of(right_answer(task))
+            tests = read_tests(right_answer(task))
         except ValueError as error:
             raise RewardFailed(f"task {task.id}: {error}: give {_FORMS}") from None
         if most := self._given.max_tests:
@@ -222,7 +222,7 @@ def program_of(answer: str) -> str:
     return answer[opened.end() :] if opened else answer
 
 
-def tests_of(answer: Any) -> Tests:
+def read_tests(answer: Any) -> Tests:
     """Reads a row's tests. Raises ValueError that says what is wrong with them."""
     if isinstance(answer, str):
         if answer.lstrip()[:1] not in ("{", "["):

@@ -7,7 +7,8 @@ deadline, and when the caller dies. Limits of memory hold for each process; all 
 much. The kernel itself is not hidden: a program that breaks the kernel breaks out. System calls are not filtered.
 
 With limits alone, for machines whose kernel gives no namespaces, a program runs as the caller's user: it can reach the
-network and read and write that user's files, and a daemon can outlive it if it kills the process that watches it.
+network and read and write that user's files, and a daemon can outlive it if it kills the process that watches it. Its
+folder is left behind where the caller is killed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from slipstream.envs.rewards import sandbox_child
 from slipstream.envs.scoring import guard
 
 MIB = 2**20
+_MOUNT_POINT = "/proc"
+"""Where a sandbox mounts its file system, in its own namespace: a folder that every machine has."""
 _GRACE_S = 1.0
 _STDERR_BYTES = 4096
 _SERIAL = itertools.count(os.getpid() * 1009)
@@ -77,13 +80,13 @@ class Sandbox:
 
     def __init__(self, files: Mapping[str, str], command: Sequence[str], limits: Limits, cpu_s: float) -> None:
         self._limits = limits
-        self._folder = tempfile.mkdtemp(prefix="slipstream-sandbox-")
+        self._folder = "" if limits.namespaces else tempfile.mkdtemp(prefix="slipstream-sandbox-")
         self._received, self._errors, self._written = bytearray(), b"", 0
         self._exceeded = False
         try:
             self._process = self._start(files, command, cpu_s)
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_folder()
             raise
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -102,7 +105,7 @@ class Sandbox:
         orders = {
             "namespaces": limits.namespaces,
             "serial": next(_SERIAL),
-            "mount_point": self._folder,
+            "folder": self._folder or _MOUNT_POINT,
             "guard": str(Path(guard.__file__).parent),
             "readable": _readable(),
             "files": dict(files),
@@ -182,7 +185,11 @@ class Sandbox:
         for stream in (self._stdin, self._stdout, self._stderr):
             with contextlib.suppress(OSError):
                 stream.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _raise_if_failed(self, status: int) -> None:
         if status == sandbox_child.FAILED and (mark := sandbox_child.MARK.encode()) in self._errors:

@@ -55,7 +55,7 @@ def _in_namespaces(orders: dict[str, Any]) -> int:
     """Runs the program in namespaces of its own; its status."""
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     kinds = _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP
-    own_id = _OWN_IDS + int(orders["serial"]) % 0x10000000 if os.geteuid() == 0 else None
+    own_id = _own_id(int(orders["serial"])) if os.geteuid() == 0 else None
     if own_id is not None and _LIBC.unshare(kinds):  # root in a container
         _give_up_root(own_id)
         own_id = None
@@ -76,6 +76,21 @@ def _in_namespaces(orders: dict[str, Any]) -> int:
     return status
 
 
+def _own_id(serial: int) -> int | None:
+    """The user and group id that a root user's program gets: one of its own, or nobody's in a container whose root is
+    a plain user; None if there is neither."""
+    for wanted in (_OWN_IDS + serial % 0x10000000, _INSIDE):
+        if all(_is_mapped(wanted, name) for name in ("uid_map", "gid_map")):
+            return wanted
+    return None
+
+
+def _is_mapped(number: int, name: str) -> bool:
+    with open(f"/proc/self/{name}", encoding="ascii") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    return any(first <= number < first + length for first, _, length in ranges)
+
+
 def _first_process(orders: dict[str, Any], here: int, own_id: int | None) -> int:
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     if select.select([here], [], [], 0)[0]:  # its parent ended before that
@@ -93,7 +108,7 @@ def _first_process(orders: dict[str, Any], here: int, own_id: int | None) -> int
 
 def _new_root(orders: dict[str, Any], own_id: int) -> None:
     """Replaces the file system by one in memory that holds the interpreter, read-only, and the program's folder."""
-    base = orders["mount_point"].encode()
+    base = orders["folder"].encode()
     _mount(b"none", b"/", None, _REC | _PRIVATE, None)
     _mount(b"tmpfs", base, b"tmpfs", _NOSUID | _NODEV, b"size=%d,nr_inodes=4096,mode=755" % orders["folder_bytes"])
     root = base + b"/root"  # inside of it `chroot` applies, where the kernel gives no user namespaces
@@ -170,7 +185,7 @@ def _limited(orders: dict[str, Any]) -> int:
     program = os.fork()
     if program == 0:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.chdir(orders["mount_point"])
+        os.chdir(orders["folder"])
 
         def run() -> NoReturn:
             os.setsid()
