@@ -81,6 +81,9 @@ class Judge(Graded):
         self._where = _checked(settings, name, self._deadline_s, reward_timeout_s)
         if settings.key_variable and not os.environ.get(settings.key_variable):
             raise ConfigError(f"the judge {name} has no key: {self._without_key}")
+        # Here, and not at the first request: a fork of this process for each reward would import it each time.
+        import httpx  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
         self._memory: dict[str, _Reply] = {}
         self._spent = _Spent()
 

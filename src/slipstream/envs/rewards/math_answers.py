@@ -5,14 +5,13 @@ and expressions; of completions math-verify takes the boxed answer, other LaTeX,
 
 Sympy can compute for ever on what a policy writes. math-verify's own time limits are alarm signals, which work in a
 main thread only and which others may have taken; they are off here, and the reward's worker is killed instead. Right
-answers are parsed before a run by this module as a program, which is killed at its deadline, too.
+answers are parsed before a run in other processes, which are killed at their deadline, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -46,11 +45,13 @@ class Math(Graded):
     name = "math"
 
     def __init__(self, setting: str = "reward") -> None:
-        if importlib.util.find_spec("math_verify") is None:
+        try:
+            import math_verify  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        except ImportError as error:
             raise ConfigError(
-                f"{setting} = math needs the package math-verify, which is not installed: pip install "
+                f"{setting} = math needs the package math-verify, which cannot be imported ({error}): pip install "
                 "'slipstream[math]'"
-            )
+            ) from error
 
     def check(self, rows: Sequence[Checked]) -> None:
         """Raises an error for a right answer that cannot be parsed."""
@@ -135,7 +136,7 @@ class _Parser:
 
     def __init__(self, answers: Sequence[str]) -> None:
         self._answers = answers
-        command = (sys.executable, "-P", "-m", "slipstream.envs.rewards.math_answers")
+        command = (sys.executable, "-P", "-c", f"from {__name__} import parse_all; parse_all()")
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -160,7 +161,7 @@ class _Parser:
             if not ready:
                 if wait < limit:
                     return None
-                return self._answers[num_read], f"takes more than {PARSE_S:g} s to parse"
+                return self._answers[num_read], f"takes more than {PARSE_S:g} s to parse and compare"
             chunk = os.read(self._answered.fileno(), 65536)
             if not chunk:
                 return self._answers[num_read], "ends the process that parses it"
@@ -172,12 +173,16 @@ class _Parser:
         return None
 
 
-def main() -> int:
-    """Reads a list of right answers as JSON; writes `+` or `-` for each."""
+def parse_all() -> None:
+    """Reads a list of right answers as JSON; writes `+` or `-` for each. Each is also compared, with itself and with
+    another number: what takes for ever there would take every completion with it."""
+    from math_verify import verify
+    from sympy import Integer
+
+    another = Integer(7919)
     for answer in json.loads(sys.stdin.buffer.read()):
-        os.write(1, b"+" if _parsed(answer) else b"-")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        found = list(_parsed(answer))
+        is_right = bool(found) and verify(found, found, timeout_seconds=None)  # pyright: ignore[reportArgumentType]
+        if is_right:
+            verify(found, another, timeout_seconds=None)  # pyright: ignore[reportArgumentType]
+        os.write(1, b"+" if is_right else b"-")
