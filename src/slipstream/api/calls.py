@@ -16,7 +16,7 @@ from slipstream.api.run import Job, OnStep, Run, error_of
 from slipstream.config import load_settings
 from slipstream.config.python_objects import PythonObject
 from slipstream.envs.base import Environment
-from slipstream.envs.from_python import RewardFunction, pack_environment, pack_rows
+from slipstream.envs.from_python import AnyReward, pack_environment, pack_rows
 from slipstream.errors import ConfigError, Interrupted
 from slipstream.runlog import refuse_used
 
@@ -26,7 +26,7 @@ Table = Mapping[str, Any]
 Rows = Iterable[Mapping[str, Any]]
 """A list of dictionaries, a Hugging Face data set, or a pandas or polars table."""
 Tasks = str | Rows | Environment | type[Environment] | Callable[..., Iterable[Any]]
-Reward = RewardFunction | Literal["exact", "number"]
+Reward = AnyReward
 
 
 class Sections(TypedDict, total=False):

@@ -18,7 +18,8 @@ class EnvironmentConfig(Section):
     entry point in the group `slipstream.environments`."""
     settings: dict[str, Any] = {}
     """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
-    `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `strip_thinking`."""
+    `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
+    `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`."""
     system_prompt: str = ""
     """Put before every conversation that has no system message of its own."""
     seed: bounds.Seed = 0

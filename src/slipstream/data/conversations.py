@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -64,6 +64,8 @@ class Problem:
     gold: str | None
     source: str = ""
     extra: dict[str, Any] | None = None
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The row as it was read."""
 
 
 def read_conversations(
@@ -129,14 +131,23 @@ def read_problems(
     form: Form = "auto",
     split: str = "",
     setting: str = "environment.settings.path",
+    *,
+    answers: bool = True,
 ) -> list[Problem]:
-    """Reads the problems of a file or folder, in order. If the format is `auto`, the first row determines it."""
-    rows = read_rows(path, split, setting)
+    """Reads the problems of a file or folder, in order; see `problems_of`."""
+    return problems_of(read_rows(path, split, setting), columns, form, answers=answers)
+
+
+def problems_of(rows: Sequence[Row], columns: Columns, form: Form = "auto", *, answers: bool = True) -> list[Problem]:
+    """The problems of these rows. If the format is `auto`, the first row determines it. Without `answers` a row may
+    have none. Raises `DataError`."""
     _check_named(rows, (columns.messages, columns.prompt, columns.answer, columns.gold))
     if form == "auto":
         form = _form_of(rows[0], columns)
     make = {"verl": _verl_problem, "messages": _messages_problem, "prompt-answer": _plain_problem}[form]
-    problems = [make(row, columns) for row in rows]
+    if form == "prompt-answer" and not answers:
+        make = _prompt_problem
+    problems = [replace(make(row, columns), columns=row.values) for row in rows]
     for problem in problems:
         if complaint := not_plain(problem.answer, "the answer") or not_plain(problem.extra, "extra_info"):
             raise DataError(f"{problem.where}: {complaint}: keep to text, numbers, booleans, lists and dictionaries")
@@ -213,6 +224,21 @@ def _plain_problem(row: Row, columns: Columns) -> Problem:
         str(row.values.get("data_source") or ""),
         {} if extra is None else as_mapping(extra, "extra_info", row.where),
     )
+
+
+def _prompt_problem(row: Row, columns: Columns) -> Problem:
+    """A problem that needs no answer."""
+    answer = columns.answer or _first_of(row.values, ANSWERS)
+    if answer and value_at(row, answer) not in (None, "", [], {}):
+        return _plain_problem(row, columns)
+    prompt = columns.prompt or _first_of(row.values, PROMPTS)
+    if not prompt:
+        return _plain_problem(row, columns)  # which says so
+    turns = _completed(_prompt(row, prompt, is_found=not columns.prompt), row)
+    gold = _text_at(row, columns.gold) if columns.gold else None
+    extra = row.values.get("extra_info")
+    extra = {} if extra is None else as_mapping(extra, "extra_info", row.where)
+    return Problem(row.where, tuple(turns), None, gold, str(row.values.get("data_source") or ""), extra)
 
 
 def _messages_problem(row: Row, columns: Columns) -> Problem:

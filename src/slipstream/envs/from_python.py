@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from slipstream.config.python_objects import PythonObject, load, pack
-from slipstream.envs.answers import last_number, same_text
-from slipstream.envs.base import Environment, Split
+from slipstream.data.conversations import Columns, problems_of
+from slipstream.data.plain_values import plain_or_text
+from slipstream.data.readers import Row
+from slipstream.envs.base import Environment, Episode, Score, Split
+from slipstream.envs.rewards import Options, named
+from slipstream.envs.rewards import Reward as NamedReward
+from slipstream.envs.rewards.contract import COLUMNS, Checked
+from slipstream.envs.rewards.named import BUILT_IN
 from slipstream.envs.single_turn import FunctionEnvironment, Reward, SingleTurn, as_tasks
 from slipstream.envs.split import split_of
 from slipstream.errors import ConfigError
 from slipstream.records import Task
 
-REWARDS = ("exact", "number")
-"""Rewards by name: the completion equals the row's answer, white space aside; or its last number does."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
 """Columns that hold the prompt, in this order."""
 RewardFunction = Callable[[Task, str], Reward | Awaitable[Reward]]
+AnyReward = RewardFunction | NamedReward | str | Sequence[Any]
+"""A function, a reward of `slipstream.envs.rewards`, its name, or the parts of a rubric."""
+_TESTS = ("test", "validation", "eval")
+"""Splits of a `DatasetDict` that are meant to be held out."""
 Maker = Callable[[int, Mapping[str, Any]], Environment]
 
 
@@ -31,18 +40,23 @@ class RowEnvironment(SingleTurn):
         name: str,
         rows: Sequence[Mapping[str, Any]],
         eval_rows: Sequence[Mapping[str, Any]] | None,
-        reward: RewardFunction | str,
+        reward: AnyReward,
         seed: int = 0,
     ) -> None:
         super().__init__(seed)
         self.name = name
-        self._reward = _named_reward(reward) if isinstance(reward, str) else reward
-        train = as_tasks(map(_as_task, rows), "train", name)
+        self._reward = named(reward)
+        self._checked: set[Split] = set()
+        train = self._tasks_of(rows, "train")
         if eval_rows is None:
             self._splits = {split: [task for task in train if split_of(_text(task)) == split] for split in _SPLITS}
         else:
-            self._splits = {"train": train, "eval": as_tasks(map(_as_task, eval_rows), "eval", name)}
+            self._splits = {"train": train, "eval": self._tasks_of(eval_rows, "eval")}
         self._source = "" if eval_rows is not None else "one row in ten, by its text"
+
+    def _tasks_of(self, rows: Sequence[Mapping[str, Any]], split: Split) -> list[Task]:
+        made = (_as_task(row, self._reward, f"{split} task {n} of {self.name}") for n, row in enumerate(rows))
+        return as_tasks(made, split, self.name)
 
     @property
     def num_train_tasks(self) -> int:
@@ -55,12 +69,64 @@ class RowEnvironment(SingleTurn):
         return self._source
 
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
-        """See `Environment`."""
+        """See `Environment`; all of the split are checked."""
+        if split not in self._checked:
+            self._reward.check([Checked(f"task {task.id} of {self.name}", task) for task in self._splits[split]])
+            self._checked.add(split)
         return self._splits[split][:num_tasks]
 
-    def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
+    def reward(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """What the caller's reward gives."""
         return self._reward(task, completion)
+
+    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
+        """See `Environment`: the reward takes what it grades from the whole text."""
+        return self._reward(task, completion)
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
+        """See `Environment`."""
+        return await self._reward.score_group(task, [episode.completion for episode in episodes])
+
+
+class GroupedRowEnvironment(RowEnvironment):
+    """Rows whose reward grades the completions of one task together."""
+
+    scores_groups = True
+
+
+class NamedRewardEnvironment(FunctionEnvironment):
+    """A function that makes tasks, with a reward of the library."""
+
+    def __init__(
+        self,
+        name: str,
+        make_tasks: Callable[..., Any],
+        reward: NamedReward,
+        seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(name, make_tasks, reward, seed, settings)
+        self._named = reward
+
+    def tasks(self, split: Split, num_tasks: int) -> list[Task]:
+        """The tasks, which the reward has checked."""
+        found = super().tasks(split, num_tasks)
+        self._named.check([Checked(f"task {task.id} of {self.name}", task) for task in found])
+        return found
+
+    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
+        """See `Environment`: the reward takes what it grades from the whole text."""
+        return self._named(task, completion)
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
+        """See `Environment`."""
+        return await self._named.score_group(task, [episode.completion for episode in episodes])
+
+
+class GroupedRewardEnvironment(NamedRewardEnvironment):
+    """The same, where the reward grades the completions of one task together."""
+
+    scores_groups = True
 
 
 _SPLITS: tuple[Split, ...] = ("train", "eval")
@@ -70,7 +136,8 @@ def pack_environment(tasks: Any, eval_tasks: Any = None, reward: Any = None) -> 
     """An environment of what a caller passes as `tasks`: an `Environment` (object or class), a function
     `tasks(split, num_tasks, seed)`, or rows, of which each is a mapping with a prompt and perhaps an `answer`.
 
-    `reward` is a function `reward(task, completion)` or one of `REWARDS`, and is not given with an `Environment`.
+    `reward` is a function `reward(task, completion)`, a reward of `slipstream.envs.rewards`, or its name, and is not
+    given with an `Environment`. A `DatasetDict` of Hugging Face's `datasets` holds out its split for tests.
     Raises ConfigError.
     """
     if isinstance(tasks, Environment) or (isinstance(tasks, type) and issubclass(tasks, Environment)):
@@ -82,16 +149,18 @@ def pack_environment(tasks: Any, eval_tasks: Any = None, reward: Any = None) -> 
         return pack(tasks.__name__, partial(_of_class, tasks), tasks)
     if reward is None:
         raise ConfigError(f"tasks has no reward: give reward=a function(task, completion), or one of {_choices()}")
-    _check_reward(reward)
+    reward = _checked_reward(reward)
+    sources = reward.sources() if isinstance(reward, NamedReward) else [reward]
+    tasks, eval_tasks = _splits_of(tasks, eval_tasks)
     if callable(tasks):
         if eval_tasks is not None:
             raise ConfigError("tasks is a function and gives held-out tasks too (split = 'eval'): omit eval_tasks")
         _check_call(tasks, ("train", 1, 0), "tasks", "split, num_tasks, seed")
         label = getattr(tasks, "__name__", "tasks")
-        return pack(label, partial(_of_functions, label, tasks, _function(reward)), tasks, reward)
+        return pack(label, partial(_of_functions, label, tasks, reward), tasks, *sources)
     rows, held_out = _rows_of(tasks, "tasks"), None if eval_tasks is None else _rows_of(eval_tasks, "eval_tasks")
     RowEnvironment("tasks", rows, held_out, reward)  # what is wrong with a row is said here
-    return pack("rows", partial(_of_rows, rows, held_out, reward), rows, held_out, reward)
+    return pack("rows", partial(_of_rows, rows, held_out, reward), rows, held_out, *sources)
 
 
 def pack_rows(data: Any) -> PythonObject:
@@ -117,21 +186,25 @@ def _of_object(environment: Environment, seed: int, settings: Mapping[str, Any])
 
 
 def _of_functions(
-    name: str, tasks: Callable[..., Any], reward: RewardFunction, seed: int, settings: Mapping[str, Any]
+    name: str, tasks: Callable[..., Any], reward: RewardFunction | NamedReward, seed: int, settings: Mapping[str, Any]
 ) -> Environment:
+    if isinstance(reward, NamedReward):
+        kind = GroupedRewardEnvironment if reward.grades_groups else NamedRewardEnvironment
+        return kind(name, tasks, reward, seed, settings)
     return FunctionEnvironment(name, tasks, reward, seed, settings)
 
 
 def _of_rows(
     rows: list[dict[str, Any]],
     eval_rows: list[dict[str, Any]] | None,
-    reward: RewardFunction | str,
+    reward: AnyReward,
     seed: int,
     settings: Mapping[str, Any],
 ) -> Environment:
     if settings:
         raise ConfigError("environment.settings has no effect on rows: leave it out")
-    return RowEnvironment("rows", rows, eval_rows, reward, seed)
+    is_grouped = isinstance(reward, NamedReward) and reward.grades_groups
+    return (GroupedRowEnvironment if is_grouped else RowEnvironment)("rows", rows, eval_rows, reward, seed)
 
 
 def _rows_of(given: Any, what: str) -> list[dict[str, Any]]:
@@ -153,30 +226,68 @@ def _rows_of(given: Any, what: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _as_task(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its prompt under `prompt`, and a number for an answer as text."""
-    found = dict(row)
-    name = next((name for name in PROMPTS if name in found), None)
-    if name is not None:
-        found["prompt"] = found.pop(name)
+def _splits_of(tasks: Any, eval_tasks: Any) -> tuple[Any, Any]:
+    """Rows and held-out rows of a `DatasetDict`; anything else as it is."""
+    if not isinstance(tasks, dict) or not hasattr(tasks, "num_rows") or not tasks:
+        return tasks, eval_tasks
+    splits = cast("dict[str, Any]", tasks)
+    held_out = next((splits[name] for name in _TESTS if name in splits), None)
+    train = splits["train"] if "train" in splits else next(iter(splits.values())) if len(splits) == 1 else None
+    if train is None:
+        raise ConfigError(f"tasks has the splits {', '.join(splits)} and no train: give one of them, tasks['...']")
+    return train, held_out if eval_tasks is None else eval_tasks
+
+
+def _as_task(row: Mapping[str, Any], reward: NamedReward, where: str) -> dict[str, Any]:
+    """The row as a task: its prompt under `prompt`, its answer as text or as `ground_truth`. Rows of verl's form have
+    theirs where verl puts them."""
+    if "reward_model" in row and "answer" not in row:
+        found = _verl_task(row, where)
+    else:
+        found = dict(row)
+        name = next((name for name in PROMPTS if name in found), None)
+        if name is not None:
+            found["prompt"] = found.pop(name)
     answer = found.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         found["answer"] = str(answer)
+    elif isinstance(answer, list | dict) or (answer is not None and not reward.answer_is_gold):
+        found.setdefault("ground_truth", found.pop("answer"))
+    if reward.needs_columns:
+        found[COLUMNS] = {name: plain_or_text(value) for name, value in row.items()}
     return found
+
+
+def _verl_task(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    (problem,) = problems_of([Row(where, dict(row))], Columns(), "verl")
+    answer = {} if problem.gold is None else {"answer": problem.gold}
+    given = {"data_source": problem.source, "ground_truth": problem.answer, "extra_info": problem.extra}
+    return {"prompt": list(problem.prompt), **answer, **given}
 
 
 def _text(task: Task) -> str:
     return "\n".join(message.content for message in task.prompt if message.role != "system")
 
 
-def _check_reward(reward: Any) -> None:
-    if isinstance(reward, str):
-        if reward not in REWARDS:
-            raise ConfigError(f"reward = {reward!r} is not a reward: give a function, or one of {_choices()}")
-        return
+def _checked_reward(reward: Any) -> Any:
+    """The reward: a function as it is, anything else as a reward of the library."""
+    if isinstance(reward, NamedReward):
+        return reward
+    if isinstance(reward, str | list | tuple):
+        return named(_absolute(reward), Options())
     if not callable(reward):
         raise ConfigError(f"reward is a {type(reward).__name__}: give a function, or one of {_choices()}")
     _check_call(reward, (None, ""), "reward", "task, completion")
+    return reward
+
+
+def _absolute(reward: Any) -> Any:
+    """The name of a function in a file, with the file's whole path."""
+    if not isinstance(reward, str):
+        return reward
+    prefix = "trl:" if reward.startswith("trl:") else ""
+    file, colon, function = reward.removeprefix(prefix).partition(":")
+    return prefix + os.path.realpath(file) + colon + function if file.endswith(".py") else reward
 
 
 def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], what: str, expected: str) -> None:
@@ -189,21 +300,4 @@ def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], what: 
 
 
 def _choices() -> str:
-    return " and ".join(f'"{name}"' for name in REWARDS)
-
-
-def _function(reward: RewardFunction | str) -> RewardFunction:
-    return _named_reward(reward) if isinstance(reward, str) else reward
-
-
-def _named_reward(name: str) -> RewardFunction:
-    return _exact if name == "exact" else _number
-
-
-def _exact(task: Task, completion: str) -> float:
-    return float(same_text(completion, task.answer or ""))
-
-
-def _number(task: Task, completion: str) -> float:
-    found = last_number(completion)
-    return float(found is not None and found == last_number(task.answer or ""))
+    return ", ".join(f'"{name}"' for name in BUILT_IN)

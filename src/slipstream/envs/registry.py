@@ -21,7 +21,7 @@ from slipstream.envs.base import Environment
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.rows import NAME as ROWS
-from slipstream.envs.rows import Rows
+from slipstream.envs.rows import rows_environment
 from slipstream.envs.single_turn import FunctionEnvironment, shown_settings
 from slipstream.envs.suggest import did_you_mean
 from slipstream.errors import ConfigError, SlipstreamError, one_line
@@ -48,7 +48,7 @@ def _load(config: EnvironmentConfig) -> Environment:
     if is_python_object(name):
         return load_python_environment(name, config.seed, config.settings)
     if name == ROWS:
-        return Rows(config.seed, config.settings)
+        return rows_environment(config.seed, config.settings, reward_timeout_s=config.reward_timeout_s)
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if path.endswith(".py"):
         return _from_file(Path(path), attribute, config)

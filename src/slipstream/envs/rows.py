@@ -1,49 +1,58 @@
-"""The environment `rows`: questions with known answers from the user's file or folder, including verl's format.
+"""The environment `rows`: questions with known answers from the user's files or folders, including verl's format.
 
 Settings: `path` (JSON lines, parquet, or a folder; see `data/readers.py`), `split`, `eval_path`, `eval_split`, `format`
 (`verl`, `messages`, `prompt-answer`; detected if not set), `prompt_column`, `answer_column`, `messages_column`,
-`gold_column`, `reward` and `strip_thinking`.
+`gold_column`, `reward` or `rubric`, `score_groups`, `strip_thinking`, `tokenizer`, `sandbox`, `code` and `judges`.
 
-Held-out tasks are the rows of `eval_path` or of `eval_split`; without both, one question in ten, by its text
-(`split.split_of`). If `eval_path` is a folder of several splits and `eval_split` is not set, its `test`, `validation`
-or `eval` split is used, in this order. Only requested rows are read: the reward worker reads none.
+`path` and `eval_path` may be a list, or a table of paths by task, as verl's `train_files`: ids then begin with the
+task's name, which is also `info["task"]`. Held-out tasks are the rows of `eval_path` or of `eval_split`; without both,
+one question in ten, by its text (`split.split_of`). If `eval_path` is a folder of several splits and `eval_split` is
+not set, its `test`, `validation` or `eval` split is used, in this order. Only requested rows are read: the reward
+worker reads none.
 
-A reward is `exact` (the answer's text, ignoring white space), `number` (the last number), or
-`path/to/file.py:function`, a function with verl's signature: `compute_score(data_source, solution_str, ground_truth,
-extra_info)` returns a number, or a dictionary with `score`. In a table of rewards by `data_source`, each row gets the
-longest name that its source begins with. Such a function gets the whole completion, as in verl, unless `strip_thinking`
-is set.
+Rewards are those of `rewards/named.py`. In a table of rewards by `data_source`, each row gets the longest name that its
+source begins with.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-import numbers
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
-from slipstream.config.user_code import import_file
 from slipstream.data.conversations import Columns, Form, Problem, read_problems
+from slipstream.data.plain_values import plain_or_text
 from slipstream.data.readers import held_out_split
-from slipstream.envs.answers import final_answer, last_number, same_text
-from slipstream.envs.base import Environment, Episode, Policy, RewardFailed, Score, Split, as_score, scored
+from slipstream.envs.base import Environment, Episode, Policy, Score, Split
 from slipstream.envs.conversation import converse
+from slipstream.envs.rewards import Options, Reward, named
+from slipstream.envs.rewards.contract import COLUMNS, Checked
 from slipstream.envs.split import split_of
 from slipstream.envs.suggest import did_you_mean
 from slipstream.errors import ConfigError, DataError
-from slipstream.records import NON_FINITE, Task
+from slipstream.records import Task
 
 NAME = "rows"
-_TEXTS = ("path", "split", "eval_path", "eval_split", "format")
+_PATHS = ("path", "eval_path")
+_TEXTS = ("split", "eval_split", "format", "tokenizer")
 _COLUMNS = ("prompt_column", "answer_column", "messages_column", "gold_column")
-_SETTINGS = (*_TEXTS, *_COLUMNS, "reward", "strip_thinking")
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_REWARD_FORMS = '"exact", "number", "path/to/file.py:function", or a table of these by data_source'
+_FLAGS = ("strip_thinking", "score_groups")
+_TABLES = ("code", "judges")
+_SETTINGS = (*_PATHS, *_TEXTS, *_COLUMNS, *_FLAGS, *_TABLES, "reward", "rubric", "sandbox")
+_SANDBOXES = ("namespaces", "limits")
+_PATH_FORMS = "a text, a list of texts, or a table of texts by task"
 
-Reward = Callable[[Task, str], Score | Awaitable[Score]]
+
+class Source(NamedTuple):
+    """One file or folder of rows."""
+
+    path: str
+    prefix: str
+    """What the ids of its tasks begin with."""
+    task: str
+    """Its name in a table of paths; empty otherwise."""
+    setting: str
 
 
 class Rows(Environment):
@@ -52,18 +61,27 @@ class Rows(Environment):
 
     max_turns = 1
 
-    def __init__(self, seed: int = 0, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, seed: int = 0, settings: Mapping[str, Any] | None = None, *, reward_timeout_s: float = 10.0
+    ) -> None:
         super().__init__(seed)
         self.name = NAME
-        self._settings = _checked(settings or {})
-        reward = self._settings.get("reward", "exact")
+        self._settings = given = _checked(settings or {})
+        setting = "rubric" if "rubric" in given else "reward"
+        reward = given.get(setting, "exact")
         table = cast("dict[str, Any]", reward) if isinstance(reward, dict) else {"": reward}
+        options = Options(
+            reward_timeout_s=reward_timeout_s,
+            strip_thinking=given.get("strip_thinking", False),
+            sandbox=given.get("sandbox", "namespaces"),
+            code=given.get("code", {}),
+            judges=given.get("judges", {}),
+            tokenizer=given.get("tokenizer", ""),
+        )
         # Longest name first, so that the first match is the longest one.
-        self._kinds = {name: table[name] for name in sorted(table, key=len, reverse=True)}
-        strip = self._settings.get("strip_thinking")
         self._rewards = {
-            name: _reward(kind, strip, f"environment.settings.reward{f'.{name}' if name else ''}")
-            for name, kind in self._kinds.items()
+            name: named(table[name], options, f"environment.settings.{setting}{f'.{name}' if name else ''}")
+            for name in sorted(table, key=len, reverse=True)
         }
 
     @property
@@ -75,7 +93,7 @@ class Rows(Environment):
         """See `Environment.tasks`: the first rows of the split, fewer if there are no more."""
         found = self._train if split == "train" else self._eval
         if not found:
-            path = self._settings["path"]
+            path = self._path
             if split == "train":
                 raise DataError(
                     f"every question of {path} is held out: add rows, or set environment.settings.eval_path"
@@ -91,11 +109,12 @@ class Rows(Environment):
         return await converse(self, task, policy)
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """The reward function that the row's `data_source` selects."""
-        return self._rewards[self._reward_name(str(task.info["data_source"]))](task, completion)
+        """The reward that the row's `data_source` selects."""
+        return self._reward_of(task)(task, completion)
 
-    def _reward_name(self, source: str) -> str:
-        return next(name for name in self._kinds if source.startswith(name))
+    def _reward_of(self, task: Task) -> Reward:
+        source = str(task.info["data_source"])
+        return next(reward for name, reward in self._rewards.items() if source.startswith(name))
 
     @cached_property
     def _train(self) -> list[Task]:
@@ -107,60 +126,122 @@ class Rows(Environment):
     def _eval(self) -> list[Task]:
         if not self._has_own_eval:
             return [task for task in self._main if split_of(_question(task)) == "eval"]
-        return self._read(self._eval_setting, self._eval_split)
+        return self._read(self._eval_setting, held_out=True)
 
     @cached_property
     def _main(self) -> list[Task]:
-        return self._read("path", self._settings.get("split", ""))
+        return self._read("path", held_out=False)
 
     @property
     def _eval_setting(self) -> str:
         return "eval_path" if "eval_path" in self._settings else "path"
 
-    @cached_property
-    def _eval_split(self) -> str:
-        """`eval_split`; if not set, the test split of the folder, unless it is trained on."""
+    def _split_of(self, source: Source, which: str, *, held_out: bool) -> str:
+        """The split of a file or folder: that of the settings; of a held-out folder its test split, unless it is
+        trained on."""
         settings = self._settings
-        folder = Path(settings[self._eval_setting])
+        if not held_out:
+            return settings.get("split", "")
+        folder = Path(source.path)
         if "eval_split" in settings or not folder.is_dir():
             return settings.get("eval_split", "")
-        is_same = folder.resolve() == Path(settings["path"]).resolve()
+        is_same = any(folder.resolve() == Path(other.path).resolve() for other in self._sources("path"))
         trained = settings.get("split", "train") if is_same else ""
-        return held_out_split(folder, trained, f"environment.settings.{self._eval_setting}")
+        return held_out_split(folder, trained, f"environment.settings.{which}")
 
     @property
     def eval_source(self) -> str:
         """See `Environment`."""
         if not self._has_own_eval:
-            return f"one question in ten of {self._settings['path']}, by its text"
-        split = f"split {self._eval_split!r} of " if self._eval_split else ""
-        return f"{split}{self._settings[self._eval_setting]}"
+            return f"one question in ten of {self._path}, by its text"
+        which, found = self._eval_setting, list[str]()
+        for source in self._sources(which):
+            split = self._split_of(source, which, held_out=True)
+            found.append(f"split {split!r} of {source.path}" if split else source.path)
+        return ", ".join(found)
+
+    @property
+    def _path(self) -> str:
+        return ", ".join(source.path for source in self._sources("path"))
 
     @property
     def _has_own_eval(self) -> bool:
         return "eval_path" in self._settings or "eval_split" in self._settings
 
-    def _read(self, which: str, split: str) -> list[Task]:
+    def _sources(self, which: str) -> Iterator[Source]:
+        value = self._settings[which]
+        if isinstance(value, str):
+            yield Source(value, which, "", which)
+        elif isinstance(value, dict):
+            for task, path in cast("dict[str, str]", value).items():
+                yield Source(path, f"{task}/{which}", task, f"{which}.{task}")
+        else:
+            for number, path in enumerate(cast("list[str]", value)):
+                yield Source(path, f"{which}/{number}", "", f"{which}[{number}]")
+
+    def _read(self, which: str, *, held_out: bool) -> list[Task]:
+        return [task for source in self._sources(which) for task in self._tasks_of(source, which, held_out=held_out)]
+
+    def _tasks_of(self, source: Source, which: str, *, held_out: bool) -> list[Task]:
         settings = self._settings
         columns = Columns(*(settings.get(f"{name}_column", "") for name in ("messages", "prompt", "answer", "gold")))
         form = cast("Form", settings.get("format", "auto"))
-        path = Path(settings[which])
-        problems = read_problems(path, columns, form, split, f"environment.settings.{which}")
-        return [self._task(problem, f"{which}/{row}") for row, problem in enumerate(problems)]
+        problems = read_problems(
+            Path(source.path),
+            columns,
+            form,
+            self._split_of(source, which, held_out=held_out),
+            f"environment.settings.{source.setting}",
+            answers=any(reward.needs_answers for reward in self._rewards.values()),
+        )
+        found: dict[str, list[Checked]] = {name: [] for name in self._rewards}
+        tasks: list[Task] = []
+        for row, problem in enumerate(problems):
+            name = next((name for name in self._rewards if problem.source.startswith(name)), None)
+            if name is None:
+                raise DataError(
+                    f"{problem.where}: data_source = {problem.source!r} has no reward: "
+                    f"environment.settings.reward has {', '.join(self._rewards)}"
+                )
+            tasks.append(_task(problem, f"{source.prefix}/{row}", source.task, self._rewards[name]))
+            found[name].append(Checked(problem.where, tasks[-1]))
+        for name, rows in found.items():
+            self._rewards[name].check(rows)
+        return tasks
 
-    def _task(self, problem: Problem, id_: str) -> Task:
-        kind = next((kind for name, kind in self._kinds.items() if problem.source.startswith(name)), None)
-        if kind is None:
-            raise DataError(
-                f"{problem.where}: data_source = {problem.source!r} has no reward: "
-                f"environment.settings.reward has {', '.join(self._kinds)}"
-            )
-        _check_answer(problem, kind)
-        gold = problem.gold
-        if gold is None and isinstance(problem.answer, list) and problem.answer:
-            gold = str(cast("list[Any]", problem.answer)[0])
-        info = {"data_source": problem.source, "ground_truth": problem.answer, "extra_info": problem.extra or {}}
-        return Task(id_, problem.prompt, gold, info)
+
+class GroupedRows(Rows):
+    """`rows` with `score_groups = true`: rewards grade the completions of one task together."""
+
+    scores_groups = True
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
+        """The reward that the row's `data_source` selects, called once."""
+        return await self._reward_of(task).score_group(task, [episode.completion for episode in episodes])
+
+
+def rows_environment(seed: int, settings: Mapping[str, Any], *, reward_timeout_s: float) -> Rows:
+    """The environment that these settings ask for. Raises `ConfigError`."""
+    kind = GroupedRows if settings.get("score_groups") is True else Rows
+    return kind(seed, settings, reward_timeout_s=reward_timeout_s)
+
+
+def _task(problem: Problem, id_: str, task: str, reward: Reward) -> Task:
+    gold, answer = problem.gold, problem.answer
+    if not reward.answer_is_gold:
+        gold = None if gold == str(answer) else gold
+    elif gold is None and isinstance(answer, list) and answer:
+        gold = str(cast("list[Any]", answer)[0])
+    info: dict[str, Any] = {
+        "data_source": problem.source,
+        "ground_truth": answer,
+        "extra_info": problem.extra or {},
+    }
+    if task:
+        info["task"] = task
+    if reward.needs_columns:
+        info[COLUMNS] = {name: plain_or_text(value) for name, value in problem.columns.items()}
+    return Task(id_, problem.prompt, gold, info)
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,106 +249,40 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         path = f"environment.settings.{key}"
         if key not in _SETTINGS:
             raise ConfigError(f"{path}: {NAME} has no such setting{did_you_mean(key, _SETTINGS)}")
-        if key in (*_TEXTS, *_COLUMNS) and not (isinstance(value, str) and value.strip()):
+        if key in (*_TEXTS, *_COLUMNS) and not _is_text(value):
             raise ConfigError(f"{path} = {value!r:.60} is not a text: give one, or leave it out")
-        if key == "strip_thinking" and not isinstance(value, bool):
+        if key in _PATHS and not _is_text(value) and not _are_texts(value):
+            raise ConfigError(f"{path} = {value!r:.60} is no path: give {_PATH_FORMS}")
+        if key in _FLAGS and not isinstance(value, bool):
             raise ConfigError(f"{path} = {value!r:.60} is a {type(value).__name__}: give true or false")
+        if key in _TABLES and not isinstance(value, dict):
+            raise ConfigError(f"{path} = {value!r:.60} is a {type(value).__name__}: give a table of settings")
     if "path" not in given:
         raise ConfigError(f"environment.settings.path is missing: {NAME} needs the path of a file or folder of rows")
-    if given.get("format", "auto") not in get_args(Form):
+    for key, choices in (("format", get_args(Form)), ("sandbox", _SANDBOXES)):
+        if given.get(key, choices[0]) not in choices:
+            raise ConfigError(
+                f"environment.settings.{key} = {given[key]!r} is not a choice{did_you_mean(str(given[key]), choices)}"
+            )
+    if "rubric" in given and "reward" in given:
+        raise ConfigError("environment.settings has reward and rubric: keep one, a reward may be a part of the rubric")
+    if "rubric" in given and not isinstance(given["rubric"], list):
         raise ConfigError(
-            f"environment.settings.format = {given['format']!r} is not a choice"
-            f"{did_you_mean(str(given['format']), get_args(Form))}"
+            "environment.settings.rubric is not a list: give its parts, each { reward = ..., weight = ... }"
         )
     return dict(given)
 
 
-def _reward(kind: Any, strip: bool | None, setting: str) -> Reward:
-    if kind == "exact":
-        return _on_answer(lambda task, answer: any(same_text(answer, str(right)) for right in _accepted(task)))
-    if kind == "number":
-        return _on_answer(lambda task, answer: last_number(answer) in [last_number(str(r)) for r in _accepted(task)])
-    if not isinstance(kind, str) or not kind.partition(":")[0].endswith(".py"):
-        raise ConfigError(f"{setting} = {kind!r:.80} is not a reward: use {_REWARD_FORMS}")
-    file, _, name = kind.partition(":")
-    function = _function(Path(file), name or "compute_score", setting)
-
-    def call(task: Task, completion: str) -> Score | Awaitable[Score]:
-        solution = final_answer(completion) if strip else completion
-        if solution is None:
-            return Score(0.0, {"unclosed_thinking": 1.0})
-        values = (task.info["data_source"], solution, task.info["ground_truth"], task.info["extra_info"])
-        return scored(function(**dict(zip(_ARGUMENTS, values, strict=True))), _as_verl_score)
-
-    return call
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def _on_answer(is_right: Callable[[Task, str], bool]) -> Reward:
-    def call(task: Task, completion: str) -> Score:
-        answer = final_answer(completion)
-        if answer is None:
-            return Score(0.0, {"unclosed_thinking": 1.0})
-        return Score(float(is_right(task, answer)))
-
-    return call
-
-
-def _function(file: Path, name: str, setting: str) -> Callable[..., Any]:
-    module = import_file(file, setting)
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(f"{setting}: {file} has no function {name!r}{did_you_mean(name, known)}")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
-    except TypeError as error:
-        raise ConfigError(
-            f"{setting}: {name}() in {file} cannot be called with {', '.join(_ARGUMENTS)} ({error}): "
-            "give it these arguments"
-        ) from error
-    return function
-
-
-def _as_verl_score(found: Any) -> Score:
-    """Converts verl's dictionaries: `score`, and other values, of which finite numbers become metrics and `non_finite`
-    counts the rest."""
-    if not isinstance(found, Mapping):
-        return as_score(found)
-    named = cast("Mapping[str, Any]", found)
-    if "score" not in named:
-        raise RewardFailed(f"the reward returned a dictionary of {', '.join(map(str, named))} without 'score': add it")
-    numbers_of = {
-        str(key): float(value)
-        for key, value in named.items()
-        if key not in ("score", "reward") and isinstance(value, numbers.Real)
-    }
-    metrics = {key: value for key, value in numbers_of.items() if math.isfinite(value)}
-    if left_out := len(numbers_of) - len(metrics):
-        metrics[NON_FINITE] = float(left_out)
-    return as_score({**metrics, "reward": named["score"]})
-
-
-def _accepted(task: Task) -> list[Any]:
-    answer = task.info["ground_truth"]
-    return cast("list[Any]", answer) if isinstance(answer, list) else [answer]
-
-
-def _check_answer(problem: Problem, kind: Any) -> None:
-    """Raises an error for a gold answer that a built-in reward could never match."""
-    if kind not in ("exact", "number"):
-        return
-    answers = cast("list[Any]", problem.answer) if isinstance(problem.answer, list) else [problem.answer]
-    for answer in answers:
-        if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-            raise DataError(
-                f'{problem.where}: the answer {answer!r:.60} is a {type(answer).__name__}, and reward = "{kind}" '
-                "compares texts: name another answer_column, or give a reward function"
-            )
-        if kind == "number" and last_number(str(answer)) is None:
-            raise DataError(
-                f'{problem.where}: the answer {answer!r:.60} holds no number, which reward = "number" needs: correct '
-                "the row, or use another reward"
-            )
+def _are_texts(value: Any) -> bool:
+    """Whether a value is a list, or a table, of at least one text."""
+    if not isinstance(value, list | dict) or not value:
+        return False
+    held = cast("Sequence[Any]", list(cast("dict[Any, Any]", value).values()) if isinstance(value, dict) else value)
+    return all(map(_is_text, held))
 
 
 def _question(task: Task) -> str:

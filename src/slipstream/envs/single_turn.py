@@ -30,7 +30,7 @@ from slipstream.records import Message, Role, Task
 from slipstream.runlog.redaction import redact
 
 RawTask = Task | Mapping[str, Any]
-Reward = float | Mapping[str, float]
+Reward = float | Mapping[str, float] | Score
 TASKS_TIMEOUT_S = 120.0
 """Time limit of `tasks` for all tasks of a run."""
 
@@ -42,7 +42,8 @@ class SingleTurn(Environment):
 
     @abstractmethod
     def reward(self, task: Task, completion: str) -> Reward | Awaitable[Reward]:
-        """Reward of an answer; may be a coroutine. A mapping has the key `reward`; its other entries are metrics."""
+        """Reward of an answer; may be a coroutine. A mapping has the key `reward`; its other entries are metrics.
+        Or a `Score`, as the rewards of `slipstream.envs.rewards` give."""
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """A single turn, or several where there are tools: see `conversation.py`."""

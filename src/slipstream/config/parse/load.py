@@ -290,17 +290,42 @@ def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
     """Resolves the paths among the settings of the environment `rows`: data files and reward functions."""
     if not isinstance(settings, dict):
         return
-    for name in ("path", "eval_path"):
-        value = settings.get(name)
+
+    def resolved(table: Any, key: Any, name: str) -> None:
+        value = table[key]
         if isinstance(value, str) and value.strip() and not unusable_path(value):
-            settings[name] = resolve(f"environment.settings.{name}", value, always=True)
-    rewards = settings.get("reward")
-    tables = [(rewards, name) for name in rewards] if isinstance(rewards, dict) else [(settings, "reward")]
-    for table, name in tables:
-        value = table.get(name)
-        if isinstance(value, str) and value.partition(":")[0].endswith(".py"):
-            file, colon, function = value.partition(":")
-            table[name] = resolve("environment.settings.reward", file, always=True) + colon + function
+            table[key] = resolve(f"environment.settings.{name}", value, always=True)
+
+    for name in ("path", "eval_path", "tokenizer"):
+        value = settings.get(name)
+        if isinstance(value, dict | list):
+            for key in value if isinstance(value, dict) else range(len(value)):
+                resolved(value, key, name)
+        elif value is not None:
+            resolved(settings, name, name)
+    judges = settings.get("judges")
+    for name, judge in judges.items() if isinstance(judges, dict) else ():
+        if isinstance(judge, dict) and judge.get("cache"):
+            resolved(judge, "cache", f"judges.{name}.cache")
+    for name in ("reward", "rubric"):
+        if name in settings:
+            settings[name] = _resolve_reward(settings[name], resolve)
+
+
+def _resolve_reward(reward: Any, resolve: Callable[..., str]) -> Any:
+    """The reward with the paths of its functions resolved: a name, a table of rewards, or the parts of a rubric."""
+    if isinstance(reward, list):
+        parts = [part if isinstance(part, dict) else {"reward": part} for part in reward]
+        return [{**part, "reward": _resolve_reward(part.get("reward"), resolve)} for part in parts]
+    if isinstance(reward, dict):
+        return {key: _resolve_reward(value, resolve) for key, value in reward.items()}
+    if not isinstance(reward, str):
+        return reward
+    prefix = "trl:" if reward.startswith("trl:") else ""
+    file, colon, function = reward.removeprefix(prefix).partition(":")
+    if not file.endswith(".py"):
+        return reward
+    return prefix + resolve("environment.settings.reward", file, always=True) + colon + function
 
 
 def _drop_unusable_evaluation(config: RunConfig, sources: _Origins) -> RunConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import cast
 
 from slipstream.config.parse.messages import show
 from slipstream.config.recipes import BUILT_IN
@@ -22,12 +23,22 @@ def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     if (environment := config.environment) is not None:
         named["environment.name"] = environment.name
         if environment.name == "rows":
-            named |= {f"environment.settings.{key}": environment.settings.get(key) for key in ("path", "eval_path")}
+            for key in ("path", "eval_path"):
+                named |= _paths_at(f"environment.settings.{key}", environment.settings.get(key))
     if isinstance(config.algorithm, RLConfig):
         named |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in BUILT_IN}
     for key, value in named.items():
         if value is not None and (reason := unusable_path(str(value))):
             yield key, f"{key} = {show(str(value))} {reason}"
+
+
+def _paths_at(key: str, value: object) -> dict[str, object]:
+    """The paths in a value that is one, a list of them, or a table."""
+    if isinstance(value, dict):
+        return {f"{key}.{name}": path for name, path in cast("dict[str, object]", value).items()}
+    if isinstance(value, list):
+        return {f"{key}[{number}]": path for number, path in enumerate(cast("list[object]", value))}
+    return {key: value}
 
 
 def unusable_path(text: str) -> str:

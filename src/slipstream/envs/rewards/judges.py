@@ -1,0 +1,325 @@
+"""Judges: a reward that asks a language model at any OpenAI-compatible address, as a coroutine.
+
+A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. A reply
+that cannot be read, an address that does not answer before the deadline, and an exhausted budget are failures that the
+run counts, never a reward. Requests that the server refuses for the moment (408, 425, 429, 5xx) and lost connections
+are tried again, after twice the time with jitter, or when `Retry-After` says. Replies are kept by the digest of their
+request, in memory or in a folder.
+
+The key is read from an environment variable and appears in no message, settings or cache. A completion can try to talk
+a judge into a high score; nothing here prevents that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import hashlib
+import json
+import mmap
+import os
+import random
+import re
+import struct
+import time
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from slipstream.envs.answers import last_number
+from slipstream.envs.base import RewardFailed, Score
+from slipstream.envs.rewards.contract import Graded, right_answer
+from slipstream.errors import ConfigError, one_line
+from slipstream.records import Task
+
+_AGAIN = (408, 425, 429)
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
+_NAMES = re.compile(r"\{(prompt|completion|answer)\}")
+_SHOWN = 200
+
+
+class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of a judge."""
+
+    url: str
+    """Address of the server, up to `/v1`."""
+    model: str
+    prompt: str
+    """What it is asked: `{completion}`, and perhaps `{prompt}` and `{answer}`, stand for the task's."""
+    system: str = ""
+    key_variable: str = ""
+    """The environment variable that holds the key; name it in `environment.variables`, too."""
+    reply: Literal["number", "json"] = "number"
+    """What is read: the last number of the reply, or `score` of the last JSON object in it, whose other numbers are
+    metrics."""
+    scale: tuple[float, float] = (0.0, 1.0)
+    """The worst and the best score, which become 0 and 1."""
+    max_tokens: int = 512
+    """Most tokens of a reply."""
+    max_calls: int = 0
+    """Most requests of each reward worker, repeated ones included; 0: no limit."""
+    max_total_tokens: int = 0
+    """Most tokens of each reward worker, as the server counts them; 0: no limit."""
+    cache: str = ""
+    """Folder of replies; empty: they are kept in memory."""
+    deadline_s: float = 0.0
+    """Time limit with all repetitions; 0: four fifths of `environment.reward_timeout_s`."""
+
+
+class Judge(Graded):
+    """A judge; see the module. Raises ConfigError for settings that cannot work."""
+
+    needs_answers = False
+
+    def __init__(self, settings: JudgeSettings, name: str = "judge", reward_timeout_s: float = 10.0) -> None:
+        self.name = name
+        self._settings = settings
+        self._deadline_s = settings.deadline_s or 0.8 * reward_timeout_s
+        self._where = _checked(settings, name, self._deadline_s, reward_timeout_s)
+        if settings.key_variable and not os.environ.get(settings.key_variable):
+            raise ConfigError(f"the judge {name} has no key: {self._without_key}")
+        # Here, and not at the first request: a fork of this process for each reward would import it each time.
+        import httpx  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+        self._memory: dict[str, _Reply] = {}
+        self._spent = _Spent()
+
+    @property
+    def _key(self) -> str:
+        """The key, which is kept nowhere."""
+        if not (variable := self._settings.key_variable):
+            return ""
+        if not (key := os.environ.get(variable, "")):
+            raise RewardFailed(f"the judge {self.name} has no key here: {self._without_key}")
+        return key
+
+    @property
+    def _without_key(self) -> str:
+        return (
+            f"set the variable {self._settings.key_variable}, and add it to environment.variables, which names those "
+            "that reward workers get"
+        )
+
+    def grade(self, task: Task, answer: str) -> Awaitable[Score]:
+        """Asks the judge about an answer."""
+        return self._score(task, answer)
+
+    async def _score(self, task: Task, answer: str) -> Score:
+        settings = self._settings
+        messages = [{"role": "user", "content": _filled(settings.prompt, task, answer)}]
+        if settings.system:
+            messages.insert(0, {"role": "system", "content": settings.system})
+        body = {"model": settings.model, "messages": messages, "temperature": 0, "max_tokens": settings.max_tokens}
+        digest = hashlib.sha256(json.dumps([settings.url, body]).encode("utf-8", "surrogatepass")).hexdigest()
+        reply = self._kept(digest)
+        metrics = {"cached": float(reply is not None)}
+        if reply is None:
+            reply = await self._ask(body)
+            self._keep(digest, reply)
+            metrics["tokens"] = float(reply.tokens)
+        reward, parts = self._read(reply.text)
+        return Score(reward, {**parts, **metrics})
+
+    async def _ask(self, body: Mapping[str, Any]) -> _Reply:
+        import httpx
+
+        due = time.monotonic() + self._deadline_s
+        headers = {"Authorization": f"Bearer {key}"} if (key := self._key) else {}
+        url = self._settings.url.rstrip("/") + "/chat/completions"
+        last, number = "no answer", 0
+        async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+            while (left := due - time.monotonic()) > 0:
+                self._take_from_budget()
+                number += 1
+                wait = random.uniform(0.5, 1.0) * min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (number - 1))
+                try:
+                    async with asyncio.timeout(left):
+                        answer = await client.post(url, json=body, timeout=left)
+                except (TimeoutError, httpx.TimeoutException):
+                    last = "no answer"
+                    break
+                except httpx.TransportError as error:
+                    last = f"{type(error).__name__}"
+                else:
+                    if answer.is_success:
+                        return self._reply(answer.content)
+                    last = f"status {answer.status_code}: {self._shown(answer.text)}"
+                    if answer.status_code not in _AGAIN and answer.status_code < 500:
+                        raise RewardFailed(f"the judge {self.name} at {self._where} refused: {last}")
+                    wait = max(wait, _retry_after(answer.headers.get("retry-after")))
+                if time.monotonic() + wait >= due:
+                    break
+                await asyncio.sleep(wait)
+        raise RewardFailed(
+            f"the judge {self.name} at {self._where} gave no answer in {self._deadline_s:g} s and {number} tries (the "
+            f"last: {last}): check the address, lower environment.reward_concurrency, or raise reward_timeout_s"
+        )
+
+    def _take_from_budget(self) -> None:
+        settings = self._settings
+        calls, tokens = self._spent.read()
+        if settings.max_calls and calls >= settings.max_calls:
+            raise RewardFailed(f"the judge {self.name} has used its max_calls = {settings.max_calls}: raise it")
+        if settings.max_total_tokens and tokens >= settings.max_total_tokens:
+            raise RewardFailed(
+                f"the judge {self.name} has used {tokens} of max_total_tokens = {settings.max_total_tokens}: raise it"
+            )
+        self._spent.add(1, 0)
+
+    def _reply(self, data: bytes) -> _Reply:
+        try:
+            found = json.loads(data)
+            text = found["choices"][0]["message"]["content"]
+            tokens = int((found.get("usage") or {}).get("total_tokens") or 0)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            text, tokens = None, 0
+        self._spent.add(0, tokens)
+        if not isinstance(text, str):
+            shown = self._shown(data.decode(errors="replace"))
+            raise RewardFailed(f"the judge {self.name} at {self._where} sent no chat completion: {shown}")
+        return _Reply(text, tokens)
+
+    def _read(self, text: str) -> tuple[float, dict[str, float]]:
+        """The reward in a reply, and its metrics."""
+        metrics: dict[str, float] = {}
+        found: Any = None
+        if self._settings.reply == "number":
+            number = last_number(text)
+            found = None if number is None else float(number)
+        elif (table := _last_object(text)) is not None:
+            metrics = {key: float(value) for key, value in table.items() if type(value) in (int, float, bool)}
+            found = metrics.pop("score", None)
+        low, high = self._settings.scale
+        if found is None or not min(low, high) <= found <= max(low, high):
+            what = "a number" if self._settings.reply == "number" else "a JSON object with a score"
+            raise RewardFailed(
+                f"the judge {self.name} did not reply with {what} from {low:g} to {high:g}: {self._shown(text)}"
+            )
+        return (found - low) / (high - low), metrics
+
+    def _shown(self, text: str) -> str:
+        """The end of a text of the server, on one line, without the key."""
+        if key := self._key:
+            text = text.replace(key, "***")
+        return repr(" ".join(text.split())[-_SHOWN:])
+
+    def _kept(self, digest: str) -> _Reply | None:
+        if not self._settings.cache:
+            return self._memory.get(digest)
+        try:
+            return msgspec.json.decode((Path(self._settings.cache) / f"{digest}.json").read_bytes(), type=_Reply)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _keep(self, digest: str, reply: _Reply) -> None:
+        if not self._settings.cache:
+            self._memory[digest] = reply
+            return
+        file = Path(self._settings.cache) / f"{digest}.json"
+        part = file.with_suffix(f".{os.getpid()}.part")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(reply))
+            part.replace(file)
+        except OSError as error:
+            raise RewardFailed(
+                f"the judge {self.name} cannot keep a reply in {self._settings.cache} ({error.strerror}): correct cache"
+            ) from None
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    text: str
+    tokens: int
+
+
+class _Spent:
+    """Requests and tokens of this process and of its forks."""
+
+    def __init__(self) -> None:
+        self._shared = mmap.mmap(-1, 16)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__()
+
+    def read(self) -> tuple[int, int]:
+        calls, tokens = struct.unpack("qq", self._shared[:16])
+        return calls, tokens
+
+    def add(self, calls: int, tokens: int) -> None:
+        before = self.read()
+        self._shared[:16] = struct.pack("qq", before[0] + calls, before[1] + tokens)
+
+
+def judge_of(table: Any, name: str, reward_timeout_s: float) -> Judge:
+    """The judge that the settings `judges.<name>` describe. Raises ConfigError."""
+    try:
+        settings = msgspec.convert(table, JudgeSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"environment.settings.judges.{name}: {one_line(error)}: it has "
+            f"{', '.join(JudgeSettings.__struct_fields__)}"
+        ) from None
+    return Judge(settings, name, reward_timeout_s)
+
+
+def _checked(settings: JudgeSettings, name: str, deadline_s: float, reward_timeout_s: float) -> str:
+    """Host and port of the address, for messages. Raises ConfigError."""
+    where = f"environment.settings.judges.{name}"
+    address = urlsplit(settings.url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ConfigError(f"{where}.url is no address: write it as https://host/v1")
+    if address.username or address.password:
+        raise ConfigError(f"{where}.url holds a name or a password: give the key by key_variable")
+    if "{completion}" not in settings.prompt:
+        raise ConfigError(f"{where}.prompt does not show the completion: write {{completion}} where it belongs")
+    if settings.scale[0] == settings.scale[1]:
+        raise ConfigError(f"{where}.scale has two equal ends: give the worst and the best score")
+    if not 0 < deadline_s < reward_timeout_s:
+        raise ConfigError(
+            f"{where}.deadline_s = {deadline_s:g} is not below environment.reward_timeout_s = {reward_timeout_s:g}, at "
+            "which the reward is killed: lower it, or raise that"
+        )
+    return f"{address.hostname}:{address.port}" if address.port else address.hostname
+
+
+def _filled(template: str, task: Task, answer: str) -> str:
+    """The template with its names replaced, once: what stands in a completion is not replaced again."""
+    right = right_answer(task)
+    values = {
+        "prompt": "\n".join(message.content for message in task.prompt if message.role != "system"),
+        "completion": answer,
+        "answer": right if isinstance(right, str) else "" if right is None else json.dumps(right),
+    }
+    return _NAMES.sub(lambda found: values[found[1]], template)
+
+
+def _last_object(text: str) -> dict[str, Any] | None:
+    """The last JSON object in a text that has a score."""
+    decoder = json.JSONDecoder()
+    for place in reversed([found.start() for found in re.finditer(r"\{", text)]):
+        try:
+            found, _ = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and "score" in found:
+            return cast("dict[str, Any]", found)
+    return None
+
+
+def _retry_after(value: str | None) -> float:
+    """Seconds that a `Retry-After` asks for: a number, or a date."""
+    if not value:
+        return 0.0
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        try:
+            return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+        except (ValueError, TypeError):
+            return 0.0

@@ -1,0 +1,188 @@
+"""The reward `math`: a mathematical answer, compared with the right one by the library `math-verify`.
+
+Right answers are LaTeX (`\\frac{1}{2}`, `$x^2$`), text with a `\\boxed{...}`, GSM8K's `... #### 72`, or plain numbers
+and expressions; of completions math-verify takes the boxed answer, other LaTeX, or the last expression.
+
+Sympy can compute for ever on what a policy writes. math-verify's own time limits are alarm signals, which work in a
+main thread only and which others may have taken; they are off here, and the reward's worker is killed instead. Right
+answers are parsed before a run in other processes, which are killed at their deadline, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.envs.base import RewardFailed, Score
+from slipstream.envs.rewards.contract import Checked, Graded, right_answers
+from slipstream.errors import ConfigError, DataError
+from slipstream.records import Task
+
+PARSE_S = 10.0
+"""Time limit of one right answer at the start."""
+CHECK_S = 60.0
+"""Time limit of all of them; those after it are parsed when they are needed."""
+_START_S = 60.0
+_PLAIN = re.compile(r"\s*-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?\s*")
+_IN_LATEX = re.compile(r"\\boxed|\\fbox|\$|\\\(|\\\[")
+_PROSE = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{2,}(\s+[A-Za-z]{2,}){2,}")
+
+
+class Math(Graded):
+    """1 if math-verify finds the answer equal to a right one. The metric `answer_found` is 0 where nothing in the
+    completion could be parsed."""
+
+    name = "math"
+
+    def __init__(self, setting: str = "reward") -> None:
+        try:
+            import math_verify  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        except ImportError as error:
+            raise ConfigError(
+                f"{setting} = math needs the package math-verify, which cannot be imported ({error}): pip install "
+                "'slipstream[math]'"
+            ) from error
+
+    def check(self, rows: Sequence[Checked]) -> None:
+        """Raises an error for a right answer that cannot be parsed."""
+        places: dict[str, str] = {}
+        for where, task in rows:
+            for answer in right_answers(task):
+                if answer is None:
+                    raise DataError(
+                        f'{where} has no answer, which reward = "{self.name}" needs: give it, or another reward'
+                    )
+                if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+                    raise DataError(
+                        f'{where}: the answer {answer!r:.60} is a {type(answer).__name__}, and reward = "math" parses '
+                        "text: name another answer_column, or give a reward function"
+                    )
+                if not _PLAIN.fullmatch(str(answer)):
+                    places.setdefault(str(answer), where)
+        for answer, reason in _unparseable(list(places)):
+            raise DataError(
+                f'{places[answer]}: the answer {answer!r:.80} {reason}, which reward = "math" needs: write it as LaTeX '
+                "or a number, remove the row, or use another reward"
+            )
+
+    def grade(self, task: Task, answer: str) -> Score:
+        """See the class."""
+        from math_verify import parse, verify
+
+        _quiet()
+        found = parse(answer, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        is_right = False
+        for right in right_answers(task) if found else []:
+            if not (gold := _parsed(str(right))):
+                raise RewardFailed(
+                    f"the right answer {right!r:.80} of task {task.id} cannot be parsed: correct the row"
+                )
+            if verify(list(gold), found, timeout_seconds=None):  # pyright: ignore[reportArgumentType]
+                is_right = True
+                break
+        return Score(float(is_right), {"answer_found": float(bool(found))})
+
+
+def right_expression(answer: str) -> str:
+    """The part of a right answer that is parsed, in LaTeX that math-verify recognises."""
+    _, marked, last = answer.rpartition("####")
+    text = last if marked else answer
+    return text if _IN_LATEX.search(text) else f"\\boxed{{{text.strip()}}}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(answer: str) -> tuple[Any, ...]:
+    """A right answer, parsed; empty if it is no mathematics."""
+    from math_verify import parse
+
+    _quiet()
+    if _PROSE.search(text := right_expression(answer)) and not _IN_LATEX.search(answer):
+        return ()
+    found: list[Any] = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return tuple(found) if any(not isinstance(part, str) for part in found) else ()
+
+
+@functools.cache
+def _quiet() -> None:
+    """Silences the warning that time limits are off."""
+    for module in ("parser", "grader"):
+        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+
+
+def _unparseable(answers: Sequence[str]) -> list[tuple[str, str]]:
+    """The first of these right answers that cannot be parsed, and why; empty if all can."""
+    if not answers:
+        return []
+    share = -(-len(answers) // max(1, min(len(os.sched_getaffinity(0)), len(answers) // 50)))
+    parts = [answers[start : start + share] for start in range(0, len(answers), share)]
+    with contextlib.ExitStack() as stack:
+        parsers = [stack.enter_context(_Parser(part)) for part in parts]
+        due = time.monotonic() + CHECK_S
+        return [found for parser in parsers if (found := parser.first_unparseable(due)) is not None][:1]
+
+
+class _Parser:
+    """A process that parses right answers one after another."""
+
+    def __init__(self, answers: Sequence[str]) -> None:
+        self._answers = answers
+        command = (sys.executable, "-P", "-c", f"from {__name__} import parse_all; parse_all()")
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._answered = self._process.stdout
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(json.dumps(answers).encode())
+
+    def __enter__(self) -> _Parser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._answered.close()
+
+    def first_unparseable(self, due: float) -> tuple[str, str] | None:
+        """The first answer that cannot be parsed, and why; None if there is none, or at `due`."""
+        num_read, limit = 0, _START_S
+        while num_read < len(self._answers):
+            wait = min(limit, due - time.monotonic() if num_read else _START_S)
+            ready, _, _ = select.select([self._answered], [], [], max(0.0, wait))
+            if not ready:
+                if wait < limit:
+                    return None
+                return self._answers[num_read], f"takes more than {PARSE_S:g} s to parse and compare"
+            chunk = os.read(self._answered.fileno(), 65536)
+            if not chunk:
+                return self._answers[num_read], "ends the process that parses it"
+            limit = PARSE_S
+            for verdict in chunk:
+                if verdict == ord("-"):
+                    return self._answers[num_read], "is not mathematics that math-verify can parse"
+                num_read += 1
+        return None
+
+
+def parse_all() -> None:
+    """Reads a list of right answers as JSON; writes `+` or `-` for each. Each is also compared, with itself and with
+    another number: what takes for ever there would take every completion with it."""
+    from math_verify import verify
+    from sympy import Integer
+
+    another = Integer(7919)
+    for answer in json.loads(sys.stdin.buffer.read()):
+        found = list(_parsed(answer))
+        is_right = bool(found) and verify(found, found, timeout_seconds=None)  # pyright: ignore[reportArgumentType]
+        if is_right:
+            verify(found, another, timeout_seconds=None)  # pyright: ignore[reportArgumentType]
+        os.write(1, b"+" if is_right else b"-")
