@@ -7,6 +7,9 @@ import time
 
 import psutil
 import pytest
+import pytest_asyncio
+from test_policy import END, Letters
+from verifiers_interpreters import ENVIRONMENTS, interpreter
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.engine_protocols import Generates
@@ -17,11 +20,10 @@ from slipstream.errors import ConfigError, EnvironmentFault
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Completion, SamplingParams, ToolCall
 
-from test_policy import END, Letters
-from verifiers_interpreters import ENVIRONMENTS, interpreter
-
 KEY = "SLIPSTREAM_TEST_TOKEN"
 pytestmark = pytest.mark.timeout(300)
+one_loop = pytest.mark.asyncio(loop_scope="module")
+"""The process that plays episodes belongs to an event loop."""
 
 
 def load(file, version, settings=None, **config):
@@ -31,15 +33,25 @@ def load(file, version, settings=None, **config):
     )
 
 
-@pytest.fixture(scope="module", params=["0.3", "0.4"])
-def guess(request):
-    """The guessing game of either generation; its tasks are read once."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["0.3", "0.4"])
+async def guess(request):
+    """The guessing game of either generation; one process plays all episodes."""
     if request.param == "0.3":
         environment = load("guess_legacy", "0.3", {"size": 60})
     else:
         environment = load("guess_v1", "0.4", {"taskset": {"size": 60}})
     environment.tasks("train", 60)
-    return environment
+    yield environment
+    await environment.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fragile():
+    """The guessing game of 0.3, whose process tests may kill."""
+    environment = load("guess_legacy", "0.3", {"size": 20})
+    environment.tasks("train", 1)
+    yield environment
+    await environment.close()
 
 
 class Scripted:
@@ -108,6 +120,7 @@ def test_tasks_come_from_the_environments_own_data(guess):
     assert guess.eval_source
 
 
+@one_loop
 async def test_an_episode_is_played_and_graded_there(guess):
     right, wrong = right_and_wrong(guess)
     task = guess.tasks("train", 1)[0]
@@ -117,12 +130,18 @@ async def test_an_episode_is_played_and_graded_there(guess):
     assert episode.metrics["right"] == 1.0
     # What the policy said comes back as it said it, with its thinking.
     said = [message.content for message in policy.seen[-1]]
-    assert said[1:] == [task.prompt[1].content, wrong, "No. Again.", f"<think>{wrong} was wrong</think>{wrong}", "No. Again."]
+    assert said[1:] == [
+        task.prompt[1].content,
+        wrong,
+        "No. Again.",
+        f"<think>{wrong} was wrong</think>{wrong}",
+        "No. Again.",
+    ]
     episode = await guess.run(task, Scripted(wrong, wrong, wrong))
     assert (episode.reward, episode.stop) == (0.0, "turn_limit")
-    await guess.close()
 
 
+@one_loop
 async def test_tokens_trained_are_the_tokens_sampled(guess):
     right, wrong = right_and_wrong(guess)
     made, engine = await rollout(guess, wrong, "", right)
@@ -130,9 +149,9 @@ async def test_tokens_trained_are_the_tokens_sampled(guess):
     (sequence,) = made.sequences
     trained = [token for token, is_trained in zip(sequence.token_ids, sequence.mask, strict=True) if is_trained]
     assert trained == engine.sampled
-    await guess.close()
 
 
+@one_loop
 async def test_many_episodes_at_once(guess):
     right, wrong = right_and_wrong(guess)
     task = guess.tasks("train", 1)[0]
@@ -141,31 +160,31 @@ async def test_many_episodes_at_once(guess):
     episodes = await asyncio.gather(*(guess.run(task, Scripted(wrong, right)) for _ in range(50)))
     print(f"{50 / (time.monotonic() - began):.0f} episodes/s of two turns")
     assert {episode.reward for episode in episodes} == {2.0}
-    await guess.close()
 
 
+@one_loop
 async def test_a_reward_that_raises_is_not_zero(guess):
     made, _ = await rollout(guess, "boom", "boom", "boom")
     assert made.outcome == "reward_error"
     assert "a reward that raises" in made.error
-    await guess.close()
 
 
+@one_loop
 async def test_a_full_context_ends_the_episode_which_is_graded(guess):
     _, wrong = right_and_wrong(guess)
     episode = await guess.run(guess.tasks("train", 1)[0], Scripted(wrong, ContextFull("full")))
     assert (episode.reward, episode.stop, episode.outcome) == (0.0, "context_full", "truncated")
-    await guess.close()
 
 
+@one_loop
 async def test_what_the_policy_raises_is_raised(guess):
     with pytest.raises(LookupError, match="the engine"):
         await guess.run(guess.tasks("train", 1)[0], Scripted(LookupError("the engine")))
-    await guess.close()
 
 
-async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode():
-    guess = load("guess_legacy", "0.3", {"size": 20})
+@one_loop
+async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(fragile):
+    guess = fragile
     made, _ = await rollout(guess, "raise")
     assert made.outcome == "environment_error"
     assert "an environment that raises" in made.error
@@ -186,17 +205,19 @@ async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode():
     assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_processes_that_only_die_end_the_run(monkeypatch):
+@one_loop
+async def test_processes_that_only_die_end_the_run(fragile, monkeypatch):
     monkeypatch.setattr(hosted, "MAX_DEATHS", 1)
-    guess = load("guess_legacy", "0.3", {"size": 20})
-    assert (await rollout(guess, "die"))[0].outcome == "environment_error"
+    assert (await rollout(fragile, "die"))[0].outcome == "environment_error"
     with pytest.raises(EnvironmentFault, match="2 environment processes of verifiers/guess_legacy ended"):
-        await rollout(guess, "die")
+        await rollout(fragile, "die")
 
 
-async def test_no_key_of_the_run_is_visible_and_output_is_kept(monkeypatch, tmp_path):
+@one_loop
+async def test_no_key_of_the_run_is_visible_and_output_is_kept(fragile, monkeypatch, tmp_path):
     monkeypatch.setenv(KEY, "secret")
-    guess = load("guess_legacy", "0.3", {"size": 20})
+    guess = fragile
+    await guess.close()
     guess.log_folder = tmp_path
     await rollout(guess, right_and_wrong(guess)[0])
     pid = psutil.Process(guess._host._process.pid).children()[0].pid
@@ -206,6 +227,7 @@ async def test_no_key_of_the_run_is_visible_and_output_is_kept(monkeypatch, tmp_
     assert (tmp_path / "environment.log").read_text()
 
 
+@one_loop
 async def test_tools_are_the_environments():
     shop = load("shop_legacy", "0.3")
     task = shop.tasks("train", 1)[0]
@@ -215,14 +237,21 @@ async def test_tools_are_the_environments():
     episode = await shop.run(task, policy)
     assert (episode.reward, episode.stop) == (1.0, "answer")
     assert episode.metrics["total_tool_calls"] == 2
-    first, *_, said, result = policy.seen[1]
+    first, said, result = policy.seen[1]
     assert [tool["function"]["name"] for tool in first.tools] == ["price"]
     assert list(first.tools[0]["function"]["parameters"]["properties"]) == ["item"]
-    assert (said.content, result.role, result.content, result.tool_call_id) == ("<call>", "tool", "9 in corner", "call_1")
+    assert (said.content, result.role, result.content, result.tool_call_id) == (
+        "<call>",
+        "tool",
+        "9 in corner",
+        "call_1",
+    )
     assert "Expecting value" in policy.seen[2][-1].content
     await shop.close()
 
 
+@pytest.mark.full
+@one_loop
 async def test_a_tools_argument_that_nobody_supplies_ends_the_episode():
     shop = load("shop_legacy", "0.3", {"supplies": False})
     call = Reply("<call>", "stop", (ToolCall("price", {"item": "tea"}),), "")
@@ -237,11 +266,8 @@ async def test_a_tools_argument_that_nobody_supplies_ends_the_episode():
         ("guess_legacy", "0.3", {}, {}, "needs size, which nobody supplies: set environment.settings.size"),
         ("guess_legacy", "0.3", {"size": 3, "sise": 4}, {}, "has no argument 'sise', but size, offset"),
         ("guess_legacy", "0.3", {"size": 3, "max_turns": -1}, {}, "environment.max_turns is not set"),
-        ("guess_legacy", "0.4", {"size": 3}, {}, "guess_legacy"),
-        ("guess_v1", "0.4", {"taskset": {"sise": 3}}, {}, "sise"),
         ("guess_v1", "0.4", {"player": {"retries": {"max_retries": 1}}}, {}, "player.retries would train on"),
-        ("guess_v1", "0.4", {"player": {"harness": {"id": "bash"}}}, {}, "Prime's sandboxes"),
-        ("nobody", "0.4", {}, {}, "nobody"),
+        ("guess_v1", "0.4", {"player": {"harness": {"id": "bash"}}}, {}, "verifiers. default, Prime"),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_the_start(file, version, settings, config, message, monkeypatch):
@@ -254,10 +280,11 @@ def test_what_cannot_be_used_is_refused_at_the_start(file, version, settings, co
 def test_an_interpreter_that_is_none_and_settings_of_others_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a program"):
         load_environment(EnvironmentConfig(name="verifiers/x", python=str(tmp_path / "python")))
-    with pytest.raises(ConfigError, match="environment.python has an effect on verifiers/<name> only"):
+    with pytest.raises(ConfigError, match=r"environment\.python has an effect on verifiers/<name> only"):
         load_environment(EnvironmentConfig(name="rows", python="python"))
 
 
+@pytest.mark.full
 def test_held_out_tasks_of_a_data_set_of_their_own():
     guess = load("guess_legacy", "0.3", {"size": 5, "held_out": 7})
     assert [len(guess.tasks("train", 9)), len(guess.tasks("eval", 9)), guess.num_train_tasks] == [5, 7, 5]
@@ -266,6 +293,7 @@ def test_held_out_tasks_of_a_data_set_of_their_own():
     assert [len(guess.tasks("train", 9)), len(guess.tasks("eval", 9))] == [5, 7]
 
 
+@pytest.mark.full
 def test_a_turn_limit_of_the_run():
     assert load("guess_legacy", "0.3", {"size": 5, "max_turns": -1}, max_turns=4).max_turns == 4
     assert load("guess_v1", "0.4", {"taskset": {"size": 5}}, max_turns=4).max_turns == 4

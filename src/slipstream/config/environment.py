@@ -14,9 +14,8 @@ class EnvironmentConfig(Section):
     """Where tasks and rewards come from."""
 
     name: str
-    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `verifiers/<name>` or
-    `verifiers/path/to/file.py` (see `python`), `path/to/file.py:Class`, or the name of an entry point in the group
-    `slipstream.environments`."""
+    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `verifiers/<name>` (see `python`),
+    `path/to/file.py:Class`, or the name of an entry point in the group `slipstream.environments`."""
     settings: dict[str, Any] = {}
     """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
     `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `strip_thinking`."""

@@ -254,7 +254,8 @@ class Verifiers(Environment):
     async def _read_from(self, host: Host, source: Split, wanted: tuple[Split, ...], num_tasks: int) -> None:
         """Reads a data set until the first of the splits has enough tasks; with two, each row is of one of them."""
         found: dict[Split, list[Task]] = {split: [] for split in wanted}
-        first = found[wanted[0]]
+        asked = wanted[0]
+        first, is_divided = found[asked], len(wanted) > 1
         start = fruitless = 0
         ends = False
         while len(first) < num_tasks and fruitless < _FRUITLESS_PAGES and not ends:
@@ -263,7 +264,7 @@ class Verifiers(Environment):
             before = len(first)
             for place, row in enumerate(rows, start):
                 task = _as_task(row, f"{source}/{place}", self.name)
-                found[split_of(_text(task)) if len(wanted) > 1 else wanted[0]].append(task)
+                found[split_of(_text(task)) if is_divided else asked].append(task)
             start += len(rows)
             fruitless = fruitless + 1 if len(first) == before else 0
             ends = len(rows) < count
