@@ -260,6 +260,7 @@ async def test_a_tools_argument_that_nobody_supplies_ends_the_episode():
     await shop.close()
 
 
+@pytest.mark.quick("guess_legacy-0.3-settings0*", "guess_v1-0.4-settings4*")
 @pytest.mark.parametrize(
     ("file", "version", "settings", "config", "message"),
     [

@@ -12,6 +12,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 

@@ -103,6 +103,10 @@ class Verifiers(Environment):
         """Fails: episodes come back graded."""
         raise RewardFailed(f"{self.name} grades whole episodes in its own process, and no text alone")
 
+    async def setup(self) -> None:
+        """Starts the process that plays episodes."""
+        await self._ready()
+
     async def run(self, task: Task, policy: Policy) -> Episode:
         """One episode, played and graded by the environment."""
         host = await self._ready()
@@ -153,7 +157,6 @@ class Verifiers(Environment):
             conversation.num_turns,
             frame["metrics"],
             stop=stop,
-            turn_rewards=tuple(frame["turn_rewards"]),
             reward=frame["reward"],
         )
 

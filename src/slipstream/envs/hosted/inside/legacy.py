@@ -145,11 +145,9 @@ class Legacy:
         if error is not None and not turns.context_full:
             raise error if isinstance(error, BaseException) else RuntimeError(str(error))
         stop = state.get("stop_condition") or ""
-        steps = [step.get("reward") for step in state["trajectory"]]
         return {
             "reward": state["reward"],
             "metrics": dict(state["metrics"] or {}),
-            "turn_rewards": steps if steps and None not in steps else [],
             "stop": "context_full" if turns.context_full else STOPS.get(stop, "answer"),
         }
 

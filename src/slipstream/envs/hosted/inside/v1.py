@@ -247,7 +247,6 @@ def _graded(episode: Any, turns: Turns) -> dict[str, Any]:
     return {
         "reward": trace.reward,
         "metrics": {**scores, **metrics},
-        "turn_rewards": [],
         "stop": "context_full" if turns.context_full else "timeout" if is_timeout else STOPS.get(stop, "answer"),
     }
 
