@@ -15,7 +15,7 @@ help: ## show this list
 
 install: $(INSTALLED) ## install everything into .venv (CPU)
 
-$(INSTALLED): pyproject.toml scripts/install.py $(wildcard constraints/cpu*.txt)
+$(INSTALLED): pyproject.toml scripts/install.py $(wildcard constraints/cpu*.txt constraints/verifiers-*.txt)
 	$(PYTHON) scripts/install.py
 	@touch $@
 

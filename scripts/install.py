@@ -6,7 +6,8 @@
 uv does the installing, because it can leave out packages that vLLM asks for and a CPU machine cannot have
 (constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
 it, and otherwise from PyTorch's CPU index, which uv knows by name. torchvision gets a folder of its own, for tests with
-image models only, and so does the last TRL that had PPO, which tests read and nobody imports. The tests of
+image models only, and so does the last TRL that had PPO, which tests read and nobody imports. verifiers, whose
+dependencies are not vLLM's, gets virtual environments of its own: the last version of each interface. The tests of
 `slipstream report` need a Chromium: where there is none it comes from Debian's or Ubuntu's packages, if this user may
 install them.
 """
@@ -30,6 +31,8 @@ BESIDE = VENV / "torchvision"
 """Where tests with image models find it; on no process's path otherwise, as not every torch can load its operators."""
 REFERENCE = VENV / "reference"
 """Where the tests of PPO find TRL's."""
+VERIFIERS = VENV / "verifiers"
+"""Where the tests of verifiers' environments find their interpreters, each in a folder of its version's name."""
 
 
 def run(*command: str | Path) -> None:
@@ -57,6 +60,17 @@ def torch_source() -> list[str]:
     arguments = [argument for link in links for argument in ("--find-links", link)]
     has_wheel = any(Path(link).is_dir() and any(Path(link).glob("torch-*+cpu-*.whl")) for link in links)
     return arguments if has_wheel else [*arguments, "--torch-backend", "cpu"]
+
+
+def install_verifiers() -> None:
+    """Make the virtual environments of verifiers' environments: some seconds and 350 to 500 MB each."""
+    for constraints in sorted((ROOT / "constraints").glob("verifiers-*.txt")):
+        folder = VERIFIERS / constraints.stem.removeprefix("verifiers-")
+        if not (folder / "bin/python").exists():
+            run(VENV / "bin/uv", "venv", "--quiet", "--python", VENV / "bin/python", folder)
+        install = [VENV / "bin/uv", "pip", "install", "--quiet", "--python", folder / "bin/python"]
+        # Compiled once here: an environment process starts in half the time.
+        run(*install, "--compile-bytecode", "--requirement", constraints)
 
 
 def install_browser() -> None:
@@ -112,6 +126,7 @@ def main() -> None:
         run(*install, "--no-deps", "--target", BESIDE, "torchvision")
     if "dev" in options.extras.split(","):
         run(*bare, "--no-deps", "--target", REFERENCE, "trl==1.0.0")
+        install_verifiers()
     print("done; next: source .venv/bin/activate, then slipstream --help or docs/tutorial.md; or: make quickstart")
 
 

@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_file_is_said(load, text, suffix, settings, said):
     [
         ("nowhere/mine.py", "there is no file nowhere/mine.py"),
         ("nowhere/mine.py:Sums", "there is no file nowhere/mine.py"),
-        ("unheard_of", "'unheard_of' is not installed: use reasoning_gym/<task>, rows, path/to/file.py"),
+        ("unheard_of", "'unheard_of' is not installed: use reasoning_gym/<task>, verifiers/<name>, rows"),
         ("reasoning_gym/spell_backwards", r"no task 'spell_backwards': did you mean 'spell_backward'\?"),
         ("reasoning_gym/zzz", "no task 'zzz': use one of ab, acre, .* and 9[0-9] more"),
     ],

@@ -14,12 +14,17 @@ class EnvironmentConfig(Section):
     """Where tasks and rewards come from."""
 
     name: str
-    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `path/to/file.py:Class`, or the name of an
-    entry point in the group `slipstream.environments`."""
+    """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `verifiers/<name>` (see `python`),
+    `path/to/file.py:Class`, or the name of an entry point in the group `slipstream.environments`."""
     settings: dict[str, Any] = {}
     """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
     `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
     `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`."""
+    python: str = ""
+    """The Python interpreter that an environment of `verifiers` runs with, in a process of its own: its packages cannot
+    be installed beside vLLM's. Empty: the run's own."""
+    max_turns: bounds.Items | Literal["auto"] = "auto"
+    """The most turns of one episode in an environment of `verifiers`. `auto`: what the environment says."""
     system_prompt: str = ""
     """Put before every conversation that has no system message of its own."""
     seed: bounds.Seed = 0

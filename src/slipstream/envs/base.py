@@ -12,6 +12,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -47,6 +48,10 @@ class Reply(msgspec.Struct, frozen=True):
     """The calls in it, where the conversation has tools."""
     content: str = ""
     """The text without the calls; without tools, as `text`."""
+    num_prompt_tokens: int = 0
+    """Tokens of the conversation that it answers."""
+    num_tokens: int = 0
+    """Tokens that were sampled."""
 
     @property
     def message(self) -> Message:
@@ -68,6 +73,8 @@ class Episode(msgspec.Struct, frozen=True):
     """What follows the task's prompt, the last turn included; filled in where an environment leaves it out."""
     turn_rewards: tuple[float, ...] = ()
     """A reward for each turn that the environment itself gives; see `Score`."""
+    reward: float | None = None
+    """The reward, where the environment has graded the episode itself: nothing else grades it then."""
 
 
 class ToolResult(msgspec.Struct, frozen=True):
@@ -152,6 +159,8 @@ class Environment(ABC):
     """Most calls in one episode."""
     scores_groups: ClassVar[bool] = False
     """Whether `score_group` grades, once for all episodes of a task, instead of `score_episode`."""
+    log_folder: Path | None = None
+    """Where an environment with processes of its own may write their output; set in a run."""
     given_settings: Mapping[str, Any] = MappingProxyType({})
     """`environment.settings` of the run file, for messages; set by the code that constructs the environment."""
 

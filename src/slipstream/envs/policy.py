@@ -120,7 +120,8 @@ class RecordingPolicy:
         self.conversation = [*messages, Message("assistant", text)]
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
         content = text if completion.content is None else completion.content
-        return Reply(text, completion.finish_reason, tuple(completion.tool_calls), content)
+        calls, sizes = tuple(completion.tool_calls), (len(prompt_ids), len(completion.token_ids))
+        return Reply(text, completion.finish_reason, calls, content, *sizes)
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """See `base.Policy`."""

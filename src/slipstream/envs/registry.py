@@ -1,8 +1,8 @@
 """Resolves a name in the run file to an environment; every failure is a `ConfigError`.
 
-Names: `reasoning_gym/<task>`; `rows` (questions and answers from a file); `path/to/file.py` or `path/to/file.py:Class`;
-an entry point of an installed package in the group `slipstream.environments` (a subclass of `Environment`). Loading a
-file runs its code, in this process and in every reward worker.
+Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `path/to/file.py` or
+`path/to/file.py:Class`; an entry point of an installed package in the group `slipstream.environments` (a subclass of
+`Environment`). Loading a file runs its code, in this process and in every reward worker.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
+from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
+from slipstream.envs.hosted.environment import Verifiers
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import rows_environment
 from slipstream.envs.single_turn import FunctionEnvironment, shown_settings
@@ -27,7 +29,10 @@ from slipstream.envs.suggest import did_you_mean
 from slipstream.errors import ConfigError, SlipstreamError, one_line
 
 GROUP = "slipstream.environments"
-_FORMS = f"{PREFIX}<task>, {ROWS}, path/to/file.py, path/to/file.py:Class, or an entry point of the group {GROUP}"
+_FORMS = (
+    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, path/to/file.py, path/to/file.py:Class, or an entry point of the "
+    f"group {GROUP}"
+)
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:
@@ -41,6 +46,11 @@ def _load(config: EnvironmentConfig) -> Environment:
     name = config.name
     if missing := [variable for variable in config.variables if variable not in os.environ]:
         raise ConfigError(f"environment.variables: {', '.join(missing)} is not set: set it, or leave it out")
+    if name.startswith(VERIFIERS):
+        return Verifiers(config)
+    for setting, default in (("python", ""), ("max_turns", "auto")):
+        if getattr(config, setting) != default:
+            raise ConfigError(f"environment.{setting} has an effect on {VERIFIERS}<name> only: remove it")
     if name.startswith(PREFIX):
         return ReasoningGym(name.removeprefix(PREFIX), config.seed, config.settings)
     if "seed" in config.settings:

@@ -144,6 +144,8 @@ class Children:
     def create_scorer(self) -> ScorerPool:
         """Create the pool of reward workers, which the caller enters in the event loop."""
         assert self._run.config.environment is not None
+        if self._run.prepared.environment is not None:
+            self._run.prepared.environment.log_folder = self._run.folder / "logs"
         reward = stacks.folder_of(self._run.folder) / "reward"
         self._scorer = ScorerPool(self._run.config.environment, warn=self._run.warn, stacks=reward)
         return self._scorer

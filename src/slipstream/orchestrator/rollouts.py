@@ -27,6 +27,7 @@ from slipstream.envs.base import (
     RewardTimeout,
     Scorer,
     ToolResult,
+    as_score,
 )
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
@@ -262,7 +263,10 @@ class RolloutRunner:
                 self._warn(f"close_episode() of environment {self._environment.name} failed: {why}")
 
     async def _grade(self, task: Task, episode: Episode, grades: Scorer | Place, rollout: Rollout) -> None:
-        score = await grades.score(task, episode)
+        if episode.reward is None:
+            score = await grades.score(task, episode)
+        else:
+            score = as_score({**episode.metrics, "reward": episode.reward})
         rollout.reward = score.reward
         rollout.metrics |= score.metrics
         rewards = score.turn_rewards or episode.turn_rewards

@@ -272,12 +272,17 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
     if text := text_at("lora", "path"):
         tree["lora"]["path"] = resolve("lora.path", text, always=True)
     if text := text_at("environment", "name"):
-        file, colon, name = text.partition(".py:")
+        kind = "verifiers/" if text.startswith("verifiers/") else ""
+        file, colon, name = text.removeprefix(kind).partition(".py:")
         if colon or text.endswith(".py"):
-            file = resolve("environment.name", file + ".py" if colon else file, always=True)
+            file = kind + resolve("environment.name", file + ".py" if colon else file, always=True)
             tree["environment"]["name"] = f"{file}:{name}" if colon else file
         elif text == "rows":
             _resolve_rows(tree["environment"].get("settings"), resolve)
+    if "/" in (text := text_at("environment", "python")):
+        # Only its folder's links are followed: the program of a virtual environment is a link itself.
+        bin_folder, program = os.path.split(text)
+        tree["environment"]["python"] = os.path.join(resolve("environment.python", bin_folder, always=True), program)
     for name in BUILT_IN:
         if (text := text_at("algorithm", name)).partition(":")[0].endswith(".py"):
             file, colon, function = text.partition(":")

@@ -1,0 +1,279 @@
+"""Environment process, `python -P host.py`: hosts an environment whose packages need an interpreter of their own.
+
+It reads frames (four bytes of length and JSON) from its standard input and writes them to its standard output; both are
+moved away first, so that an environment may print and read. First comes the setup, which is answered with what the
+environment is, then requests: rows of its data sets, and episodes, of which many run at once on one event loop. Each
+turn of an episode is a `chat` frame, answered by `reply` or `refused`. The other end is `hosted/process.py`.
+
+On SIGUSR1 it writes its stacks. It ends when its input closes; its guard (`scoring/guard.py`) ends its descendants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Protocol
+
+PACKAGE = "slipstream_environment_process"
+_LENGTH = 4
+_MAX_BYTES = 64 * 2**20
+_MAX_TEXT = 20_000
+
+
+class Refused(Exception):
+    """The environment cannot be used as it is; the text is one sentence with the remedy."""
+
+
+class ContextFull(Exception):
+    """The conversation leaves no room for another turn."""
+
+
+class RewardRaised(Exception):
+    """A reward function raised; the text names it and holds the traceback."""
+
+
+class Hosted(Protocol):
+    """An environment of one kind of package."""
+
+    def facts(self) -> dict[str, Any]:
+        """What Slipstream must know before the first episode: `max_turns` and which `splits` there are."""
+        ...
+
+    def rows(self, split: str, start: int, count: int) -> list[dict[str, Any]]:
+        """The next tasks of a split, fewer at the end: `prompt` (messages), `answer`, and `task`, which comes back."""
+        ...
+
+    def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Held while episodes run."""
+        ...
+
+    async def play(self, task: Any, turns: Turns) -> dict[str, Any]:
+        """One episode, graded."""
+        ...
+
+
+class Turns:
+    """The policy, for one episode."""
+
+    def __init__(self, channel: Channel, episode: str) -> None:
+        self._channel = channel
+        self._episode = episode
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.context_full = False
+        self.last: dict[str, Any] = {}
+        """The last reply."""
+
+    async def chat(self, messages: list[Any], tools: list[Any] | None, max_tokens: int | None) -> dict[str, Any]:
+        """The policy's next turn. Raises `ContextFull`."""
+        number = self._number
+        self._number += 1
+        coming = self._waiting[number] = asyncio.get_running_loop().create_future()
+        frame = {"op": "chat", "messages": messages, "tools": tools or [], "max_tokens": max_tokens}
+        try:
+            self._channel.send({**frame, "id": self._episode, "call": number})
+            answer = await coming
+        finally:
+            del self._waiting[number]
+        if answer["op"] == "refused":
+            self.context_full = True
+            raise ContextFull(answer["message"])
+        self.last = answer
+        return answer
+
+    def answered(self, frame: dict[str, Any]) -> None:
+        """Takes the answer to a call; one that nobody waits for any more is dropped."""
+        coming = self._waiting.get(frame["call"])
+        if coming is not None and not coming.done():
+            coming.set_result(frame)
+
+
+class Channel:
+    """Both ends' frames."""
+
+    def __init__(self, requests: int, answers: int) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._own = os.getpid()
+        self._reader: asyncio.StreamReader | None = None
+
+    def read(self) -> dict[str, Any] | None:
+        """The next frame, before there is an event loop; None at the end of the input."""
+        head = self._exactly(_LENGTH)
+        return json.loads(self._exactly(int.from_bytes(head, "big"))) if head else None
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = os.read(self._requests, count - len(data))
+            if not part:
+                return b""
+            data += part
+        return data
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next frame; None at the end of the input."""
+        if self._reader is None:
+            self._reader = asyncio.StreamReader()
+            protocol, file = asyncio.StreamReaderProtocol(self._reader), os.fdopen(self._requests, "rb", buffering=0)
+            await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, file)
+        try:
+            head = await self._reader.readexactly(_LENGTH)
+            return json.loads(await self._reader.readexactly(int.from_bytes(head, "big")))
+        except asyncio.IncompleteReadError:
+            return None
+
+    def send(self, frame: dict[str, Any]) -> None:
+        """Writes a frame, in the process that was started only."""
+        if os.getpid() != self._own:
+            return
+        data = json.dumps(frame).encode()
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes: at most {_MAX_BYTES} can be sent")
+        view = memoryview(len(data).to_bytes(_LENGTH, "big") + data)
+        while view:
+            view = view[os.write(self._answers, view) :]
+
+
+async def serve(channel: Channel, hosted: Hosted) -> None:
+    """Answers requests until the input ends."""
+    episodes: dict[str, tuple[Turns, asyncio.Task[None]]] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        is_serving = False
+        while (frame := await channel.receive()) is not None:
+            op, name = frame["op"], frame.get("id", "")
+            if op == "rows":
+                channel.send(_rows(hosted, frame))
+            elif op == "run":
+                if not is_serving:
+                    await stack.enter_async_context(hosted.serving())
+                    is_serving = True
+                turns = Turns(channel, name)
+                episodes[name] = (turns, asyncio.create_task(_play(channel, hosted, frame, turns)))
+                episodes[name][1].add_done_callback(lambda _, name=name: episodes.pop(name, None))
+            elif name in episodes:
+                turns, task = episodes[name]
+                if op == "cancel":
+                    task.cancel()
+                else:
+                    turns.answered(frame)
+        under_way = [task for _, task in episodes.values()]
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
+
+
+def _rows(hosted: Hosted, frame: dict[str, Any]) -> dict[str, Any]:
+    try:
+        rows = hosted.rows(frame["split"], frame["start"], frame["count"])
+        json.dumps(rows)
+    except Refused as error:
+        return {"op": "failed", "message": str(error)}
+    except BaseException as error:  # noqa: BLE001 (the environment's code, whatever it raises)
+        return {"op": "failed", "message": f"its data set raised {_one_line(error)}", "details": _traceback(error)}
+    return {"op": "rows", "rows": rows}
+
+
+async def _play(channel: Channel, hosted: Hosted, frame: dict[str, Any], turns: Turns) -> None:
+    answer: dict[str, Any] = {"op": "cancelled"}
+    try:
+        answer = {"op": "done", "context_full": turns.context_full, **await hosted.play(frame["task"], turns)}
+        json.dumps(answer, allow_nan=True)
+    except RewardRaised as error:
+        answer = {"op": "raised", "kind": "reward", "details": str(error)[-_MAX_TEXT:]}
+    except asyncio.CancelledError:
+        pass
+    except BaseException as error:  # noqa: BLE001 (the environment's code, whatever it raises)
+        answer = {"op": "raised", "kind": "environment", "details": _traceback(error)}
+    finally:
+        with contextlib.suppress(OSError):
+            channel.send({**answer, "id": frame["id"]})
+
+
+def _traceback(error: BaseException) -> str:
+    if isinstance(error, Refused):
+        return str(error)
+    return "".join(traceback.format_exception(error))[-_MAX_TEXT:]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+
+
+def _take_standard_streams() -> Channel:
+    """Moves input and output to private files; printed text then goes to stderr, and reading returns nothing."""
+    requests, answers = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    os.register_at_fork(after_in_child=lambda: (os.close(requests), os.close(answers)))
+    return Channel(requests, answers)
+
+
+def load(setup: dict[str, Any]) -> Hosted:
+    """The environment that the setup names."""
+    for module in ("v1", "legacy"):
+        found: Hosted | None = importlib.import_module(f".{module}", __package__).load(setup)
+        if found is not None:
+            return found
+    raise Refused(
+        f"{setup['id']} is neither a taskset of verifiers.v1 (a module whose __all__ names a Taskset) nor a module "
+        "with load_environment: check the name"
+    )
+
+
+def main() -> int:
+    """Loads the environment and serves; the exit code is 1 if it could not be loaded."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    channel = _take_standard_streams()
+    setup = channel.read()
+    if setup is None:
+        return 0
+    try:
+        hosted = load(setup)
+        facts = hosted.facts()
+    except Refused as error:
+        channel.send({"op": "failed", "message": str(error)})
+        return 1
+    except BaseException as error:  # noqa: BLE001 (the environment's code, whatever it raises)
+        channel.send({"op": "failed", "message": f"it raised {_one_line(error)}", "details": _traceback(error)})
+        return 1
+    channel.send({"op": "ready", **facts})
+    asyncio.run(serve(channel, hosted))
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def nothing_to_serve() -> AsyncGenerator[None]:
+    """`Hosted.serving` of an environment that holds nothing."""
+    yield
+
+
+def _as_package() -> Any:
+    """This file as a module of the package in its folder, which no module of the environment's can hide."""
+    folder = Path(__file__).resolve().parent
+    spec = importlib.util.spec_from_file_location(
+        PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    return importlib.import_module(f"{PACKAGE}.host")
+
+
+if __name__ == "__main__":
+    sys.exit(_as_package().main())
