@@ -23,8 +23,12 @@ class EnvironmentConfig(Section):
     python: str = ""
     """The Python interpreter that an environment of `verifiers` runs with, in a process of its own: its packages cannot
     be installed beside vLLM's. Empty: the run's own."""
+    tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Tools that the policy may call, beside those of the environment: `path/to/file.py:function`, or `mcp:COMMAND`, a
+    server of the Model Context Protocol that COMMAND starts."""
     max_turns: bounds.Items | Literal["auto"] = "auto"
-    """The most turns of one episode in an environment of `verifiers`. `auto`: what the environment says."""
+    """The most turns of one episode. `auto`: what the environment says; 4 where `tools` are given to one of a single
+    turn."""
     system_prompt: str = ""
     """Put before every conversation that has no system message of its own."""
     seed: bounds.Seed = 0

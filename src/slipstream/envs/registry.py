@@ -22,13 +22,18 @@ from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
 from slipstream.envs.hosted.environment import Verifiers
+from slipstream.envs.mcp_tools import tools_of
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import rows_environment
 from slipstream.envs.single_turn import FunctionEnvironment, shown_settings
 from slipstream.envs.suggest import did_you_mean
+from slipstream.envs.tools import Tool, schemas_of
 from slipstream.errors import ConfigError, SlipstreamError, one_line
 
 GROUP = "slipstream.environments"
+_MCP = "mcp:"
+_TOOL_TURNS = 4
+"""Most turns of an environment of one turn that is given tools."""
 _FORMS = (
     f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, path/to/file.py, path/to/file.py:Class, or an entry point of the "
     f"group {GROUP}"
@@ -39,7 +44,41 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     """Constructs the environment that `config` names, with its settings and seed."""
     environment = _load(config)
     environment.given_settings = config.settings
+    if config.tools:
+        _add_tools(environment, config)
+    if config.max_turns != "auto" and not isinstance(environment, Verifiers):
+        if config.max_turns > 1 and environment.max_turns == 1 and not environment.tools:
+            raise ConfigError(
+                f"environment.max_turns = {config.max_turns} has no effect: {environment.name} has one turn and no "
+                "tools: remove it, or add environment.tools"
+            )
+        environment.max_turns = config.max_turns
     return environment
+
+
+def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:
+    """Gives the environment the tools of `environment.tools`."""
+    if isinstance(environment, Verifiers):
+        raise ConfigError(f"environment.tools: {config.name} brings its own tools: remove the setting")
+    added: list[Tool] = []
+    for place, name in enumerate(config.tools):
+        setting = f"environment.tools[{place}] = {name!r}"
+        file, _, attribute = name.rpartition(":")
+        if name.startswith(_MCP):
+            added += tools_of(name.removeprefix(_MCP), config.variables)
+        elif file.endswith(".py"):
+            module = import_file(Path(file), "environment.tools")
+            found = getattr(module, attribute, None)
+            if not callable(found):
+                known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+                raise ConfigError(f"{setting}: {file} has no function {attribute!r}{did_you_mean(attribute, known)}")
+            added.append(found)
+        else:
+            raise ConfigError(f"{setting} is not a tool: use path/to/file.py:function, or {_MCP}COMMAND")
+    environment.tools = (*environment.tools, *added)
+    schemas_of(environment.tools)
+    if environment.max_turns == 1:
+        environment.max_turns = _TOOL_TURNS
 
 
 def _load(config: EnvironmentConfig) -> Environment:
@@ -48,9 +87,8 @@ def _load(config: EnvironmentConfig) -> Environment:
         raise ConfigError(f"environment.variables: {', '.join(missing)} is not set: set it, or leave it out")
     if name.startswith(VERIFIERS):
         return Verifiers(config)
-    for setting, default in (("python", ""), ("max_turns", "auto")):
-        if getattr(config, setting) != default:
-            raise ConfigError(f"environment.{setting} has an effect on {VERIFIERS}<name> only: remove it")
+    if config.python:
+        raise ConfigError(f"environment.python has an effect on {VERIFIERS}<name> only: remove it")
     if name.startswith(PREFIX):
         return ReasoningGym(name.removeprefix(PREFIX), config.seed, config.settings)
     if "seed" in config.settings:

@@ -283,12 +283,24 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
         # Only its folder's links are followed: the program of a virtual environment is a link itself.
         bin_folder, program = os.path.split(text)
         tree["environment"]["python"] = os.path.join(resolve("environment.python", bin_folder, always=True), program)
+    section: Any = tree.get("environment")
+    tools: Any = section.get("tools") if isinstance(section, dict) else None
+    if isinstance(tools, list):
+        section["tools"] = [_resolved_tool(tool, resolve) for tool in tools]
     for name in BUILT_IN:
         if (text := text_at("algorithm", name)).partition(":")[0].endswith(".py"):
             file, colon, function = text.partition(":")
             tree["algorithm"][name] = resolve(f"algorithm.{name}", file, always=True) + colon + function
     if (text := text_at("run", "folder")) and not unusable_path(text):
         tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
+
+
+def _resolved_tool(tool: Any, resolve: Callable[..., str]) -> Any:
+    """`path/to/file.py:function` with its path resolved."""
+    file, colon, function = tool.rpartition(":") if isinstance(tool, str) else ("", "", "")
+    if not file.endswith(".py") or file.startswith("mcp:") or unusable_path(file):
+        return tool
+    return resolve("environment.tools", file, always=True) + colon + function
 
 
 def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:

@@ -1,0 +1,131 @@
+"""Tools of servers of the Model Context Protocol, over standard input and output (the official SDK, package `mcp`).
+
+`tools_of("python server.py")` starts the server once, asks what it has, and ends it. A call then starts it again in the
+process that runs tools, and keeps it there: one server for each worker. Servers get the environment variables that
+workers have, and end with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from slipstream.envs.base import ToolResult
+from slipstream.envs.scoring.process import worker_environment
+from slipstream.envs.tools import SCHEMA_ATTRIBUTE, Schema, Tool
+from slipstream.errors import ConfigError, one_line
+
+_T = TypeVar("_T")
+START_S = 60.0
+"""How long a server may take to say which tools it has."""
+
+
+def tools_of(command: str, variables: Iterable[str] = ()) -> list[Tool]:
+    """The tools of the server that `command` starts; it gets these environment variables too. Raises `ConfigError` if
+    it does not start or has none."""
+    setting = f"environment.tools: mcp:{command}"
+    try:
+        import mcp  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError:
+        raise ConfigError(f"{setting} needs the package mcp, which is not installed: pip install mcp") from None
+    try:
+        server = _Server(shlex.split(command), worker_environment(variables, os.environ))
+        schemas = _in_a_loop_of_its_own(server.schemas)
+    except TimeoutError:
+        raise ConfigError(f"{setting} did not say which tools it has within {START_S:g} s: run it by hand") from None
+    except Exception as error:  # whatever the server or the SDK raises
+        cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        raise ConfigError(f"{setting} cannot be asked for its tools ({one_line(cause)}): run it by hand") from error
+    if not schemas:
+        raise ConfigError(f"{setting} has no tools: name another server")
+    return [server.tool(schema) for schema in schemas]
+
+
+class _Server:
+    """A server, and the session with it in this process."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._command = command
+        self._environment = environment
+        self._session: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Any] | None = None
+
+    async def schemas(self) -> list[Schema]:
+        """Its tools' schemas."""
+        async with asyncio.timeout(START_S):
+            session = await self._started()
+            listed = await session.list_tools()
+            assert self._session is not None
+            self._session.cancel()
+            await asyncio.gather(self._session, return_exceptions=True)
+        return [_schema_of(tool.model_dump(mode="json", by_alias=True)) for tool in listed.tools]
+
+    def tool(self, schema: Schema) -> Tool:
+        """One of its tools."""
+        name = schema["function"]["name"]
+
+        async def call(**arguments: Any) -> ToolResult:
+            session = await self._started()
+            found = (await session.call_tool(name, arguments)).model_dump(mode="json", by_alias=True)
+            return ToolResult("\n".join(map(_text_of, found["content"])), "error" if found.get("isError") else "")
+
+        setattr(call, SCHEMA_ATTRIBUTE, schema)
+        return call
+
+    async def _started(self) -> Any:
+        """The session, begun if there is none, or if the server has ended."""
+        if self._session is None or self._session.done():
+            self._ready = asyncio.get_running_loop().create_future()
+            self._session = asyncio.create_task(self._run(self._ready))
+        assert self._ready is not None
+        return await asyncio.shield(self._ready)
+
+    async def _run(self, ready: asyncio.Future[Any]) -> None:
+        """Keeps the session open until cancelled: the SDK wants it opened and closed in one task."""
+        from mcp import ClientSession, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        first, *arguments = self._command
+        parameters = StdioServerParameters(command=first, args=arguments, env=self._environment)
+        try:
+            async with stdio_client(parameters) as streams, ClientSession(*streams) as session:
+                await session.initialize()
+                ready.set_result(session)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+            ready.exception()  # whoever waits may have been cancelled
+
+
+def _text_of(part: dict[str, Any]) -> str:
+    return part["text"] if part.get("type") == "text" else f"[{part.get('type')}, which is not shown]"
+
+
+def _schema_of(tool: dict[str, Any]) -> Schema:
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["inputSchema"]}
+    return {"type": "function", "function": function}
+
+
+def _in_a_loop_of_its_own(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """The result of a coroutine; this thread may have an event loop that runs."""
+    found: list[_T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(asyncio.run(work()))
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="mcp")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
