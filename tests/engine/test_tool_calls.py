@@ -124,8 +124,13 @@ def readers(tokenizer):
     made = {}
 
     def get(name):
-        if name not in made:
-            made[name] = ToolReader(name, tokenizer)
+        try:
+            if name not in made:
+                made[name] = ToolReader(name, tokenizer)
+        except RuntimeError as error:
+            if "has no tool parser" in str(error):  # an older vLLM
+                pytest.skip(str(error))
+            raise
         return made[name]
 
     return get
@@ -147,11 +152,7 @@ def test_every_format_has_a_sample():
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_calls_of_every_format(name, readers):
-    try:
-        reader = readers(name)
-    except RuntimeError as error:
-        pytest.skip(str(error)) if "has no tool parser" in str(error) else pytest.fail(str(error))
-    text = SAMPLES[name]
+    reader, text = readers(name), SAMPLES[name]
     found = read(reader, text)
     assert bare(found.calls) == (EXPECTED[:1] if name == "internlm" else EXPECTED)
     assert found.content.strip() == ("See." if text.startswith("See.") else "")

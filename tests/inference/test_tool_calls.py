@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from slipstream.inference.engine import SupervisedEngine
 from slipstream.inference.plugin.tools.calls import (
     MAX_CALLS,
     MAX_DEPTH,
@@ -17,6 +18,7 @@ from slipstream.inference.plugin.tools.calls import (
 )
 from slipstream.inference.plugin.tools.formats import FORMATS, answer_start, ends_in_thought
 from slipstream.inference.scripted import ScriptedEngine
+from slipstream.inference.settings import EngineSettings
 from slipstream.records import Completion, GenerateRequest, SamplingParams, ToolCall, decode, encode
 
 HERMES = FORMATS["hermes"]
@@ -164,6 +166,31 @@ def test_answers_of_earlier_engines_can_be_read():
     new = {"tool_calls", "content", "parser_failure"}
     fields = {name: value for name, value in msgspec.to_builtins(old).items() if name not in new}
     assert decode(msgspec.msgpack.encode(fields), Completion) == old
+
+
+async def test_what_a_parser_raised_is_told_once_and_counted(tmp_path, monkeypatch):
+    events = []
+    settings = EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8, tool_parser="hermes")
+    engine = SupervisedEngine(
+        settings,
+        tmp_path / "log",
+        start_timeout_s=1,
+        max_restarts=0,
+        on_event=lambda kind, **fields: events.append((kind, fields)),
+    )
+
+    async def generate(request):
+        return Completion(request.id, [1], [0.0], "stop", parser_failure="KeyError: 'name'")
+
+    monkeypatch.setattr(engine.process, "is_alive", lambda: True)
+    monkeypatch.setattr(engine.process.client, "generate", generate)
+    assert engine.take_metrics() == {}
+    for number in range(3):
+        await engine.generate(GenerateRequest(str(number), [1], SamplingParams(1)))
+    assert [kind for kind, _ in events] == ["warning"]
+    assert "hermes raised (KeyError: 'name')" in events[0][1]["message"]
+    assert engine.take_metrics() == {"rollout/parser_failures": 3.0}
+    assert engine.take_metrics() == {"rollout/parser_failures": 0.0}
 
 
 async def test_a_scripted_engine_passes_calls_on():
