@@ -207,7 +207,9 @@ class Verifiers(Environment):
             "max_turns": None if config.max_turns == "auto" else config.max_turns,
         }
         try:
-            return await Host.start(self._python, setup, variables=config.variables, log=log)
+            return await Host.start(
+                self._python, setup, variables=config.variables, log=log, user_namespace=config.user_namespace
+            )
         except HostFailed as failure:
             raise ConfigError(
                 f"environment.name = {config.name!r}: {failure} (interpreter {self._python}"

@@ -24,6 +24,8 @@ LOAD_TIMEOUT_S = 600.0
 """Time limit of loading an environment, which may fetch data."""
 ROWS_TIMEOUT_S = 110.0
 MAX_LOG_BYTES = 16 * 2**20
+MAX_PROCESSES = 4096
+"""That an environment process may have below it, for all its episodes together."""
 _HOST = Path(str(inside.__file__)).with_name("host.py")
 _NOT_FOR_OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_PRELOAD")
 """What describes this interpreter and would mislead another."""
@@ -79,11 +81,20 @@ class Host:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, python: str, setup: Frame, *, variables: Iterable[str] = (), log: Path | None = None) -> Host:
+    async def start(
+        cls,
+        python: str,
+        setup: Frame,
+        *,
+        variables: Iterable[str] = (),
+        log: Path | None = None,
+        user_namespace: bool = True,
+    ) -> Host:
         """Starts a process and waits until it has loaded the environment. Raises `HostDied`, `HostFailed`, or
         `TimeoutError`."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(Path(guard.__file__))),
+            *(sys.executable, "-I", "-S", str(Path(guard.__file__)), str(MAX_PROCESSES)),
+            guard.NAMESPACE if user_namespace else guard.NO_NAMESPACE,
             *(python, "-P", "-u", str(_HOST)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -244,4 +255,6 @@ class Host:
 
 
 def _ended(code: int) -> str:
+    if code == guard.TOO_MANY:
+        return f"was killed, as it had more than {MAX_PROCESSES} processes"
     return f"ended with signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
