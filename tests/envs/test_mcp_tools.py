@@ -7,10 +7,10 @@ import psutil
 import pytest
 
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.envs import mcp_tools
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.single_turn import make_tasks
+from slipstream.envs.tools import mcp_servers
 from slipstream.errors import ConfigError
 from slipstream.records import ToolCall
 
@@ -70,7 +70,7 @@ def test_what_is_no_server_is_said(tmp_path, tool, message):
 
 
 def test_a_server_that_says_nothing_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(mcp_tools, "START_S", 2.0)
+    monkeypatch.setattr(mcp_servers, "START_S", 2.0)
     with pytest.raises(ConfigError, match="did not say which tools it has within 2 s"):
         load_environment(config(tmp_path, f"{SERVER} silent"))
 

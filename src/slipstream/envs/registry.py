@@ -22,12 +22,12 @@ from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
 from slipstream.envs.hosted.environment import Verifiers
-from slipstream.envs.mcp_tools import tools_of
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import rows_environment
 from slipstream.envs.single_turn import FunctionEnvironment, shown_settings
 from slipstream.envs.suggest import did_you_mean
-from slipstream.envs.tools import Tool, schemas_of
+from slipstream.envs.tools.mcp_servers import tools_of
+from slipstream.envs.tools.schemas import Tool, schemas_of
 from slipstream.errors import ConfigError, SlipstreamError, one_line
 
 GROUP = "slipstream.environments"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from slipstream.envs.base import ToolResult
 from slipstream.envs.scoring.process import worker_environment
-from slipstream.envs.tools import SCHEMA_ATTRIBUTE, Schema, Tool
+from slipstream.envs.tools.schemas import SCHEMA_ATTRIBUTE, Schema, Tool
 from slipstream.errors import ConfigError, one_line
 
 _T = TypeVar("_T")
