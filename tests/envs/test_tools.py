@@ -5,7 +5,15 @@ from typing import Literal
 import pytest
 from transformers.utils import get_json_schema
 
-from slipstream.envs.tools import as_text, described, name_of, parameters_of, schema_of, schemas_of, task_parameter_of
+from slipstream.envs.tools.schemas import (
+    as_text,
+    described,
+    name_of,
+    parameters_of,
+    schema_of,
+    schemas_of,
+    task_parameter_of,
+)
 from slipstream.errors import ConfigError
 from slipstream.records import Task
 

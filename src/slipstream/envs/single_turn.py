@@ -24,7 +24,7 @@ from slipstream.data.plain_values import not_plain
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import Environment, Episode, Policy, Score, Split, scored
 from slipstream.envs.conversation import converse
-from slipstream.envs.tools import schemas_of, with_tools
+from slipstream.envs.tools.schemas import schemas_of, with_tools
 from slipstream.errors import DataError, EnvironmentFault, SlipstreamError, one_line
 from slipstream.records import Message, Role, Task
 from slipstream.runlog.redaction import redact
