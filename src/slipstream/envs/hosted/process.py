@@ -24,6 +24,7 @@ LOAD_TIMEOUT_S = 600.0
 """Time limit of loading an environment, which may fetch data."""
 ROWS_TIMEOUT_S = 110.0
 MAX_LOG_BYTES = 16 * 2**20
+_MAX_PROCESSES = "4096"
 _HOST = Path(str(inside.__file__)).with_name("host.py")
 _NOT_FOR_OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_PRELOAD")
 """What describes this interpreter and would mislead another."""
@@ -83,7 +84,7 @@ class Host:
         """Starts a process and waits until it has loaded the environment. Raises `HostDied`, `HostFailed`, or
         `TimeoutError`."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(Path(guard.__file__))),
+            *(sys.executable, "-I", "-S", str(Path(guard.__file__)), _MAX_PROCESSES, guard.NAMESPACE),
             *(python, "-P", "-u", str(_HOST)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
