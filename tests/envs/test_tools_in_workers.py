@@ -12,6 +12,7 @@ import tests.envs.hostile as hostile
 import tests.envs.hostile_tools as hostile_tools
 import uvloop
 from tests.envs.environments import task
+from tests.envs.test_guard import has_namespaces
 from tests.envs.test_hostile_rewards import LEAVING, mark, marked, none_left  # noqa: F401 (`mark` is a fixture)
 
 from slipstream.config.schema import EnvironmentConfig
@@ -240,6 +241,8 @@ SECRET = "s3cr3t-of-the-run"
 
 async def test_the_run_s_keys_cannot_be_read_in_the_environment_or_in_proc(mark, monkeypatch):  # noqa: F811
     """Of this process, which has none in its first environment, and of one that has."""
+    if not has_namespaces():
+        pytest.skip("the kernel refuses user namespaces")
     monkeypatch.setenv("TEST_API_KEY", SECRET)
     other = subprocess.Popen(["/bin/sleep", "300"], env={"TEST_API_KEY": SECRET})
     try:

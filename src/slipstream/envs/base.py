@@ -154,7 +154,7 @@ class Environment(ABC):
     must set it."""
     tools: Sequence[Callable[..., Any]] = ()
     """Functions that the policy may call, plain or coroutines; their schemas follow from type hints and docstrings
-    (`tools.py`). They run where `score` does."""
+    (`tools/schemas.py`). They run where `score` does."""
     max_tool_calls: int = 16
     """Most calls in one episode."""
     scores_groups: ClassVar[bool] = False
@@ -211,7 +211,7 @@ class Environment(ABC):
 
     def call_tool(self, name: str, arguments: dict[str, Any], task: Task) -> Any:
         """Runs a tool for the policy, by default the one of `tools` with that name; may be a coroutine. Returns text,
-        or what is written as JSON, or a `ToolResult`; `tool_calls.CallRefused` refuses the call. Called in a process
+        or what is written as JSON, or a `ToolResult`; `tools.calls.CallRefused` refuses the call. Called in a process
         that may be killed, which has nothing of the episode but its task."""
         return call_function(self.tools, name, arguments, task)
 
