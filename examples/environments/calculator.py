@@ -48,6 +48,9 @@ class Arithmetic(SingleTurn):
         return list(found.values())[:num_tasks]
 
     def gold(self, task):
+        """Half of the demonstrations do without the calculator: SFT imitates that too, RL finds out what it costs."""
+        if sum(map(ord, task.info["expression"])) % 2:
+            return task.answer
         call = ToolCall("calculator", {"expression": task.info["expression"]})
         return [
             Message("assistant", "", tool_calls=(call.as_chat(),)),

@@ -46,8 +46,8 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     environment.given_settings = config.settings
     if config.tools:
         _add_tools(environment, config)
-    if config.max_turns != "auto" and not isinstance(environment, Verifiers):
-        if config.max_turns > 1 and environment.max_turns == 1 and not environment.tools:
+    if not isinstance(environment, Verifiers) and config.max_turns not in ("auto", environment.max_turns):
+        if environment.max_turns == 1 and not environment.tools:
             raise ConfigError(
                 f"environment.max_turns = {config.max_turns} has no effect: {environment.name} has one turn and no "
                 "tools: remove it, or add environment.tools"

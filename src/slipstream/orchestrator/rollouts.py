@@ -12,7 +12,8 @@ import hashlib
 import itertools
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -125,14 +126,14 @@ class RolloutRunner:
         self._environment = environment
         self._scorer = scorer
         self._tokenizer = tokenizer
-        self._engine = engine
-        self._request_timeout_s = request_timeout_s
+        self.engine = engine
+        self.request_timeout_s = request_timeout_s
         self._run_timeout_s = run_timeout_s
         self._context_length = context_length
         self._warn = warn
         self._num_not_closed = 0
-        self._retries = retries or Retries()
-        self._serial = itertools.count()
+        self.retries = retries or Retries()
+        self.serial = itertools.count()
         self.num_ended = 0
         """Tries of turns, and rollouts, that have ended; any thread may read it to see whether rollouts get on."""
 
@@ -153,53 +154,16 @@ class RolloutRunner:
     ) -> Rollout:
         """Make one rollout. `place`: in a group that is graded together; without it, it is graded by itself. Raises
         `EngineError` or `IntegrityError` only when the engine cannot come back."""
-        started, turns, deadline = time.monotonic(), itertools.count(), EnvironmentDeadline(self._run_timeout_s)
-        engine_errors: list[Exception] = []
-
-        async def generate(
-            prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
-        ) -> Completion:
-            turn = next(turns)
-            most = sampling.max_tokens if max_tokens is None else max(1, min(max_tokens, sampling.max_tokens))
-            limited = sampling if most == sampling.max_tokens else msgspec.structs.replace(sampling, max_tokens=most)
-
-            async def attempt() -> Completion:
-                try:
-                    return await retry_on_restart(self._engine, request)
-                finally:
-                    self.num_ended += 1
-
-            def request() -> Awaitable[Completion]:
-                # The serial number keeps ids unique when a turn is requested again; the seed does not depend on it.
-                return self._engine.generate(
-                    GenerateRequest(
-                        id=f"{rollout_id}.{turn}-{next(self._serial)}",
-                        prompt_ids=prompt_ids,
-                        sampling=limited,
-                        seed=seed_of(seed, turn) if turn else seed,
-                        timeout_s=self._request_timeout_s,
-                        group_id=group_id,
-                        is_urgent=is_urgent,
-                        tools=tools,
-                    )
-                )
-
-            try:
-                with deadline.paused():
-                    completion, tries = await self._retries.until_answered(f"{rollout_id}.{turn}", attempt)
-            except (EngineError, IntegrityError) as error:
-                engine_errors.append(error)
-                raise
-            if completion.finish_reason == "abort":
-                last = f", in the last of {tries} tries" if tries > 1 else ""
-                raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}{last}")
-            return completion
+        started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s)
+        turns = _Turns(self, rollout_id, group_id, sampling, seed, is_urgent, deadline)
 
         async def call_tool(call: ToolCall) -> ToolResult:
             with deadline.paused():  # it has a deadline of its own
                 return await self._scorer.call_tool(task, call)
 
-        policy = RecordingPolicy(generate, self._tokenizer, context_length=self._context_length, call_tool=call_tool)
+        policy = RecordingPolicy(
+            turns.generate, self._tokenizer, context_length=self._context_length, call_tool=call_tool
+        )
         rollout = Rollout(rollout_id, task.id, group_id, policy.sequences, reward=0.0, outcome="done")
         rollout.prompt = task.prompt[-1].content if task.prompt else ""
         rollout.answer = task.answer or ""
@@ -210,15 +174,15 @@ class RolloutRunner:
             episode = await self._play(task, policy, deadline, rollout)
             await self._grade(task, episode, place or self._scorer, rollout)
         except BaseException as error:  # noqa: BLE001 (see `_OUTCOMES`)
-            if engine_errors:
-                raise engine_errors[0] from None  # the environment may have replaced it
+            if turns.engine_errors:
+                raise turns.engine_errors[0] from None  # the environment may have replaced it
             rollout.outcome, rollout.error = self._outcome_of(error)
             rollout.stop = "timeout" if isinstance(error, EnvironmentTimeout) else rollout.stop or "error"
         finally:
             if place is not None and episode is None:
                 place.leave(task)
-        if engine_errors:  # the environment suppressed it
-            raise engine_errors[0]
+        if turns.engine_errors:  # the environment suppressed it
+            raise turns.engine_errors[0]
         rollout.seconds = time.monotonic() - started
         self.num_ended += 1
         return rollout
@@ -302,6 +266,64 @@ class RolloutRunner:
                 return f"environment {name} {why}\n{_traceback_of(error)}"
             case _:
                 return _traceback_of(error)
+
+
+@dataclass
+class _Turns:
+    """Asks the engine for the turns of one rollout."""
+
+    runner: RolloutRunner
+    rollout_id: str
+    group_id: str
+    sampling: SamplingParams
+    seed: int
+    is_urgent: bool
+    deadline: EnvironmentDeadline
+    engine_errors: list[Exception] = field(default_factory=list[Exception])
+    """Those after which no rollout can be made."""
+    num_asked: int = 0
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
+    ) -> Completion:
+        """A turn, for `RecordingPolicy`; raises `RequestAborted` if the engine gave it up."""
+        runner, turn = self.runner, self.num_asked
+        self.num_asked += 1
+
+        async def attempt() -> Completion:
+            try:
+                return await retry_on_restart(
+                    runner.engine, lambda: runner.engine.generate(self._request(turn, prompt_ids, max_tokens, tools))
+                )
+            finally:
+                runner.num_ended += 1
+
+        try:
+            with self.deadline.paused():
+                completion, tries = await runner.retries.until_answered(f"{self.rollout_id}.{turn}", attempt)
+        except (EngineError, IntegrityError) as error:
+            self.engine_errors.append(error)
+            raise
+        if completion.finish_reason == "abort":
+            last = f", in the last of {tries} tries" if tries > 1 else ""
+            raise RequestAborted(f"request {completion.id} {completion.error or 'was aborted'}{last}")
+        return completion
+
+    def _request(
+        self, turn: int, prompt_ids: list[int], max_tokens: int | None, tools: tuple[dict[str, Any], ...]
+    ) -> GenerateRequest:
+        most = self.sampling.max_tokens if max_tokens is None else max(1, min(max_tokens, self.sampling.max_tokens))
+        return GenerateRequest(
+            # The serial number keeps ids unique when a turn is requested again; the seed does not depend on it.
+            id=f"{self.rollout_id}.{turn}-{next(self.runner.serial)}",
+            prompt_ids=prompt_ids,
+            sampling=msgspec.structs.replace(self.sampling, max_tokens=most),
+            seed=seed_of(self.seed, turn) if turn else self.seed,
+            timeout_s=self.runner.request_timeout_s,
+            group_id=self.group_id,
+            is_urgent=self.is_urgent,
+            tools=tools,
+        )
 
 
 def _is_cancelled() -> bool:
