@@ -230,6 +230,9 @@ async def test_groups_are_given_together(rows, file):
     assert environment.scores_groups
     scores = await environment.score_group(task, [Episode(text) for text in ("a", "b", "a", "a")])
     assert [score.reward for score in scores] == pytest.approx([1 / 3, 1.0, 1 / 3, 1 / 3])
+    async with ScorerPool(EnvironmentConfig(name="rows", settings=environment._settings)) as scorer:
+        scores = await scorer.score_group(task, [Episode(text) for text in ("a", "b", "a")])
+    assert [score.reward for score in scores] == [0.5, 1.0, 0.5]
     environment, _ = rows(f"trl:{file}:unique")
     assert not environment.scores_groups
 
