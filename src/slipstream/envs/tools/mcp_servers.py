@@ -70,7 +70,13 @@ class _Server:
 
         async def call(**arguments: Any) -> ToolResult:
             session = await self._started()
-            found = (await session.call_tool(name, arguments)).model_dump(mode="json", by_alias=True)
+            try:
+                found = (await session.call_tool(name, arguments)).model_dump(mode="json", by_alias=True)
+            except Exception as error:
+                if _has_ended(error) and self._session is not None:
+                    self._session.cancel()  # the next call starts the server again
+                    self._session = None
+                raise
             return ToolResult("\n".join(map(_text_of, found["content"])), "error" if found.get("isError") else "")
 
         setattr(call, SCHEMA_ATTRIBUTE, schema)
@@ -101,6 +107,14 @@ class _Server:
                 raise
             ready.set_exception(error)
             ready.exception()  # whoever waits may have been cancelled
+
+
+def _has_ended(error: Exception) -> bool:
+    """Whether a call failed as the server's end of the connection was closed: the SDK's own error, or its streams'."""
+    from mcp.types import CONNECTION_CLOSED
+
+    code = getattr(getattr(error, "error", None), "code", None)
+    return code == CONNECTION_CLOSED or type(error).__name__ in ("ClosedResourceError", "BrokenResourceError")
 
 
 def _text_of(part: dict[str, Any]) -> str:
