@@ -14,7 +14,7 @@ from verifiers_interpreters import ENVIRONMENTS, interpreter
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.engine_protocols import Generates
 from slipstream.envs.base import ContextFull, Reply, Score
-from slipstream.envs.hosted import environment as hosted
+from slipstream.envs.hosted import keeper
 from slipstream.envs.registry import load_environment
 from slipstream.errors import ConfigError, EnvironmentFault
 from slipstream.orchestrator.rollouts import RolloutRunner
@@ -189,17 +189,17 @@ async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(fragil
     assert made.outcome == "environment_error"
     assert "an environment that raises" in made.error
     made, _ = await rollout(guess, "sleep", run_timeout_s=0.5)  # the process goes on
-    first = guess._host
+    first = guess.keeper.host
     assert (made.outcome, first.alive) == ("environment_error", True)
     made, _ = await rollout(guess, "die")
     assert made.outcome == "environment_error"
     assert "ended with exit code 7" in made.error
     made, _ = await rollout(guess, "hang", run_timeout_s=0.5)
     assert made.outcome == "environment_error"
-    assert guess._host is None
+    assert guess.keeper.host is None
     made, _ = await rollout(guess, right_and_wrong(guess)[0])
     assert (made.outcome, made.reward) == ("done", 2.0)
-    process = psutil.Process(guess._host._process.pid)
+    process = psutil.Process(guess.keeper.host._process.pid)
     family = [process, *process.children(recursive=True)]
     await guess.close()
     assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
@@ -207,7 +207,7 @@ async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(fragil
 
 @one_loop
 async def test_processes_that_only_die_end_the_run(fragile, monkeypatch):
-    monkeypatch.setattr(hosted, "MAX_DEATHS", 1)
+    monkeypatch.setattr(keeper, "MAX_DEATHS", 1)
     assert (await rollout(fragile, "die"))[0].outcome == "environment_error"
     with pytest.raises(EnvironmentFault, match="2 environment processes of verifiers/guess_legacy ended"):
         await rollout(fragile, "die")
@@ -220,7 +220,7 @@ async def test_no_key_of_the_run_is_visible_and_output_is_kept(fragile, monkeypa
     await guess.close()
     guess.log_folder = tmp_path
     await rollout(guess, right_and_wrong(guess)[0])
-    pid = psutil.Process(guess._host._process.pid).children()[0].pid
+    pid = psutil.Process(guess.keeper.host._process.pid).children()[0].pid
     with open(f"/proc/{pid}/environ", "rb") as file:
         assert KEY.encode() not in file.read()
     await guess.close()
@@ -255,7 +255,7 @@ async def test_tools_are_the_environments():
 async def test_a_tools_argument_that_nobody_supplies_ends_the_episode():
     shop = load("shop_legacy", "0.3", {"supplies": False})
     call = Reply("<call>", "stop", (ToolCall("price", {"item": "tea"}),), "")
-    with pytest.raises(hosted.EnvironmentRaised, match="needs shop, which is hidden from the model"):
+    with pytest.raises(keeper.EnvironmentRaised, match="needs shop, which is hidden from the model"):
         await shop.run(shop.tasks("train", 1)[0], Scripted(call))
     await shop.close()
 

@@ -159,6 +159,8 @@ class Environment(ABC):
     """Most calls in one episode."""
     scores_groups: ClassVar[bool] = False
     """Whether `score_group` grades, once for all episodes of a task, instead of `score_episode`."""
+    hung: str = ""
+    """Where its own process hung and was killed for it, if it has one: for the errors of its episodes."""
     log_folder: Path | None = None
     """Where an environment with processes of its own may write their output; set in a run."""
     given_settings: Mapping[str, Any] = MappingProxyType({})

@@ -20,6 +20,7 @@ from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
+from slipstream.envs.hosted.apart import Apart
 from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
 from slipstream.envs.hosted.environment import Verifiers
 from slipstream.envs.rows import NAME as ROWS
@@ -54,6 +55,16 @@ def load_environment(config: EnvironmentConfig) -> Environment:
             )
         environment.max_turns = config.max_turns
     return environment
+
+
+def load_for_run(config: EnvironmentConfig) -> Environment:
+    """The environment as a run plays it: under `environment.apart`, with its episodes in another process."""
+    environment = load_environment(config)
+    if not config.apart:
+        return environment
+    if isinstance(environment, Verifiers):
+        raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
+    return Apart(environment, config)
 
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:

@@ -22,7 +22,7 @@ from slipstream.data.examples import Examples, holds_thoughts, split_off, tokeni
 from slipstream.data.message_fields import check_fields
 from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
-from slipstream.envs.registry import load_environment
+from slipstream.envs.registry import load_for_run
 from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
@@ -117,7 +117,7 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
         model.path, system, model.trust_remote_code, model.chat_template_kwargs, thinking=model.thinking
     )
     check_teacher(config, tokenizer)
-    environment = load_environment(section) if section else None
+    environment = load_for_run(section) if section else None
     train_tasks: list[Task] = []
     eval_tasks: list[Task] = []
     requested: int | None = None

@@ -257,9 +257,10 @@ class RolloutRunner:
             case RequestAborted():
                 return str(error)
             case EnvironmentTimeout():
+                hung = self._environment.hung
                 return (
                     f"environment {name} did nothing for {self._run_timeout_s:g} s (environment.run_timeout_s), the "
-                    "engine's time not counted"
+                    f"engine's time not counted{f'; its process hung:{hung}' if hung else ''}"
                 )
             case asyncio.CancelledError():
                 why = "awaits a task that it has cancelled: suppress asyncio.CancelledError there"

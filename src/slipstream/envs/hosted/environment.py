@@ -9,7 +9,6 @@ counted, and another is started.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ from typing import Any, TypeVar, cast
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.envs.base import ContextFull, Environment, Episode, Policy, RewardFailed, Score, Split
 from slipstream.envs.hosted.conversation import Conversation, as_message
+from slipstream.envs.hosted.keeper import EnvironmentRaised, Keeper
 from slipstream.envs.hosted.process import ROWS_TIMEOUT_S, Frame, Host, HostDied, HostFailed
 from slipstream.envs.single_turn import shown_settings
 from slipstream.envs.split import split_of
@@ -29,18 +29,11 @@ from slipstream.records import Stop, Task
 
 PREFIX = "verifiers/"
 LOG = "environment.log"
-MAX_DEATHS = 3
-"""Processes that may end one after another without having ended an episode."""
-_CANCEL_S = 5.0
 _PAGE = 1000
 _FRUITLESS_PAGES = 20
 _OTHER: Mapping[Split, Split] = {"train": "eval", "eval": "train"}
 
 _T = TypeVar("_T")
-
-
-class EnvironmentRaised(Exception):
-    """The environment raised, in its own process; the text holds its traceback."""
 
 
 class Verifiers(Environment):
@@ -58,11 +51,7 @@ class Verifiers(Environment):
         self._known: Frame = {}
         self._tasks: dict[Split, list[Task]] = {"train": [], "eval": []}
         self._is_read: dict[Split, bool] = {"train": False, "eval": False}
-        self._host: Host | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = asyncio.Lock()
-        self._deaths = 0
-        self._serial = itertools.count()
+        self.keeper = Keeper(self.name, lambda: self._started(self.log_folder and self.log_folder / LOG), self._where)
 
     @property
     def max_turns(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -74,6 +63,11 @@ class Verifiers(Environment):
                 "which inference.max_model_len is planned with: set it"
             )
         return turns
+
+    @property
+    def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Environment`."""
+        return self.keeper.hung
 
     @property
     def num_train_tasks(self) -> int:
@@ -105,39 +99,22 @@ class Verifiers(Environment):
 
     async def setup(self) -> None:
         """Starts the process that plays episodes."""
-        await self._ready()
+        await self.keeper.ready()
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """One episode, played and graded by the environment."""
-        host = await self._ready()
-        name, conversation = f"episode-{next(self._serial)}", Conversation()
-        host.begin(name, task.info["task"])
-        try:
-            while True:
-                frame = await host.next_of(name)
-                if frame["op"] != "chat":
-                    break
-                host.answer(name, await self._turn(frame, conversation, policy))
-        except HostDied as death:
-            await self._lost(host)
-            raise EnvironmentRaised(str(death)) from None
-        except BaseException:
-            # Confirmed even if this coroutine is cancelled again, so that a process that hangs is found out.
-            await asyncio.shield(asyncio.create_task(self._give_up(host, name)))
-            raise
-        host.finished(name)
-        self._deaths = 0
+        conversation = Conversation()
+        frame = await self.keeper.play(task.info["task"], lambda asked: self._turn(asked, conversation, policy))
         return self._episode(frame, conversation)
 
     async def _turn(self, frame: Frame, conversation: Conversation, policy: Policy) -> Frame:
-        call = {"call": frame["call"]}
         messages = conversation.messages(frame["messages"], frame["tools"])
         limits: dict[str, Any] = {} if frame["max_tokens"] is None else {"max_tokens": frame["max_tokens"]}
         try:
             reply = await policy.chat(messages, **limits)
         except ContextFull as full:
-            return {"op": "refused", "message": str(full), **call}
-        return {**conversation.reply(reply), **call}
+            return {"op": "refused", "message": str(full)}
+        return conversation.reply(reply)
 
     def _episode(self, frame: Frame, conversation: Conversation) -> Episode:
         if frame["op"] == "raised":
@@ -162,38 +139,7 @@ class Verifiers(Environment):
 
     async def close(self) -> None:
         """Ends the process."""
-        host, self._host = self._host, None
-        if host is not None:
-            await host.stop()
-
-    # The process that plays episodes.
-
-    async def _ready(self) -> Host:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # one that played in another event loop ended with it
-            self._loop, self._host, self._starting = loop, None, asyncio.Lock()
-        async with self._starting:
-            if self._host is None or not self._host.alive:
-                self._host = await self._started(self.log_folder and self.log_folder / LOG)
-            return self._host
-
-    async def _give_up(self, host: Host, episode: str) -> None:
-        if not await host.cancel(episode, _CANCEL_S):
-            await host.kill(f"hung for {_CANCEL_S:g} s when an episode was given up, and was killed")
-            await self._lost(host)
-
-    async def _lost(self, host: Host) -> None:
-        """Counts the death of a process, once; raises if it is one too many."""
-        if host is not self._host:
-            return
-        self._host = None
-        await host.kill()
-        self._deaths = 1 if host.num_ended else self._deaths + 1
-        if self._deaths > MAX_DEATHS:
-            raise EnvironmentFault(
-                f"{self._deaths} environment processes of {self.name} ended one after another without ending an "
-                f"episode: correct the environment{self._where()}"
-            )
+        await self.keeper.close()
 
     def _where(self) -> str:
         return f"; its output is in {self.log_folder / LOG}" if self.log_folder else ""

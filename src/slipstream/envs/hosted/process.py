@@ -35,6 +35,9 @@ _TAIL_BYTES = 8192
 _OUTPUT_WAIT_S = 2.0
 _POLL_S = 0.005
 
+LAST = ("done", "raised", "cancelled")
+"""An episode's last frame."""
+
 Frame = dict[str, Any]
 
 
@@ -149,7 +152,7 @@ class Host:
         self._send({"op": "cancel", "id": episode})
         try:
             async with asyncio.timeout(within_s):
-                while (await self._next(episode))["op"] == "chat":
+                while (await self._next(episode))["op"] not in LAST:
                     pass
         except TimeoutError:
             return False
@@ -167,7 +170,7 @@ class Host:
     async def _next(self, episode: str) -> Frame:
         frame = await self._frames[episode].get() if not self._end or self._frames[episode].qsize() else None
         if frame is None:
-            raise HostDied(f"{self._end}{self._last_lines()}")
+            raise HostDied(f"{self._end}{self.last_lines()}")
         return frame
 
     async def _read(self) -> None:
@@ -193,7 +196,8 @@ class Host:
         for queue in self._frames.values():
             queue.put_nowait(None)
 
-    def _last_lines(self) -> str:
+    def last_lines(self) -> str:
+        """What it wrote last, indented; empty if it wrote nothing."""
         lines = self._tail.decode(errors="replace").strip().splitlines()[-12:]
         return "".join(f"\n    {line}" for line in lines)
 

@@ -76,20 +76,23 @@ class Turns:
 
     async def chat(self, messages: list[Any], tools: list[Any] | None, max_tokens: int | None) -> dict[str, Any]:
         """The policy's next turn. Raises `ContextFull`."""
-        number = self._number
-        self._number += 1
-        coming = self._waiting[number] = asyncio.get_running_loop().create_future()
-        frame = {"op": "chat", "messages": messages, "tools": tools or [], "max_tokens": max_tokens}
-        try:
-            self._channel.send({**frame, "id": self._episode, "call": number})
-            answer = await coming
-        finally:
-            del self._waiting[number]
+        answer = await self.ask({"op": "chat", "messages": messages, "tools": tools or [], "max_tokens": max_tokens})
         if answer["op"] == "refused":
             self.context_full = True
             raise ContextFull(answer["message"])
         self.last = answer
         return answer
+
+    async def ask(self, frame: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request of the episode."""
+        number = self._number
+        self._number += 1
+        coming = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send({**frame, "id": self._episode, "call": number})
+            return await coming
+        finally:
+            del self._waiting[number]
 
     def answered(self, frame: dict[str, Any]) -> None:
         """Takes the answer to a call; one that nobody waits for any more is dropped."""
@@ -224,6 +227,8 @@ def _take_standard_streams() -> Channel:
 
 def load(setup: dict[str, Any]) -> Hosted:
     """The environment that the setup names."""
+    if "own" in setup:
+        return importlib.import_module(".own", __package__).load(setup)
     for module in ("v1", "legacy"):
         found: Hosted | None = importlib.import_module(f".{module}", __package__).load(setup)
         if found is not None:

@@ -1,0 +1,172 @@
+"""A user's environment in a process of its own: what it does there, and what it cannot do to the run."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.config.schema import EnvironmentConfig
+from slipstream.envs.registry import load_for_run
+from slipstream.envs.scoring.pool import ScorerPool
+from slipstream.errors import ConfigError, EnvironmentFault
+from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator.rollouts import RolloutRunner
+from slipstream.records import Message, SamplingParams, Task
+
+END = 0
+SOURCE = """
+import asyncio, os, time
+from slipstream.envs import Environment, Episode, Message, Score, Task, ToolCall
+
+def twice(x: int) -> int:
+    "Doubles."
+    return 2 * x
+
+def blocks_here():
+    time.sleep(600)
+
+class Talk(Environment):
+    max_turns = 2
+    tools = (twice,)
+
+    def tasks(self, split, num_tasks):
+        return [Task("t", (Message("user", "plain"),), "ok")]
+
+    async def setup(self):
+        self.is_set_up = True
+
+    async def setup_episode(self, task):
+        return {"pid": os.getpid()}
+
+    async def close_episode(self, task, state):
+        print("closed", task.id, flush=True)
+
+    async def run(self, task, policy):
+        how = task.prompt[0].content
+        if how == "block":
+            blocks_here()
+        if how == "raise":
+            raise KeyError("odd")
+        if how == "exit":
+            os._exit(3)
+        if how == "nothing":
+            await asyncio.sleep(600)
+        if how == "long":
+            await policy.chat([Message("user", "x" * 500)])
+        reply = await policy.chat(task.prompt)
+        results = await asyncio.gather(*(policy.call_tool(ToolCall("twice", {"x": x})) for x in (1, 2)))
+        said = ",".join(result.content for result in results)
+        reply = await policy.chat([*task.prompt, reply.message, Message("user", said)])
+        metrics = {"pid": float(policy.state["pid"]), "set_up": float(self.is_set_up)}
+        return Episode(said, num_turns=2, metrics=metrics, turn_rewards=(0.5, 0.25))
+
+    def score(self, task, completion):
+        return Score(float(completion == "2,4"))
+"""
+
+
+class Letters:
+    def render(self, messages):
+        return [ord(letter) for message in messages for letter in message.content]
+
+    def decode(self, token_ids):
+        return "".join(chr(token) for token in token_ids if token != END)
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "talk.py").write_text(SOURCE)
+    return EnvironmentConfig(name=str(tmp_path / "talk.py"), apart=True, reward_workers=1)
+
+
+class Played:
+    """The environment at work, and how long the event loop was held up."""
+
+    def __init__(self, config, log_folder, run_timeout_s):
+        self.config, self.run_timeout_s = config, run_timeout_s
+        self.environment = load_for_run(config)
+        self.environment.log_folder = log_folder
+
+    async def __aenter__(self):
+        self.pool = await ScorerPool(self.config).__aenter__()
+        await self.environment.setup()
+        engine = ScriptedEngine(lambda prompt_ids, seed: [*map(ord, "hm"), END])
+        limits = {"request_timeout_s": 20.0, "run_timeout_s": self.run_timeout_s, "context_length": 300}
+        self.runner = RolloutRunner(self.environment, self.pool, Letters(), engine, **limits)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.environment.close()
+        await self.pool.__aexit__(None, None, None)
+
+    async def rollout(self, how):
+        task = Task(how, (Message("user", how),), "ok")
+        sampling = SamplingParams(max_tokens=4, stop_token_ids=(END,))
+        return await self.runner.run(task, rollout_id=how, group_id=how, sampling=sampling, seed=1)
+
+
+async def lag_of(work):
+    """What `work` returns, and the longest time for which the loop did nothing else."""
+    worst, task = 0.0, asyncio.ensure_future(work)
+    while not task.done():
+        before = time.monotonic()
+        await asyncio.sleep(0.02)
+        worst = max(worst, time.monotonic() - before)
+    return task.result(), worst
+
+
+async def test_an_episode_is_the_same_there(config, tmp_path):
+    async with Played(config, tmp_path, 20.0) as played:
+        rollouts = await asyncio.gather(*(played.rollout("plain") for _ in range(20)))
+        for rollout in rollouts:
+            assert (rollout.outcome, rollout.reward, rollout.num_turns) == ("done", 1.75, 2), rollout.error
+            assert rollout.turn_rewards == [0.5, 0.25]
+            assert rollout.metrics["set_up"] == 1.0
+            assert (rollout.metrics["tool_calls"], rollout.metrics["tool_failures"]) == (2.0, 0.0)
+        pid = int(rollouts[0].metrics["pid"])
+        assert pid not in (0, psutil.Process().pid)
+        full = await played.rollout("long")
+        assert (full.outcome, full.stop) == ("truncated", "context_full")
+    assert (tmp_path / "environment.log").read_text().count("closed plain") == 20
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize(
+    ("how", "stop", "text"),
+    [
+        ("block", "timeout", "blocks_here"),
+        ("raise", "error", "KeyError: 'odd'"),
+        ("exit", "error", "exit code 3"),
+    ],
+)
+async def test_what_it_does_costs_its_own_episode(config, tmp_path, how, stop, text):
+    async with Played(config, tmp_path, 2.0) as played:
+        assert (await played.rollout("plain")).outcome == "done"
+        failed, lag = await lag_of(played.rollout(how))
+        assert (failed.outcome, failed.stop) == ("environment_error", stop), failed.error
+        assert text in failed.error
+        assert lag < 1.0, "the run's event loop is not held up"
+        assert (await played.rollout("plain")).outcome == "done", "another process plays on"
+    if how == "block":
+        assert "blocks_here" in (tmp_path / "environment.log").read_text()
+
+
+async def test_an_episode_that_waits_for_ever_costs_no_other(config, tmp_path):
+    async with Played(config, tmp_path, 2.0) as played:
+        waits, *others = await asyncio.gather(played.rollout("nothing"), *(played.rollout("plain") for _ in range(5)))
+        assert (waits.outcome, waits.stop) == ("environment_error", "timeout")
+        assert {rollout.outcome for rollout in others} == {"done"}
+
+
+async def test_what_cannot_be_apart_is_said(config, tmp_path):
+    source = Path(config.name)
+    source.write_text(
+        source.read_text() + "\nimport sys\nif 'slipstream_environment_process' in sys.modules: raise OSError\n"
+    )
+    environment = load_for_run(config)
+    with pytest.raises(EnvironmentFault, match="the process of Talk did not start"):
+        await environment.setup()
+    with pytest.raises(ConfigError, match=r"environment\.apart has no effect"):
+        load_for_run(EnvironmentConfig(name="verifiers/x", apart=True))
