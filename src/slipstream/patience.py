@@ -1,4 +1,4 @@
-"""A timeout for an event loop that counts only the time in which the loop was running.
+"""A timeout for an event loop that counts only the time in which the loop was running; and whether a task is cancelled.
 
 While the process was stopped (SIGSTOP, a debugger) or its loop was blocked by a synchronous call, it could not have
 received what it waits for: that time is no evidence against the other side.
@@ -14,6 +14,12 @@ _TICK_S = 1.0
 _LATE_S = 1.0
 """A tick that comes this much too late shows that the loop was blocked."""
 _LEAST_S = 1e-3
+
+
+def is_cancelled() -> bool:
+    """Whether the current task itself is being cancelled. If not, a `CancelledError` is that of something it awaits."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 class Patience:

@@ -176,3 +176,66 @@ async def test_an_environment_is_set_up_once_and_closed_whatever_happens():
         async with in_use(Kept(2), 0.1, warnings.append):
             raise AssertionError
     assert told.count("close") == 3
+
+
+async def test_an_episode_that_grades_itself_does_not_keep_its_group_waiting():
+    class Mixed(Talks):
+        scores_groups = True
+        num_begun = 0
+
+        async def run(self, task, policy):
+            self.num_begun += 1
+            reward = 3.0 if self.num_begun == 2 else None
+            return Episode((await policy.chat(task.prompt)).text, reward=reward)
+
+        def score_group(self, task, episodes):
+            return [Score(float(len(episodes))) for _ in episodes]
+
+    batcher = Batcher(
+        runner_of(Mixed()), group_size=3, sampling=SAMPLING, seed=0, max_reward_failures=0.0, needs_logprobs=True
+    )
+    batch = await asyncio.wait_for(batcher.make(0, Version(0, 0), [TASK]), 10.0)
+    assert [rollout.reward for rollout in batch.rollouts] == [2.0, 3.0, 2.0]
+
+
+async def test_turn_rewards_of_the_episode_itself_must_be_finite_too():
+    class Infinite(Talks):
+        async def run(self, task, policy):
+            return Episode((await policy.chat(task.prompt)).text, turn_rewards=(float("inf"),))
+
+    rollout = await attempt(runner_of(Infinite()))
+    assert (rollout.outcome, rollout.turn_rewards) == ("reward_error", [])
+    assert "turn_rewards[0] = inf, which is not finite" in rollout.error
+
+
+async def awaits_what_it_cancelled(*_):
+    background = asyncio.create_task(asyncio.sleep(60))
+    background.cancel()
+    await background
+
+
+async def test_hooks_that_await_a_task_that_they_cancelled_end_nothing_else():
+    warnings = []
+
+    class Careless(Talks):
+        setup = close = close_episode = awaits_what_it_cancelled
+
+    rollout = await attempt(runner_of(Careless(), warn=warnings.append))
+    assert (rollout.outcome, rollout.reward) == ("done", 2.0)
+    with pytest.raises(EnvironmentFault, match=r"setup\(\) of Careless raised CancelledError"):
+        async with in_use(Careless(), 5.0, warnings.append):
+            raise AssertionError
+    assert [text.partition(" raised")[0].partition(" failed")[0] for text in warnings] == [
+        "close_episode() of environment Careless",
+        "close() of Careless",
+    ]
+
+
+async def test_a_timeout_that_close_episode_raises_is_not_taken_for_its_deadline():
+    class Refused(Talks):
+        async def close_episode(self, task, state):
+            raise TimeoutError("the server")
+
+    warnings = []
+    assert (await attempt(runner_of(Refused(), warn=warnings.append))).outcome == "done"
+    assert warnings == ["close_episode() of environment Refused failed: TimeoutError: the server"]

@@ -179,3 +179,14 @@ def test_where_a_turns_reward_lies_among_the_sampled_tokens():
     rollout.turn_spans = [records.TurnSpan(0, 1, 2), *(records.TurnSpan(1, s.start, s.end) for s in rollout.turn_spans)]
     rollout.turn_rewards = [0.125, 0.5, 0.25]
     assert list(turn_ends(rollout)) == [(0, 0.125), (2, 0.5), (5, 0.25)]
+
+
+def test_under_turn_credit_a_kl_term_alone_is_no_signal_and_samples_show_no_advantage_of_the_whole():
+    same = [episode("g", 1.0, [0.5], [2]), episode("g", 1.0, [0.5], [2])]
+    batch = records.Batch(0, records.Version(0, 0), same)
+    config = resolved(RLConfig(kind="reinforce_pp", credit="turn"))
+    penalties = [[torch.ones(2, dtype=torch.float64)], [torch.zeros(2, dtype=torch.float64)]]
+    credit = assign_credit(batch, config, 10, penalties)
+    assert not credit.has_signal
+    assert same[0].sequences[0].advantages[-1] == -same[1].sequences[0].advantages[-1] != 0.0
+    assert credit.of(0) == {"carries_loss": True}

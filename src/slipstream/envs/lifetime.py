@@ -10,6 +10,7 @@ from slipstream.config.user_code import place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.single_turn import shown_settings
 from slipstream.errors import EnvironmentFault, SlipstreamError, one_line
+from slipstream.patience import is_cancelled
 
 CLOSE_S = 10.0
 """How long `close` may take."""
@@ -23,7 +24,9 @@ async def set_up(environment: Environment, timeout_s: float) -> None:
             await environment.setup()
     except SlipstreamError:
         raise
-    except (Exception, SystemExit) as error:  # the user's code, whatever it raises
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code, whatever it raises
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
         if isinstance(error, TimeoutError) and limit.expired():
             reason = f"did not return within {timeout_s:g} s (environment.run_timeout_s)"
         else:
@@ -37,7 +40,9 @@ async def shut_down(environment: Environment, warn: Callable[[str], None]) -> No
     try:
         async with limit:
             await environment.close()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code; the run's own end is worth more)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code; the run's end is worth more
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
         is_late = isinstance(error, TimeoutError) and limit.expired()
         reason = f"did not return within {CLOSE_S:g} s" if is_late else f"raised {one_line(error)} ({place_of(error)})"
         warn(f"close() of {environment.name} {reason}")

@@ -26,6 +26,7 @@ from slipstream.envs.base import (
     RewardError,
     RewardFailed,
     RewardTimeout,
+    Score,
     Scorer,
     ToolResult,
     as_score,
@@ -35,7 +36,7 @@ from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one
 from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.orchestrator.grading import GroupGrades, Place
 from slipstream.orchestrator.retries import Retries
-from slipstream.patience import Patience
+from slipstream.patience import Patience, is_cancelled
 from slipstream.records import (
     TRAINABLE_OUTCOMES,
     Completion,
@@ -179,7 +180,7 @@ class RolloutRunner:
             rollout.outcome, rollout.error = self._outcome_of(error)
             rollout.stop = "timeout" if isinstance(error, EnvironmentTimeout) else rollout.stop or "error"
         finally:
-            if place is not None and episode is None:
+            if place is not None and (episode is None or episode.reward is not None):
                 place.leave(task)
         if turns.engine_errors:  # the environment suppressed it
             raise turns.engine_errors[0]
@@ -217,13 +218,16 @@ class RolloutRunner:
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
 
     async def _close_episode(self, task: Task, state: Any) -> None:
+        limit = asyncio.timeout(_CLOSE_S)
         try:
-            async with asyncio.timeout(_CLOSE_S):
+            async with limit:
                 await self._environment.close_episode(task, state)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code; the rollout's own end is worth more)
-            self._num_not_closed += 1
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            self._num_not_closed += 1  # the rollout's own end is worth more
             if self._num_not_closed == 1:
-                why = f"did not return within {_CLOSE_S:g} s" if isinstance(error, TimeoutError) else one_line(error)
+                why = f"did not return within {_CLOSE_S:g} s" if limit.expired() else one_line(error)
                 self._warn(f"close_episode() of environment {self._environment.name} failed: {why}")
 
     async def _grade(self, task: Task, episode: Episode, grades: Scorer | Place, rollout: Rollout) -> None:
@@ -233,7 +237,7 @@ class RolloutRunner:
             score = as_score({**episode.metrics, "reward": episode.reward})
         rollout.reward = score.reward
         rollout.metrics |= score.metrics
-        rewards = score.turn_rewards or episode.turn_rewards
+        rewards = score.turn_rewards or as_score(Score(0.0, turn_rewards=tuple(episode.turn_rewards))).turn_rewards
         if rewards and len(rewards) != len(rollout.turn_spans):
             raise RewardFailed(
                 f"environment {self._environment.name} gave {len(rewards)} turn rewards for an episode of "
@@ -245,7 +249,7 @@ class RolloutRunner:
     def _outcome_of(self, error: BaseException) -> tuple[Outcome, str]:
         """Outcome and error text of a rollout that ended with `error`, see `_OUTCOMES`; raises what is no outcome."""
         outcome: Outcome | None = next(outcome for kind, outcome in _OUTCOMES if isinstance(error, kind))
-        if outcome is None or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
+        if outcome is None or (isinstance(error, asyncio.CancelledError) and is_cancelled()):
             raise error
         return outcome, self._text_of(error)
 
@@ -325,12 +329,6 @@ class _Turns:
             is_urgent=self.is_urgent,
             tools=tools,
         )
-
-
-def _is_cancelled() -> bool:
-    """Whether it is the current task itself that is being cancelled."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -46,10 +46,12 @@ class Credit:
     """Whether any advantage is nonzero because of the rewards; a KL term alone does not count."""
     value_targets: list[list[ValueTargets]] | None = None
     """The critic's targets, per rollout and sequence; None without a critic."""
+    is_per_token: bool = False
+    """Whether tokens have advantages of their own: from a critic, or by turns."""
 
     def of(self, place: int) -> dict[str, Any]:
         """What samples record of rollout number `place`; without an advantage if its tokens have their own."""
-        whole = {"advantage": self.advantages[place]} if self.value_targets is None else {}
+        whole = {} if self.is_per_token else {"advantage": self.advantages[place]}
         return {**whole, "carries_loss": self.carries_loss[place]}
 
 
@@ -91,6 +93,8 @@ def assign_credit(
     baseline = BASELINES.get(config.advantage) or user_function("advantage", config.advantage)
     advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     has_signal = bool(advantages_S.any())
+    if gives_turns:
+        has_signal = bool(turn_advantages(rollouts, rewards_S, group_ids_S, config.scale_rewards, baseline).any())
     if kl_penalties is not None:
         sums = [sum(penalty.sum().item() for penalty in kl_penalties[i]) for i in usable]
         rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
@@ -101,13 +105,15 @@ def assign_credit(
         advantages_K = turn_advantages(rollouts, rewards_S, group_ids_S, config.scale_rewards, baseline)
         _check_finite(advantages_K, batch, config)
         write_turn_advantages(rollouts, advantages_K, best_S)
-        advantages_S, has_signal = torch.zeros_like(advantages_S), bool(advantages_K.any())
+        advantages_S = torch.zeros_like(advantages_S)
     advantages, carries_loss = [0.0] * len(batch.rollouts), [False] * len(batch.rollouts)
     for i, advantage, is_best in zip(usable, advantages_S.tolist(), best_S.tolist(), strict=True):
         advantages[i], carries_loss[i] = advantage if is_best else 0.0, is_best
     taught = any(sequence.teacher_logprobs for rollout in rollouts for sequence in rollout.sequences)
-    has_signal &= gives_turns or any(advantages)
-    return Credit(advantages, carries_loss, metrics, has_signal=taught or has_signal)
+    has_signal &= any(advantages) or (
+        gives_turns and any(any(s.advantages or ()) for r in rollouts for s in r.sequences)
+    )
+    return Credit(advantages, carries_loss, metrics, taught or has_signal, is_per_token=gives_turns)
 
 
 def _carries_loss(rewards_S: Tensor, group_ids_S: Tensor, config: PlannedRL) -> Tensor:
@@ -170,7 +176,9 @@ def _by_critic(
     metrics |= _value_metrics(values_N, returns_N)
     has_signal = bool(scaled_N.any())
     nothing = [0.0] * len(batch.rollouts)
-    return Credit(nothing, [i in set(trained) for i in range(len(nothing))], metrics, has_signal, targets)
+    return Credit(
+        nothing, [i in set(trained) for i in range(len(nothing))], metrics, has_signal, targets, is_per_token=True
+    )
 
 
 def _value_metrics(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
