@@ -15,7 +15,7 @@ help: ## show this list
 
 install: $(INSTALLED) ## install everything into .venv (CPU)
 
-$(INSTALLED): pyproject.toml scripts/install.py $(wildcard constraints/cpu*.txt constraints/verifiers-*.txt)
+$(INSTALLED): pyproject.toml scripts/install.py $(wildcard constraints/cpu*.txt)
 	$(PYTHON) scripts/install.py
 	@touch $@
 
@@ -23,7 +23,7 @@ quickstart: $(INSTALLED) ## train a small model with SFT, then GRPO, on this CPU
 	$(BIN)/python examples/quickstart/run.py
 
 test: $(INSTALLED) ## the tests to run before a commit: all units and one real case of everything, with real vLLM
-	@$(PYTHON) scripts/install.py --browser
+	@$(PYTHON) scripts/install.py --for-tests
 	$(BIN)/pytest --tests $(TESTS) --numprocesses $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 test-full: ## all tests

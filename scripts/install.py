@@ -1,15 +1,15 @@
 """Makes `.venv` with everything that a development or quickstart machine needs; safe to run again.
 
     python3 scripts/install.py [--gpu] [--extras NAME,NAME]
-    python3 scripts/install.py --browser
+    python3 scripts/install.py --for-tests
 
 uv does the installing, because it can leave out packages that vLLM asks for and a CPU machine cannot have
 (constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
 it, and otherwise from PyTorch's CPU index, which uv knows by name. torchvision gets a folder of its own, for tests with
 image models only, and so does the last TRL that had PPO, which tests read and nobody imports. verifiers, whose
-dependencies are not vLLM's, gets virtual environments of its own: the last version of each interface. The tests of
-`slipstream report` need a Chromium: where there is none it comes from Debian's or Ubuntu's packages, if this user may
-install them.
+dependencies are not vLLM's, gets virtual environments of its own for the tests: the last version of each interface. The
+tests of `slipstream report` need a Chromium: where there is none it comes from Debian's or Ubuntu's packages, if this
+user may install them. Both are brought by `--for-tests`, which `make test` calls, and not by an installation.
 """
 
 from __future__ import annotations
@@ -102,10 +102,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
     parser.add_argument("--extras", default="reasoning-gym,dev", help="further extras of pyproject.toml")
-    parser.add_argument("--browser", action="store_true", help="only bring a headless Chromium, which some tests need")
+    parser.add_argument("--for-tests", action="store_true", help="only bring what tests need: Chromium, verifiers")
     options = parser.parse_args()
-    if options.browser:
+    if options.for_tests:
         install_browser()
+        install_verifiers()
         return
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         sys.exit(
@@ -126,7 +127,6 @@ def main() -> None:
         run(*install, "--no-deps", "--target", BESIDE, "torchvision")
     if "dev" in options.extras.split(","):
         run(*bare, "--no-deps", "--target", REFERENCE, "trl==1.0.0")
-        install_verifiers()
     print("done; next: source .venv/bin/activate, then slipstream --help or docs/tutorial.md; or: make quickstart")
 
 

@@ -14,5 +14,5 @@ def interpreter(version):
     """The one with this version of verifiers, "0.3" or "0.4"; the test is skipped where there is none."""
     path = _FOLDER / version / "bin/python"
     if not path.exists() and REQUIRE not in os.environ:
-        pytest.skip(f"{path} is not there: make it with scripts/install.py")
+        pytest.skip(f"{path} is not there: make it with scripts/install.py --for-tests")
     return str(path)
