@@ -203,7 +203,7 @@ ENVIRONMENTS = [
     ("tasks_same_splits.py", 3, "is also a held-out one: give other training data"),
     ("reasoning_gym/spell_backwards", 2, r"no task 'spell_backwards': did you mean 'spell_backward'\?"),
     ("reasoning_gym/spell_backward --environment.settings.min_len 3", 2, "spell_backward has no such setting: did you"),
-    ("somewhere_else", 2, "'somewhere_else' is not installed: use reasoning_gym/<task>, rows"),
+    ("somewhere_else", 2, "'somewhere_else' is not installed: use reasoning_gym/<task>, verifiers/<name>, rows"),
 ]
 MODELS = [
     ("./none", 'none" does not exist: give the folder of a model'),

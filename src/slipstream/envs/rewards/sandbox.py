@@ -19,11 +19,9 @@ import itertools
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ import msgspec
 
 from slipstream.envs.rewards import sandbox_child
 from slipstream.envs.scoring import guard
+from slipstream.runlog.temporary import make_temporary, remove_temporary
 
 MIB = 2**20
 _MOUNT_POINT = "/proc"
@@ -80,7 +79,8 @@ class Sandbox:
 
     def __init__(self, files: Mapping[str, str], command: Sequence[str], limits: Limits, cpu_s: float) -> None:
         self._limits = limits
-        self._folder = "" if limits.namespaces else tempfile.mkdtemp(prefix="slipstream-sandbox-")
+        self._temporary = None if limits.namespaces else make_temporary("sandbox")
+        self._folder = ""
         self._received, self._errors, self._written = bytearray(), b"", 0
         self._exceeded = False
         try:
@@ -99,6 +99,9 @@ class Sandbox:
     def _start(self, files: Mapping[str, str], command: Sequence[str], cpu_s: float) -> subprocess.Popen[bytes]:
         limits = self._limits
         if not limits.namespaces:
+            assert self._temporary is not None
+            self._folder = str(self._temporary / "work")  # beside the file that says whose the folder is
+            os.mkdir(self._folder, 0o700)
             for name, text in files.items():
                 (Path(self._folder) / name).write_text(text, encoding="utf-8", errors="surrogatepass")
         home = "/work" if limits.namespaces else self._folder
@@ -188,8 +191,8 @@ class Sandbox:
         self._remove_folder()
 
     def _remove_folder(self) -> None:
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._temporary is not None:
+            remove_temporary(self._temporary)
 
     def _raise_if_failed(self, status: int) -> None:
         if status == sandbox_child.FAILED and (mark := sandbox_child.MARK.encode()) in self._errors:
