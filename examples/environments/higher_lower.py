@@ -28,7 +28,7 @@ class HigherLower(Environment):
             reply = await policy.chat(messages)
             if reply.text == task.answer or reply.finish_reason == "length" or turn == self.max_turns:
                 break
-            messages += [Message("assistant", reply.text), Message("user", hint(reply.text, int(task.answer)))]
+            messages += [reply.message, Message("user", hint(reply.text, int(task.answer)))]
         outcome = "truncated" if reply.finish_reason == "length" else "done"
         return Episode(reply.text, outcome, num_turns=turn, metrics={"turns": turn})
 

@@ -2,11 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.base import Episode
 from slipstream.envs.policy import RecordingPolicy, num_thinking, record_turn
 from slipstream.envs.single_turn import SingleTurn
 from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, Message, Task, VersionSpan
+from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
 
 END = 0
 
@@ -19,6 +21,9 @@ class Letters:
 
     def decode(self, token_ids):
         return "".join(chr(token) for token in token_ids if token != END)
+
+    def decode_turn(self, token_ids):
+        return self.decode(token_ids)
 
 
 def script(*turns, finish="stop", logprobs=True):
@@ -231,3 +236,23 @@ def test_long_thinking_is_not_decoded_again_and_again():
     tokenizer.num_decoded = 0
     assert num_thinking(text, token_ids, tokenizer) == 32_002
     assert tokenizer.num_decoded < 10_000
+
+
+async def test_a_turn_whose_call_is_a_special_token_is_extended_by_the_next_prompt(tmp_path):
+    made = new_tokenizer("byte")
+    made.add_tokens(["[TOOL_CALLS]"], special_tokens=True)
+    made.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    sampled = [*tokenizer.plain_tokens(" I ask [TOOL_CALLS]f{}\n"), tokenizer.end_token_id]
+
+    async def generate(prompt_ids, *_):
+        return Completion("r", sampled, [-0.5] * len(sampled), "stop")
+
+    policy = RecordingPolicy(generate, tokenizer)
+    reply = await policy.chat([user("q")])
+    assert reply.text == policy.last_text == " I ask f{}\n"
+    assert reply.message == assistant(" I ask [TOOL_CALLS]f{}\n")
+    await policy.chat([user("q"), reply.message, Message("tool", "1")])
+    (sequence,) = policy.sequences
+    assert sequence.num_trainable == 2 * len(sampled)
+    policy.close()

@@ -64,6 +64,9 @@ class Letters:
     def decode(self, token_ids):
         return "".join(chr(token) for token in token_ids if token != END)
 
+    def decode_turn(self, token_ids):
+        return self.decode(token_ids)
+
 
 class Odd(SingleTurn):
     """Right is "b"; "x" makes the reward raise."""

@@ -93,6 +93,13 @@ class ChatTokenizer:
         """Text of the tokens, without special tokens and without cleanup of spaces."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def decode_turn(self, token_ids: Sequence[int]) -> str:
+        """A sampled turn as the next prompt must hold it: as `decode`, but with the special tokens in it (some models'
+        tags of tool calls), which the template's text is tokenized to again. The token that ended it is left out."""
+        ended = bool(token_ids) and token_ids[-1] in self._stops
+        spoken = list(token_ids[:-1] if ended else token_ids)
+        return self._tokenizer.decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def plain_tokens(self, text: str) -> list[int]:
         """Tokens of a text alone, without a chat template."""
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -42,7 +42,7 @@ class Reply(msgspec.Struct, frozen=True):
     """The policy's message in one turn; `length` means it was cut at the token limit."""
 
     text: str
-    """All that was sampled, thinking and calls included."""
+    """All that was sampled, thinking and calls included, without special tokens."""
     finish_reason: Literal["stop", "length"]
     tool_calls: tuple[ToolCall, ...] = ()
     """The calls in it, where the conversation has tools."""
@@ -52,11 +52,13 @@ class Reply(msgspec.Struct, frozen=True):
     """Tokens of the conversation that it answers."""
     num_tokens: int = 0
     """Tokens that were sampled."""
+    whole: str = ""
+    """`text` with the special tokens in it, where there are any."""
 
     @property
     def message(self) -> Message:
-        """The turn as the next conversation must hold it: unchanged."""
-        return Message("assistant", self.text)
+        """The turn as the next conversation must hold it: with its special tokens, by which some models call tools."""
+        return Message("assistant", self.whole or self.text)
 
 
 class Episode(msgspec.Struct, frozen=True):

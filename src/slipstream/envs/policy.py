@@ -35,6 +35,10 @@ class Tokenizer(Protocol):
         """The text of tokens, without special tokens."""
         ...
 
+    def decode_turn(self, token_ids: Sequence[int]) -> str:
+        """The text of a sampled turn, with its special tokens but without the one that ended it."""
+        ...
+
 
 async def _no_tools(call: ToolCall) -> ToolResult:
     return ToolResult(f"there is no tool {call.name}", "unknown")
@@ -114,14 +118,15 @@ class RecordingPolicy:
         self._sampled.append(completion.token_ids)
         self.truncated |= completion.finish_reason == "length"
         text = completion.text or self._tokenizer.decode(completion.token_ids)
+        whole = completion.text or self._tokenizer.decode_turn(completion.token_ids)
         # Some templates append `<think>` to the prompt; the graded text must include it.
         opened = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN)
-        text = THINK_OPEN + text if opened else text
+        text, whole = (THINK_OPEN + text, THINK_OPEN + whole) if opened else (text, whole)
         self.conversation = [*messages, Message("assistant", text)]
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
         content = text if completion.content is None else completion.content
         calls, sizes = tuple(completion.tool_calls), (len(prompt_ids), len(completion.token_ids))
-        return Reply(text, completion.finish_reason, calls, content, *sizes)
+        return Reply(text, completion.finish_reason, calls, content, *sizes, whole=whole)
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """See `base.Policy`."""
