@@ -28,6 +28,8 @@ def tools_of(command: str, variables: Iterable[str] = ()) -> list[Tool]:
     """The tools of the server that `command` starts; it gets these environment variables too. Raises `ConfigError` if
     it does not start or has none."""
     setting = f"environment.tools: mcp:{command}"
+    if not command.strip():
+        raise ConfigError(f"{setting} names no command: write mcp:COMMAND, the command that starts the server")
     try:
         import mcp  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:
@@ -38,7 +40,9 @@ def tools_of(command: str, variables: Iterable[str] = ()) -> list[Tool]:
     except TimeoutError:
         raise ConfigError(f"{setting} did not say which tools it has within {START_S:g} s: run it by hand") from None
     except Exception as error:  # whatever the server or the SDK raises
-        cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        cause = error
+        while isinstance(cause, ExceptionGroup):
+            cause = cause.exceptions[0]
         raise ConfigError(f"{setting} cannot be asked for its tools ({one_line(cause)}): run it by hand") from error
     if not schemas:
         raise ConfigError(f"{setting} has no tools: name another server")
