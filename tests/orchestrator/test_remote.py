@@ -368,3 +368,12 @@ def test_work_that_swallows_its_cancellation_does_not_keep_the_ledger_open(sides
     assert any("did not end when cancelled" in each.fields["message"] for each in sides.heard)
     let_go.set()
     sides.thread.join(20.0)
+
+
+def test_warnings_that_are_sent_no_more_are_still_known(tmp_path):
+    outbox = Outbox()
+    log = NoticeLog(outbox, tmp_path, 0)
+    log.event("engine")
+    log.warning("close() of an environment raised")
+    assert outbox.take_warnings() == ["close() of an environment raised"]
+    assert outbox.take() == []

@@ -83,6 +83,9 @@ def carry_out(settings: Settings, prepared: Prepared, make_engine: EngineMaker) 
             children.event_loop().submit(serving).result(_NEVER_S)
     finally:
         stages.end()
+        # The trainer reads no more notices: those of the end are in this process's log.
+        for warning in outbox.take_warnings():
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -242,6 +242,10 @@ class Outbox:
             items, self._items = self._items, []
         return items
 
+    def take_warnings(self) -> list[str]:
+        """The texts of the warnings since the last call of `take`, for where nothing is sent any more."""
+        return [item.fields["message"] for item in self.take() if isinstance(item, Event) and item.kind == "warning"]
+
     def put_back(self, items: list[Notice]) -> None:
         """These could not be sent, and come first next time."""
         with self._guard:
