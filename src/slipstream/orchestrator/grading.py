@@ -10,8 +10,8 @@ from slipstream.records import Task
 
 
 class GroupGrades:
-    """Grades a group in one call, as soon as each of its rollouts has an episode or has left. How long that takes is
-    bounded by the rollouts' own deadlines."""
+    """Grades a group in one call, once each of its rollouts has an episode or has left. There is no deadline here: each
+    rollout ends by its own, and the call by the scorer's."""
 
     def __init__(self, scorer: Scorer, size: int) -> None:
         self.places = [Place(self, number) for number in range(size)]

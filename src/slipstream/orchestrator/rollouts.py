@@ -153,7 +153,7 @@ class RolloutRunner:
         is_urgent: bool = False,
         place: Place | None = None,
     ) -> Rollout:
-        """Make one rollout. `place`: in a group that is graded together; without it, it is graded by itself. Raises
+        """Make one rollout. `place`: the rollout's, in a group that is graded together; None grades it alone. Raises
         `EngineError` or `IntegrityError` only when the engine cannot come back."""
         started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s)
         turns = _Turns(self, rollout_id, group_id, sampling, seed, is_urgent, deadline)

@@ -48,8 +48,8 @@ def turn_advantages(
     baseline: Baseline,
 ) -> Tensor:
     """An advantage for each turn `[K]` of all rollouts in order: its return against those of the group's other episodes
-    from the same turn on. An episode that ended before that turn is not in its baseline; the only one that has it gets
-    0 from a group's baseline."""
+    from the same turn on. An episode that ended before that turn is not in its baseline. Where one episode of a group
+    alone has the turn, baselines of groups give 0."""
     numbers: dict[tuple[int, int], int] = {}
     returns: list[float] = []
     groups: list[int] = []

@@ -132,7 +132,7 @@ def _call(call: Wire) -> dict[str, Any]:
 
 
 def _key(wire: Wire) -> tuple[str, str]:
-    """What tells a turn of the policy from others, however the environment holds its thinking."""
+    """The key by which a turn of the policy is found again: its text without thinking, and its calls."""
     calls: list[dict[str, str]] = []
     for call in cast("Sequence[Wire]", wire.get("tool_calls") or ()):
         function = cast("Wire", call.get("function") or call)

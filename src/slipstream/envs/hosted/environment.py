@@ -122,7 +122,7 @@ class Verifiers(Environment):
                 raise RewardFailed(f"the reward of {self.name} failed", frame["details"])
             raise EnvironmentRaised(f"in the environment process:\n{frame['details']}")
         if frame["op"] == "cancelled":
-            raise EnvironmentRaised(f"{self.name} cancelled the episode's own task")
+            raise EnvironmentRaised(f"{self.name} cancelled its own episode: cancel only tasks that it has started")
         last = conversation.last
         if last is None:
             raise EnvironmentRaised(f"{self.name} ended the episode ({frame['stop']}) before the policy's first turn")

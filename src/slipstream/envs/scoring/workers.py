@@ -206,7 +206,9 @@ class Workers:
         except EnvironmentFault as fault:
             self._fail_all(fault, slot)
         except Exception as error:  # noqa: BLE001 (callers wait: whatever it is, they must learn of it)
-            self._fail_all(EnvironmentFault(f"grading by {self._name} broke ({error!r}): report this as a bug"), slot)
+            self._fail_all(
+                EnvironmentFault(f"a {self._role} of {self._name} failed ({error!r}): report this as a bug"), slot
+            )
         finally:
             if slot is not None:
                 self._return_jobs(slot)
@@ -253,7 +255,9 @@ class Workers:
         slot.heard_at = asyncio.get_running_loop().time()
         if not slot.may_have_written(answer):
             await slot.worker.kill()
-            self._blame(slot, "died", "had an answer written that is not its own")
+            self._blame(
+                slot, "died", "wrote into the pipe of answers: it must not use file descriptors that it did not open"
+            )
             return False
         if answer.kind == "begun":
             slot.begun[answer.id] = slot.queue.pop(answer.id)

@@ -38,12 +38,16 @@ def tools_of(command: str, variables: Iterable[str] = ()) -> list[Tool]:
         server = _Server(shlex.split(command), worker_environment(variables, os.environ))
         schemas = _in_a_loop_of_its_own(server.schemas)
     except TimeoutError:
-        raise ConfigError(f"{setting} did not say which tools it has within {START_S:g} s: run it by hand") from None
+        raise ConfigError(
+            f"{setting} did not say which tools it has within {START_S:g} s: run the command by hand"
+        ) from None
     except Exception as error:  # whatever the server or the SDK raises
         cause = error
         while isinstance(cause, ExceptionGroup):
             cause = cause.exceptions[0]
-        raise ConfigError(f"{setting} cannot be asked for its tools ({one_line(cause)}): run it by hand") from error
+        raise ConfigError(
+            f"{setting} cannot be asked for its tools ({one_line(cause)}): run the command by hand"
+        ) from error
     if not schemas:
         raise ConfigError(f"{setting} has no tools: name another server")
     return [server.tool(schema) for schema in schemas]

@@ -102,7 +102,7 @@ class Turns:
 
 
 class Channel:
-    """Both ends' frames."""
+    """Reads the run's frames, and writes this process's own."""
 
     def __init__(self, requests: int, answers: int) -> None:
         self._requests = requests

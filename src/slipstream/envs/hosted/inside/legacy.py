@@ -72,7 +72,7 @@ def _check_arguments(function: Any, settings: dict[str, Any], what: str) -> None
 
 
 class Legacy:
-    """One environment."""
+    """An environment of `verifiers` up to 0.3, as a `Hosted`."""
 
     def __init__(self, environment: Any, max_turns: int | None) -> None:
         self._environment = environment

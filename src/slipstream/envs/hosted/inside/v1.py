@@ -44,7 +44,7 @@ def load(setup: dict[str, Any]) -> V1 | None:
 
 
 class V1:
-    """One environment."""
+    """An environment of `verifiers.v1`, as a `Hosted`."""
 
     def __init__(self, loaders: Any, name: str, settings: dict[str, Any], max_turns: int | None) -> None:
         settings = dict(settings)
