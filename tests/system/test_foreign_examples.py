@@ -18,8 +18,8 @@ from slipstream.trainer.model.tiny_qwen3 import END, new_model
 from ..envs.verifiers_interpreters import interpreter
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "foreign"
-STEPS = 3
-SHORT = ("--training.steps", STEPS, "--training.prompts_per_batch", 16, "--training.warmup_steps", 1)
+STEPS = {"sft": 100, "rl": 3}
+"""So many steps of SFT that some rewards are not 0."""
 SMALL = ("--evaluation.num_tasks", 20, "--run.threads", 1)
 
 pytestmark = [pytest.mark.full, pytest.mark.engine]
@@ -35,29 +35,30 @@ class Example:
         for file in (EXAMPLES / script, *EXAMPLES.glob(f"{name}_*.toml")):
             (files / file.name).write_text(file.read_text())
         subprocess.run([python, files / script], cwd=folder, check=True, timeout=120)
-        self.model = new_model(folder / "models/small", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+        self.model = new_model(folder / "models/small")
 
     def run(self, kind, *options):
-        """SFT or RL of a few steps; returns the run's folder."""
+        """One stage with few steps; returns the run's folder."""
         file, folder = self.folder / f"examples/foreign/{self.name}_{kind}.toml", self.folder / "run" / kind
         verb = {"sft": "sft", "rl": "train"}[kind]
-        code, _, err = self.command(verb, file, *SHORT, *SMALL, *options, "--run.folder", folder).wait()
+        steps = ("--training.steps", STEPS[kind])
+        code, _, err = self.command(verb, file, *steps, *SMALL, *options, "--run.folder", folder).wait()
         assert code == 0, err
         assert read_exit(folder).status == "finished"
-        assert [row["step"] for row in read_metrics(folder)] == list(range(STEPS + 1))
+        assert [row["step"] for row in read_metrics(folder)] == list(range(STEPS[kind] + 1))
         return folder
 
     def learns(self, metrics, *options):
         """Both stages; RL's rollouts of all batches."""
-        weights = self.run("sft", *options) / f"checkpoints/step-{STEPS:06d}/weights"
-        folder = self.run("rl", "--model.path", weights, *options)
+        weights = self.run("sft", *options) / "checkpoints/step-000100/weights"
+        folder = self.run("rl", "--model.path", weights, "--training.prompts_per_batch", 16, *options)
         rows = read_metrics(folder)
         assert all(row["probe/abs_logprob_diff"] < 1e-3 for row in rows)
         assert all(row["eval/num_failed"] == 0 for row in rows if "eval/num_failed" in row)
         for row in rows[1:]:
             assert not [name for name in row if name.startswith("dropped/") and row[name]]
             assert all(name in row for name in metrics), sorted(row)
-        batches = [read_batch(folder, step)[0] for step in range(STEPS)]
+        batches = [read_batch(folder, step)[0] for step in range(STEPS["rl"])]
         assert all(len(batch.rollouts) == 16 * 8 and not batch.dropped for batch in batches)
         tokenizer = ChatTokenizer(self.model)
         rollouts = [rollout for batch in batches for rollout in batch.rollouts]

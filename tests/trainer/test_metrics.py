@@ -3,7 +3,7 @@
 import math
 
 from slipstream import records
-from slipstream.envs.rows import _as_verl_score
+from slipstream.envs.rewards.functions import _as_verl_score
 from slipstream.trainer.metrics import rollout_metrics
 
 
