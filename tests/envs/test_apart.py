@@ -74,6 +74,8 @@ class Letters:
     def decode(self, token_ids):
         return "".join(chr(token) for token in token_ids if token != END)
 
+    decode_turn = decode
+
 
 @pytest.fixture
 def config(tmp_path):
