@@ -210,6 +210,8 @@ def main() -> None:
     parser.add_argument("--tool-ms", type=float, default=20.0)
     parser.add_argument("--workers", type=int, default=1, help="tool workers; the plan's number on two cores is 1")
     options = parser.parse_args()
+    if options.each < 4:
+        parser.error("--each must be at least 4: the beginning and the end are not measured")
     with tempfile.TemporaryDirectory() as folder:
         new_tokenizer("char", context_length=4096).save_pretrained(folder)
         tokenizer = ChatTokenizer(folder)
