@@ -1,24 +1,26 @@
-"""Asynchronous GRPO against lock-step on this CPU: completion lengths with a long tail, staleness 0 to 8, both orders.
+"""Asynchronous GRPO against lock-step: completion lengths with a long tail, staleness 0 to 8, both orders.
 
     .venv/bin/python benchmarks/asynchronous.py [--cases 0 1-data 1-ready 2-ready] [--repeats 2] [--steps 14]
                                                 [--bridge broadcast] [--model FOLDER] [--json FILE]
+    python benchmarks/asynchronous.py --shape 1.5b --prompts 32 --scale 4       # two GPUs of one host
 
-The model, fitted by SFT to `long_tail.py`, and the task are those of `against_trl.py`. A case is `training.staleness`
-and, after a dash, `training.order`. The cases take turns, each run a process of its own; the start and the first
-`--warm-up` steps are left out. Prints a Markdown table: steps and generated tokens a second, also as a multiple of
-lock-step's; how long the trainer waited for a batch; ages of the tokens; lengths. The exit code is 1 where the fastest
-case of a staleness up to 2 is below `--limit` times lock-step.
+On a CPU the model, fitted by SFT to `long_tail.py`, and the task are those of `against_trl.py`. With `--shape` it is a
+Qwen2 of that shape with random weights, whose completions have the lengths of `forced_lengths.py`; engine and trainer
+have a GPU each. A case is `training.staleness` and, after a dash, `training.order`. The cases take turns, each run a
+process of its own; the start and the first `--warm-up` steps are left out. Prints a Markdown table: steps and generated
+tokens a second, also as a multiple of lock-step's; how long the trainer waited for a batch; tokens' ages; lengths. The
+exit code is 1 where the fastest case of a staleness up to 2 is below `--limit` times lock-step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +29,89 @@ import against_trl
 from slipstream.runlog import read_metrics
 
 LOCK_STEP = "0"
+RUN_FILE = """
+evaluation = false
+[model]
+path = "{model}"
+dtype = "{dtype}"
+[environment]
+name = "{task}:ForcedLengths"
+num_train_tasks = 2000
+[environment.settings]
+scale = {scale}
+[algorithm]
+kind = "grpo"
+group_size = 8
+[sampling]
+max_tokens = {max_tokens}
+[training]
+steps = {steps}
+prompts_per_batch = {prompts}
+learning_rate = 1e-6
+[run]
+placement = "{placement}"
+checkpoint_every = 1000
+"""
+
+
+def prepare(work: Path, options: argparse.Namespace) -> Path:
+    """The run file, and where needed the model."""
+    if options.shape is None:
+        return against_trl.prepare(work, options)[1]
+    from forced_lengths import LONGEST
+    from shapes import shaped_model
+
+    model = options.model or work / f"model-{options.shape}"
+    if not model.exists():
+        shaped_model(model, options.shape)
+    text = RUN_FILE.format(
+        model=model,
+        dtype="float32" if options.placement == "auto" else "bfloat16",
+        task=against_trl.HERE / "forced_lengths.py",
+        scale=options.scale,
+        max_tokens=round(options.scale * LONGEST),
+        steps=options.steps,
+        prompts=options.prompts,
+        placement=options.placement,
+    )
+    (work / "grpo.toml").write_text(text)
+    return work / "grpo.toml"
 
 
 def measure(work: Path, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """All runs, by case."""
-    options.model, run_file = against_trl.prepare(work, options)
+    run_file = prepare(work, options)
     found: dict[str, list[dict[str, Any]]] = {case: [] for case in options.cases}
     for repeat in range(options.repeats):
         for case in options.cases if repeat % 2 == 0 else reversed(options.cases):
             staleness, _, order = case.partition("-")
             folder = work / f"{case}-{repeat}"
-            settings = ["--training.staleness", staleness, "--weights.bridge", options.bridge]
+            settings = ["--training.staleness", staleness, "--weights.bridge", options.bridge, *options.set]
             settings += ["--training.order", order] if order else []
-            began = time.time()
             log = folder.with_suffix(".log")
-            against_trl.slipstream(log, "train", str(run_file), "--run.folder", str(folder), *settings)
-            run = against_trl.read_slipstream(case, folder, began)
-            steps_s, tokens_s = against_trl.speeds(run, options.warm_up)
-            rows = [row for row in read_metrics(folder) if row["step"] > options.warm_up]
+            against_trl.slipstream(log, "train", "--plain", str(run_file), "--run.folder", str(folder), *settings)
+            every = list(read_metrics(folder))
+            rows = [row for row in every if row["step"] > options.warm_up]
+            pairs = itertools.pairwise(every)
+            seconds = [row["time"] - before["time"] for before, row in pairs if row["step"] > options.warm_up]
+            tokens = sum(row["rollout/num"] * row["rollout/length"] for row in rows)
             found[case].append(
                 {
-                    "steps_s": steps_s,
-                    "tokens_s": tokens_s,
+                    "steps_s": len(seconds) / sum(seconds),
+                    "tokens_s": tokens / sum(seconds),
                     "waits_s": statistics.median(row["time/batch_s"] for row in rows),
                     "trains_s": statistics.median(row["time/train_s"] for row in rows),
                     "age": statistics.fmean(row["staleness/mean"] for row in rows),
                     "oldest": max(row["staleness/max"] for row in rows),
-                    "length": statistics.fmean(length for step in run.steps for length in step.lengths),
+                    "length": tokens / sum(row["rollout/num"] for row in rows),
                     "dropped": sum(v for row in rows for k, v in row.items() if k.startswith("dropped/")),
                     "ess": statistics.fmean(row.get("train/effective_sample_size", 1.0) for row in rows),
                 }
             )
-            print(f"{case}: {steps_s:.3f} steps/s, {tokens_s:.0f} tokens/s", file=sys.stderr, flush=True)
+            told = found[case][-1]
+            print(
+                f"{case}: {told['steps_s']:.3f} steps/s, {told['tokens_s']:.0f} tokens/s", file=sys.stderr, flush=True
+            )
     return found
 
 
@@ -93,6 +146,10 @@ def main() -> int:
     parser.add_argument("--sft-steps", type=int, default=300)
     parser.add_argument("--model", type=Path, help="a folder fitted before, instead of a new model")
     parser.add_argument("--bridge", default="broadcast")
+    parser.add_argument("--shape", choices=["tiny", "0.5b", "1.5b", "7b"], help="random weights and forced lengths")
+    parser.add_argument("--scale", type=float, default=4.0, help="of these lengths: 1 has a median of 24, up to 384")
+    parser.add_argument("--placement", default="separate", help="with --shape; auto for a CPU")
+    parser.add_argument("--set", nargs="*", default=[], help="further arguments of the command, after --shape")
     parser.add_argument("--limit", type=float, default=1.5)
     parser.add_argument("--out", type=Path, help="keep the model and the runs here")
     parser.add_argument("--json", type=Path, help="also write what was measured there")
