@@ -11,8 +11,8 @@ float32, with as many threads for both; on a GPU the folder given, in bfloat16.
 Slipstream runs by its own command (`sft`, no evaluation) as it is. TRL runs SFTTrainer on prompt and completion with
 the loss on the completion; on a CPU padded batches, the whole batch at once and in quarters; on a GPU packing (`bfd`)
 with torch's FlashAttention, Liger where installed, layers that keep everything, and about as many tokens a step. The
-systems take turns, each run a process of its own; of TRL's ways the fastest is compared. Starts and the first steps (3)
-are left out.
+systems take turns, each run a process of its own; of TRL's ways the fastest is compared, and one that fails is left out
+and told. Starts and the first steps (3) are left out.
 
 Prints a Markdown table: seconds a step, tokens a second (tokens of the rows, without padding), losses of the first and
 the last step, and ours by TRL's fastest. The exit code is 1 where that is below `--limit`.
@@ -149,7 +149,7 @@ def _run(command: list[str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment)
     if done.returncode:
-        raise SystemExit(f"code {done.returncode}: {' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(f"code {done.returncode}: {' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
 
 
 def trl_child(options: argparse.Namespace) -> None:
@@ -274,19 +274,33 @@ def compare(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, A
     ways = [{"micro": options.batch, "accumulate": 1}, {"micro": options.batch // 4, "accumulate": 4}]
     if options.device == "cuda":  # packed rows, about as many tokens a step as ours have
         packed = max(1, round(tokens / PACKED))
-        shared = {"attention": options.attention}
-        ways = [{"micro": n, "accumulate": max(1, round(packed / n)), **shared} for n in options.micro]
+        ways = [
+            {"micro": n, "accumulate": max(1, round(packed / n)), "attention": attention}
+            for n, attention in itertools.product(options.micro, options.attention)
+        ]
     found: dict[str, list[dict[str, Any]]] = {"slipstream": []} | {json.dumps(way): [] for way in ways}
+    failed: set[str] = set()
     for number in range(options.rounds):
         for name, results in found.items():
+            if name in failed:
+                continue
             place = folder / f"{kind}-{number}-{len(list(folder.iterdir()))}"
             place.mkdir()
-            ours = name == "slipstream"
-            results.append(
-                run_slipstream(options, file, place) if ours else run_trl(options, file, place, json.loads(name))
-            )
-            print(f"{kind} round {number} {name}: {statistics.median(results[-1]['seconds']):.4f} s", file=sys.stderr)
-    return {"tokens": tokens, "runs": found}
+            try:
+                result = (
+                    run_slipstream(options, file, place)
+                    if name == "slipstream"
+                    else run_trl(options, file, place, json.loads(name))
+                )
+            except RuntimeError as error:
+                if name == "slipstream":
+                    raise
+                print(f"{kind} {name} fails and is left out: {error}", file=sys.stderr)
+                failed.add(name)
+                continue
+            results.append(result)
+            print(f"{kind} round {number} {name}: {statistics.median(result['seconds']):.4f} s", file=sys.stderr)
+    return {"tokens": tokens, "runs": {name: results for name, results in found.items() if name not in failed}}
 
 
 def table(kind: str, compared: dict[str, Any], options: argparse.Namespace) -> float:
@@ -316,7 +330,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", default="")
-    parser.add_argument("--attention", default="varlen")
+    parser.add_argument("--attention", nargs="+", default=["varlen"], help="TRL's on a GPU, as Transformers names them")
     parser.add_argument("--micro", nargs="+", type=int, default=[4, 2])
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--limit", type=float, default=1.3)
