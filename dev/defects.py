@@ -5,9 +5,10 @@
 
 A defect is one small change of one expression or statement in `PACKAGES`: a comparison, an operator, a constant, a
 condition, an argument or a call that is left out. It meets the tests of `--tests` that run its line, by the coverage
-that `make coverage` has left, those without an engine first; a line that is run while a module is imported meets all of
-`--tests`, and a line that no test runs meets none. What survives is for a person to judge: some changes change nothing,
-or nothing without a GPU.
+that `make coverage` has left, those without an engine first, until one fails; a line that is run while a module is
+imported meets all of `--tests`, and a line that no test runs meets none. `--at-once` defects are tried side by side,
+each with one test at a time. What survives is for a person to judge: some changes change nothing, or nothing without
+a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import coverage
@@ -40,7 +42,7 @@ OPERATORS = {
     ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
 }  # fmt: skip
 SLOW = ("tests/engine/", "tests/system/", "tests/launch/")
-LIMIT_S = 3600
+LIMIT_S, TEST_LIMIT_S = 3600, 240
 NO_TESTS_RAN, WRONG_USE = 5, 4
 
 
@@ -133,7 +135,7 @@ def changed(path: Path, number: int) -> str:
 def run_tests(tree: Path, names: list[str], options: argparse.Namespace) -> str | None:
     """What the first test that failed said, or that the tests took too long; None when none failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tests", options.tests, "-p", "no:cacheprovider"]
-    command += ["--numprocesses", str(options.at_once), "--dist", "loadfile", *names]
+    command += ["--numprocesses", "0", "--timeout", str(TEST_LIMIT_S), *names]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -171,12 +173,18 @@ def main() -> None:
             candidates += [(path, *place) for place in places(path)]
     drawn = random.Random(options.seed).sample(candidates, options.num)
     print(f"{len(candidates)} possible defects, {len(drawn)} drawn", flush=True)
-    rows = json.loads(options.out.read_text()) if options.out.exists() else []
-    for path, number, line, change in drawn[len(rows) :]:
-        rows.append(_try(path, number, line, change, measured.get(path, {}).get(line, []), options))
-        options.out.write_text(json.dumps(rows, indent=1))
-        print(len(rows), json.dumps(rows[-1]), flush=True)
-    found = sum(row["found"] for row in rows)
+    rows: dict[str, dict] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    left = [(str(key), place) for key, place in enumerate(drawn) if str(key) not in rows]
+    with ThreadPoolExecutor(options.at_once) as threads:
+        running = {
+            threads.submit(_try, *place, measured.get(place[0], {}).get(place[2], []), options): key
+            for key, place in left
+        }
+        for done in as_completed(running):
+            rows[running[done]] = done.result()
+            options.out.write_text(json.dumps(rows, indent=1))
+            print(len(rows), json.dumps(done.result()), flush=True)
+    found = sum(row["found"] for row in rows.values())
     print(f"{found} of {len(rows)} found")
 
 
@@ -187,7 +195,9 @@ def _try(path: Path, number: int, line: int, change: str, contexts: list[str], o
     covering = sorted({context.partition("[")[0] for context in contexts if context})
     stages = [[test for test in covering if test.startswith(SLOW) == slow] for slow in (False, True)]
     if not covering and contexts:
-        stages = [[]]
+        files = {path.relative_to(ROOT).parts[:2] for path in (ROOT / "tests").rglob("test_*.py")}
+        folders = ["/".join(parts) + "/" * (not parts[1].endswith(".py")) for parts in sorted(files)]
+        stages = [[folder for folder in folders if folder.startswith(SLOW) == slow] for slow in (False, True)]
     said, num_tests = None, "all" if not covering and contexts else len(covering)
     with tempfile.TemporaryDirectory(prefix="slipstream-defect-") as folder:
         tree = Path(folder) / "tree"
