@@ -161,15 +161,20 @@ class Reference:
 
 
 def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row: int) -> dict[str, float]:
-    """Peak GPU memory of this process in GiB, allocated and reserved, with the planned peak, and the tokens of the
-    longest row. Empty on a CPU, where the interpreter and its libraries take most of a process's memory."""
+    """Peak GPU memory of this process in GiB, allocated and reserved, with the planned peak; how often torch's
+    allocator has freed its whole cache because of fragmentation, which delays the step; the tokens of the longest row.
+    Empty on a CPU, where the interpreter and its libraries take most of a process's memory."""
     if device.type != "cuda":
         return {}
     peaks = {"peak": torch.cuda.max_memory_allocated(device), "held": torch.cuda.max_memory_reserved(device)}
     if planned_bytes is not None:
         peaks["planned"] = planned_bytes
     metrics = {f"memory/trainer_{name}_gib": value / GIB for name, value in peaks.items()}
-    return metrics | {"memory/trainer_row_tokens": float(longest_row)}
+    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    return metrics | {
+        "memory/trainer_alloc_retries": float(retries),
+        "memory/trainer_row_tokens": float(longest_row),
+    }
 
 
 class Learner:
