@@ -111,3 +111,13 @@ def test_a_command_line_replaces_what_the_file_has_under_another_name(run_file):
 def test_a_name_in_the_section_of_another_setting_is_only_suggested(run_file):
     with pytest.raises(ConfigError, match=r"did you mean sampling\.max_tokens"):
         load_config(run_file(), ["--evaluation.max_new_tokens", "8"])
+
+
+def test_validation_in_the_words_of_trl_and_verl(run_file):
+    assert (
+        load_config(run_file("max_steps = 7\nnum_generations_eval = 4\n" + SECTIONS)).config.evaluation.samples_per_task
+        == 4
+    )
+    verl = "max_steps = 7\nactor_rollout_ref.rollout.val_kwargs.n = 8\nactor_rollout_ref.rollout.val_kwargs.temperature = 0.6\n"
+    evaluation = load_config(run_file(verl + SECTIONS)).config.evaluation
+    assert (evaluation.samples_per_task, evaluation.temperature) == (8, 0.6)

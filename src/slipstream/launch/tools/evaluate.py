@@ -44,7 +44,7 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
         )
 
     async def work(runner: RolloutRunner) -> Evaluation:
-        progress.phase("evaluate", len(prepared.eval_tasks))
+        progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)
         return await evaluate(
             runner,
             prepared.eval_tasks,
@@ -52,6 +52,7 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
             threshold=evaluation.threshold,
             seed=evaluation.seed,
             max_failures=section.max_reward_failures,
+            samples_per_task=evaluation.samples_per_task,
             on_rollout=progress.advance,
             warn=lambda text: progress.message(text, "warning"),
         )
