@@ -114,10 +114,8 @@ def test_a_name_in_the_section_of_another_setting_is_only_suggested(run_file):
 
 
 def test_validation_in_the_words_of_trl_and_verl(run_file):
-    assert (
-        load_config(run_file("max_steps = 7\nnum_generations_eval = 4\n" + SECTIONS)).config.evaluation.samples_per_task
-        == 4
-    )
-    verl = "max_steps = 7\nactor_rollout_ref.rollout.val_kwargs.n = 8\nactor_rollout_ref.rollout.val_kwargs.temperature = 0.6\n"
-    evaluation = load_config(run_file(verl + SECTIONS)).config.evaluation
-    assert (evaluation.samples_per_task, evaluation.temperature) == (8, 0.6)
+    trl = load_config(run_file("max_steps = 7\nnum_generations_eval = 4\n" + SECTIONS)).config
+    assert trl.evaluation.samples_per_task == 4
+    values = "actor_rollout_ref.rollout.val_kwargs = { n = 8, temperature = 0.6 }\n"
+    verl = load_config(run_file("max_steps = 7\n" + values + SECTIONS)).config
+    assert (verl.evaluation.samples_per_task, verl.evaluation.temperature) == (8, 0.6)

@@ -29,5 +29,5 @@ def test_several_samples_need_a_temperature(run_file):
 
 @pytest.mark.parametrize("value", ["0", "129", "1.5"])
 def test_their_number_is_bounded(run_file, value):
-    with pytest.raises(ConfigError, match="evaluation.samples_per_task"):
+    with pytest.raises(ConfigError, match=r"evaluation\.samples_per_task"):
         load_config(run_file(MINIMAL), ("--evaluation.samples_per_task", value))

@@ -9,6 +9,7 @@ from slipstream.algo.statistics import wilson_interval
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.evaluate import MAX_SOURCES, evaluate, vote_of
 from slipstream.records import Task
+from slipstream.runlog.samples import sample_id
 
 from .test_orchestrator import END, SAMPLING, TASKS, make_runner
 
@@ -32,13 +33,10 @@ async def test_an_evaluation_of_several_samples_a_task():
     found = await evaluate(make_runner(engine), TASKS, **how, samples_per_task=4)
     metrics = found.metrics()
     assert (found.num_tasks, len(found.rollouts), found.num_right) == (3, 12, 3)
-    assert [rollout.id for rollout in found.rollouts[:5]] == [
-        "eval.0.0",
-        "eval.0.1",
-        "eval.0.2",
-        "eval.0.3",
-        "eval.1.0",
-    ]
+    names = [rollout.id for rollout in found.rollouts[:5]]
+    assert names == ["eval.0-0", "eval.0-1", "eval.0-2", "eval.0-3", "eval.1-0"]
+    assert [sample_id(name, 7) for name in names[:2]] == ["eval.7.0-0", "eval.7.0-1"]
+    assert sample_id("eval.7.0-1", 7) == "eval.7.0-1"
     assert metrics["eval/accuracy"] == metrics["eval/mean@4"] == 0.25
     assert metrics["eval/accuracy_low"] == metrics["eval/mean@4_low"] < 0.25
     assert metrics["eval/best@2"] == pytest.approx(1 - 0.75**2)
@@ -52,7 +50,7 @@ async def test_an_evaluation_of_several_samples_a_task():
     engine.on_request = single.append
     alone = await evaluate(make_runner(engine), TASKS, **how)
     firsts = {request.seed for request in single}
-    assert firsts == {request.seed for request in requests if request.id.split(".")[2] == "0"}
+    assert firsts == {request.seed for request in requests if request.id.split(".")[1].endswith("-0")}
     assert {name for name in alone.metrics() if "@" in name or "source" in name} == set()
     assert alone.interval == wilson_interval(3, 3)
 

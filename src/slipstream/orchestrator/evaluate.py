@@ -92,7 +92,7 @@ async def evaluate(
         name = f"eval.{index}"
         rollout = await runner.run(
             task,
-            rollout_id=f"{name}.{number}" if samples_per_task > 1 else name,
+            rollout_id=f"{name}-{number}" if samples_per_task > 1 else name,
             group_id=name,
             sampling=sampling,
             seed=seed_of(seed, index, number) if number else seed_of(seed, index),
