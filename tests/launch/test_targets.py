@@ -50,8 +50,8 @@ def place(tmp_path_factory):
     (folder / "task.py").write_text(TASK)
     (folder / "sft.toml").write_text(SFT)
     for name, more in (("whole", []), ("adapter", ["--lora.rank", "12", "--lora.target_modules", '["q_proj"]'])):
+        rest = ["--json", "--evaluation", "false", "--run.folder", str(folder / name), *more]
         with pytest.raises(SystemExit) as ended:
-            rest = ["--json", "--evaluation", "false", "--run.folder", str(folder / name), *more]
             main(["sft", str(folder / "sft.toml"), *rest])
         assert ended.value.code == 0
     return folder
