@@ -50,14 +50,15 @@ class Server:
     async def chat(self, request):
         self.keys.add(request.headers.get("Authorization", ""))
         if self.fail:
-            return web.Response(status=self.fail.pop(0), text=f"not now, {KEY}")
+            elsewhere = {"Location": f"{self.url}/models"}
+            return web.Response(status=self.fail.pop(0), text=f"not now, {KEY}", headers=elsewhere)
         body = await request.json()
         self.bodies.append(body)
         choice = {"message": {"role": "assistant", "content": self.answer(body)}, "finish_reason": "stop"}
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": 3}})
 
     async def list(self, request):
-        if request.headers.get("Authorization", "") not in ("", f"Bearer {KEY}"):
+        if request.headers.get("Authorization", "") == "Bearer another":
             return web.Response(status=401, text="who?")
         return web.json_response({"data": [{"id": name} for name in self.models]})
 
@@ -204,6 +205,14 @@ def test_a_wrong_key_and_a_wrong_address(server, run_file, slipstream, monkeypat
     assert "--key-variable is for the model at an address" in err
 
 
+def test_no_password_of_an_address_is_shown_or_kept(server, run_file, slipstream, tmp_path):
+    url = server.url.replace("http://", "http://me:open-sesame@")
+    code, out, err = slipstream("eval", run_file, "--model", url, "--out", "kept.json", "--plain")
+    assert code == 0, err
+    assert "open-sesame" not in out + err + (tmp_path / "kept.json").read_text()
+    assert server.keys == {"Basic bWU6b3Blbi1zZXNhbWU="}
+
+
 def request(timeout_s=5.0):
     prompt = MessageTokens().render([Message("user", "1 + ü")])
     return GenerateRequest("r", prompt, SamplingParams(8, top_p=0.5), timeout_s=timeout_s)
@@ -219,6 +228,8 @@ async def test_requests_that_are_given_up_are_counted(server):
         refused = await chat.generate(request())
         assert (refused.finish_reason, refused.cause) == ("abort", "invalid")
         assert "status 400: not now, ***" in refused.error
+        server.fail = [307]
+        assert "status 307" in (await chat.generate(request())).error
         server.fail = [503] * 20
         late = await chat.generate(request(0.8))
         assert (late.finish_reason, late.cause) == ("abort", "late")

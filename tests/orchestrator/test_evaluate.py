@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.algo.statistics import wilson_interval
 from slipstream.inference.scripted import ScriptedEngine
+from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import MAX_SOURCES, evaluate, vote_of
 from slipstream.records import Task
 from slipstream.runlog.samples import sample_id
@@ -44,6 +45,8 @@ async def test_an_evaluation_of_several_samples_a_task():
     assert metrics["eval/samples_per_task"] == 4
     assert metrics["eval/reward/mean@4"] == pytest.approx(metrics["eval/reward"])
     assert len({request.seed for request in requests}) == 12
+    answer = commands.Evaluated(found)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=commands.Evaluated) == answer
     # The first samples are those of an evaluation with one.
     single = []
     engine = letters("b")

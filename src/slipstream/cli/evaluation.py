@@ -22,7 +22,7 @@ Results = Annotated[
 
 
 def evaluate(
-    named: Annotated[Path, Parameter(help="The run file, a run or a checkpoint of one: whose tasks, and whose model.")],
+    run: Annotated[Path, Parameter(help="The run file, a run or a checkpoint of one: whose tasks, and whose model.")],
     /,
     *overrides: Overrides,
     model: Annotated[
@@ -50,7 +50,7 @@ def evaluate(
     from slipstream.launch.tools.results import place_of
     from slipstream.launch.tools.targets import find_target
 
-    target = find_target(Path(named), model, overrides)
+    target = find_target(Path(run), model, overrides)
     if not target.address and (served_name or key_variable):
         flag = "--served-name" if served_name else "--key-variable"
         raise ConfigError(f"{flag} is for the model at an address: give --model http://..., or leave it out")
@@ -104,7 +104,7 @@ def _print(metrics: Mapping[str, Any], place: Path | None, *, as_json: bool) -> 
           "--out FILE keeps them")  # fmt: skip
 
 
-def compare(first: Results, second: Results, /, *, json: Json = False) -> int:
+def compare(a: Results, b: Results, /, *, json: Json = False) -> int:
     """Compare two evaluations of the same tasks: is B better than A?
 
     Takes the tasks in pairs, by their id. Prints one sentence with the difference, its 95 % interval, and how large a
@@ -112,7 +112,7 @@ def compare(first: Results, second: Results, /, *, json: Json = False) -> int:
     """
     from slipstream.launch.tools.compare import compare as compare_results
 
-    found = compare_results(Path(first), Path(second))
+    found = compare_results(Path(a), Path(b))
     if json:
         print_json(found.as_json())
         return 0

@@ -4,7 +4,8 @@ It takes the place of an engine where only texts count, as in an evaluation. A c
 `MessageTokens`, which are bytes, and its reply leaves it as such: neither is the model's, so that nothing here can be
 trained on. Guarantees: at most `concurrency` requests run at once; a request is tried again when the server refuses for
 the moment (408, 425, 429, 5xx) or a connection is lost, until its own deadline; what is given up is an aborted
-completion with its reason, so it is counted. The key goes into the request's header and nowhere else.
+completion with its reason, so it is counted. The key goes into the request's header and nowhere
+else; no redirect is followed with it.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class ChatServer:
             try:
                 async with (
                     asyncio.timeout(left),
-                    self._session.request(method, f"{self._url}{path}", json=body) as response,
+                    self._session.request(method, f"{self._url}{path}", json=body, allow_redirects=False) as response,
                 ):
                     if response.status == 200:
                         found = await response.json(content_type=None)

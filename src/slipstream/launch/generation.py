@@ -237,6 +237,8 @@ async def _evaluate(context: Context, runner: RolloutRunner) -> Evaluation:
             on_rollout=context.progress.advance,
             warn=context.log.warning,
         )
-        return replace(found, rollouts=found.rollouts[: context.config.run.save_samples])  # the others nobody reads
+        # The first sample of the first tasks; the others nobody reads.
+        shown = found.rollouts[:: found.samples_per_task][: context.config.run.save_samples]
+        return replace(found, rollouts=shown)
     finally:
         context.progress.end_phase()

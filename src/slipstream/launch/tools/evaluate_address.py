@@ -25,6 +25,7 @@ from slipstream.orchestrator.evaluate import Evaluation, evaluate
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.progress import Progress
 from slipstream.records import SamplingParams, Task
+from slipstream.runlog.redaction import hide_userinfo
 
 DEFAULT_MAX_TOKENS = 2048
 REQUEST_TIMEOUT_S = 600.0
@@ -58,13 +59,13 @@ def evaluate_address(
     sampling = _sampling(config, evaluation)
 
     async def work() -> tuple[Evaluation, str]:
-        progress.message(f"asking {url}")
+        progress.message(f"asking {hide_userinfo(url)}")
         async with ChatServer(url, model, key) as server:
             found = await _evaluate(config, section, evaluation, environment, server, tasks, sampling, progress)
             return replace(found, mean_length=server.num_tokens / max(1, server.num_counted)), server.model
 
     with StopRequest() as stop:
-        progress.start(f"evaluate {model or url}", 0)
+        progress.start(f"evaluate {model or hide_userinfo(url)}", 0)
         try:
             found, name = asyncio.run(until_stopped(work(), stop, "evaluate"))
         finally:
