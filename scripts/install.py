@@ -6,7 +6,7 @@
 uv does the installing, because it can leave out packages that vLLM asks for and a CPU machine cannot have
 (constraints/cpu-overrides.txt). torch's CPU build comes from pip's own `find-links`, where one is set up and has
 it, and otherwise from PyTorch's CPU index, which uv knows by name. torchvision gets a folder of its own, for tests with
-image models only, and so does the last TRL that had PPO, which tests read and nobody imports. verifiers, whose
+image models only, and so do the last TRL that had PPO and a verl, which tests read and nobody imports. verifiers, whose
 dependencies are not vLLM's, gets virtual environments of its own for the tests: the last version of each interface. The
 tests of `slipstream report` need a Chromium: where there is none it comes from Debian's or Ubuntu's packages, if this
 user may install them. Both are brought by `--for-tests`, which `make test` calls, and not by an installation.
@@ -30,7 +30,7 @@ BROWSER_PACKAGE = "chromium-headless-shell"
 BESIDE = VENV / "torchvision"
 """Where tests with image models find it; on no process's path otherwise, as not every torch can load its operators."""
 REFERENCE = VENV / "reference"
-"""Where the tests of PPO find TRL's."""
+"""Where the tests of PPO find TRL's, and those of validation verl's."""
 VERIFIERS = VENV / "verifiers"
 """Where the tests of verifiers' environments find their interpreters, each in a folder of its version's name."""
 
@@ -126,7 +126,7 @@ def main() -> None:
     if kind == "cpu":
         run(*install, "--no-deps", "--target", BESIDE, "torchvision")
     if "dev" in options.extras.split(","):
-        run(*bare, "--no-deps", "--target", REFERENCE, "trl==1.0.0")
+        run(*bare, "--no-deps", "--target", REFERENCE, "trl==1.0.0", "verl==0.9.1")
     print("done; next: source .venv/bin/activate, then slipstream --help or docs/tutorial.md; or: make quickstart")
 
 

@@ -23,6 +23,7 @@ from slipstream.view import (
     render_table,
     sparkline,
 )
+from slipstream.view.figures import accuracy_line, figure_lines
 from slipstream.view.text import BLOCK_LEVELS
 
 TITLE = "reverse-1 · models/byte-1m · spell_backward"
@@ -427,3 +428,27 @@ def test_a_tiny_probe_difference_is_not_rounded_to_nothing(plain):
     plain.start(TITLE, 1)
     plain.step(1, {"probe/abs_logprob_diff": 6.2e-7})
     assert "probe diff 6.2e-07" in lines_of(plain.console)[-1]
+
+
+def test_figures_of_several_samples_are_shown(plain, clock):
+    row = {"eval/accuracy": 0.5, "eval/best@2": 0.6, "eval/best@4": 0.7, "eval/pass@4": 0.8, "eval/best@4_low": 0.1}
+    clock.now += 5
+    plain.step(1, ROW | row)
+    (line,) = [text for text in lines_of(plain.console) if text.startswith("step")]
+    assert "pass@4   0.800  best@4   0.700" in line
+    assert "best@2" not in line
+    live = RichView(terminal(width=140), clock)
+    live.step(1, ROW | row)
+    assert "best@4" in picture_of(live)
+    assert "best@2" not in picture_of(live)
+    assert list(figure_lines(row)) == ["pass:       @4 80.0", "best:       @2 60.0, @4 70.0"]
+    assert list(figure_lines({"eval/accuracy": 0.5})) == []
+
+
+def test_the_accuracy_says_how_many_samples_it_is_of():
+    numbers = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "eval/num_tasks": 20.0}
+    assert accuracy_line(numbers) == "accuracy:   50.0 % of 20 held-out tasks (95 % interval 40.0 to 60.0)"
+    several = accuracy_line(numbers | {"eval/samples_per_task": 4.0})
+    assert several == "accuracy:   50.0 % of 20 held-out tasks, 4 completions of each (95 % interval 40.0 to 60.0)"
+    (source,) = figure_lines({"eval/source/a/b/accuracy": 0.5, "eval/source/a/b/num_tasks": 7.0})
+    assert source == "  a/b: 50.0 % of 7 tasks (? to ?)"

@@ -129,6 +129,12 @@ class Task(msgspec.Struct, frozen=True):
     info: dict[str, Any] = {}
     """Anything else that the reward reads; JSON types."""
 
+    @property
+    def source(self) -> str:
+        """The data set that it comes from, by which validation groups it: `data_source`, as in verl's rows; empty where
+        it has none."""
+        return str(self.info.get("data_source") or "")
+
 
 class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
     """The sampled tokens of one turn: `[start, end)` of sequence number `sequence` of a rollout."""

@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.algo.statistics import wilson_interval
+from slipstream.algo.statistics import paired_difference, t_quantile, wilson_interval
 
 
 def test_by_value():
@@ -26,3 +27,61 @@ def test_nonsense_is_refused():
         wilson_interval(3, 2)
     with pytest.raises(ValueError, match="confidence"):
         wilson_interval(1, 2, confidence=1.0)
+
+
+def test_quantiles_of_students_t():
+    # Tables: 97.5 %.
+    for freedom, value in ((1, 12.7062), (2, 4.3027), (5, 2.5706), (10, 2.2281), (30, 2.0423), (499, 1.9647)):
+        assert t_quantile(0.975, freedom) == pytest.approx(value, rel=3e-4)
+
+
+def test_the_paired_difference_by_value():
+    found = paired_difference([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0])
+    assert found.value == 0.25
+    assert (found.high - found.low) / 2 == pytest.approx(3.1824 * 0.5 / 2, rel=2e-3)
+    assert not found.differs
+    with pytest.raises(ValueError, match="two or more"):
+        paired_difference([0.0], [1.0])
+
+
+def test_tasks_that_all_differ_alike_leave_doubt():
+    same = paired_difference([0.1] * 60, [0.3] * 60)
+    assert (same.low, same.high) == pytest.approx((0.15, 0.25))
+    assert same.differs
+    none = paired_difference([0.5] * 60, [0.5] * 60)
+    assert (none.low, none.value, none.high) == pytest.approx((-0.05, 0.0, 0.05))
+    assert not none.differs
+
+
+def called_different(rng, before, after, num_samples):
+    """Whether two models with these chances to solve each task are called different."""
+    first, second = rng.binomial(num_samples, before), rng.binomial(num_samples, after)
+    return paired_difference((first / num_samples).tolist(), (second / num_samples).tolist())
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_equal_models_are_called_different_as_often_as_the_level_says(num_samples):
+    rng = np.random.default_rng(1)
+    count = 0
+    for _ in range(1000):
+        chances = rng.beta(0.5, 0.5, size=500)
+        count += called_different(rng, chances, chances, num_samples).differs
+    assert 30 <= count <= 70
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_ten_points_on_500_tasks_are_found(num_samples):
+    rng = np.random.default_rng(2)
+    count, detectable = 0, 0.0
+    for _ in range(300):
+        chances = 0.9 * rng.beta(0.5, 0.5, size=500)
+        found = called_different(rng, chances, chances + 0.1, num_samples)
+        count += found.low > 0.0
+        detectable += found.detectable / 300
+    assert count >= 0.95 * 300
+    # A true difference of the size that could have been found is found in 80 % of the cases.
+    count = 0
+    for _ in range(600):
+        chances = (1 - detectable) * rng.beta(0.5, 0.5, size=500)
+        count += called_different(rng, chances, chances + detectable, num_samples).differs
+    assert 0.74 <= count / 600 <= 0.86

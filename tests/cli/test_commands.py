@@ -24,7 +24,7 @@ from slipstream.trainer.model.tiny_qwen3 import new_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
-    *("init", "train", "sft", "eval", "plan", "runs", "report", "env", "env test", "model", "model new"),
+    *("init", "train", "sft", "eval", "compare", "plan", "runs", "report", "env", "env test", "model", "model new"),
     *("chat", "serve-model", "export", "verify", "trace", "ledger", "replay"),
 ]
 RUN_FILE = """

@@ -111,3 +111,11 @@ def test_a_command_line_replaces_what_the_file_has_under_another_name(run_file):
 def test_a_name_in_the_section_of_another_setting_is_only_suggested(run_file):
     with pytest.raises(ConfigError, match=r"did you mean sampling\.max_tokens"):
         load_config(run_file(), ["--evaluation.max_new_tokens", "8"])
+
+
+def test_validation_in_the_words_of_trl_and_verl(run_file):
+    trl = load_config(run_file("max_steps = 7\nnum_generations_eval = 4\n" + SECTIONS)).config
+    assert trl.evaluation.samples_per_task == 4
+    values = "actor_rollout_ref.rollout.val_kwargs = { n = 8, temperature = 0.6 }\n"
+    verl = load_config(run_file("max_steps = 7\n" + values + SECTIONS)).config
+    assert (verl.evaluation.samples_per_task, verl.evaluation.temperature) == (8, 0.6)

@@ -314,6 +314,11 @@ class TestCache:
         few = {"training.prompts_per_batch": 4, "evaluation.num_tasks": 10}
         assert plan(few).config.inference.max_num_seqs == 32
         assert plan(few | {"evaluation.num_tasks": 50}).config.inference.max_num_seqs == 50
+        several = plan(few | {"evaluation.num_tasks": 50, "evaluation.samples_per_task": 4})
+        assert several.config.inference.max_num_seqs == 200
+        assert "the tasks of an evaluation, 4 completions of each" in [each.reason for each in several.derived]
+        note = next(note.how for note in several.notes if note.name == "evaluations")
+        assert note == "of 50 held-out tasks, 4 completions of each"
 
     def test_size_is_that_of_all_sequences(self):
         made = plan({"inference.max_num_seqs": 1000}, max_answer_tokens=None)

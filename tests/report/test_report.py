@@ -361,3 +361,42 @@ def test_names_of_settings_break_between_their_words():
     assert key("environment.num_tasks<") == (
         '<code class="name">environment.<wbr/>num_<wbr/>tasks&lt;</code>'
     )  # fmt: skip
+
+
+def with_figures(folder):
+    """The run in `folder` with evaluations of four samples a task, of two data sources."""
+    with (folder / "metrics.jsonl").open() as file:
+        rows = [json.loads(line) for line in file]
+    for row in (each for each in rows if "eval/accuracy" in each):
+        value = row["eval/accuracy"]
+        row["eval/samples_per_task"] = 4.0
+        for group, less in (("eval", 0.0), ("eval/source/gsm8k", 0.1), ("eval/source/<em>", 0.15)):
+            for name in ("mean@4", "std@4", "best@2", "best@4", "worst@4", "maj@4", "pass@4", "reward/mean@4"):
+                row[f"{group}/{name}"] = value - less
+                row |= {f"{group}/{name}_low": value - less - 0.02, f"{group}/{name}_high": value - less + 0.02}
+            row |= {f"{group}/accuracy": value - less, f"{group}/num_tasks": 50.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_figures_of_several_samples_are_shown(write, tmp_path):
+    text, page = report(tmp_path, with_figures(write("one")))
+    assert re.findall(r"<h2>(.*?)</h2>", text)[:3] == ["Learning", "Held-out figures", "Rollouts"]
+    for title in ("Held-out figures", "Held-out accuracy by source"):
+        assert f"<h3>{title}</h3>" in text, title
+    assert "pass@k is the chance that one of k different samples is right" in page.words
+    table = text[text.index('id="held-out-figures"') :]
+    cells = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", table)][4:]
+    assert cells[:4] == ["all tasks", "accuracy", "20.0 (15.0 to 25.0)", "80.0 (75.0 to 85.0)"]
+    assert ["", "best@4", "20.0 (18.0 to 22.0)", "80.0 (78.0 to 82.0)"] in [cells[n : n + 4] for n in range(80)]
+    assert "gsm8k" in cells
+    assert "&lt;em&gt;" in cells
+    assert "<em>" not in text
+    assert "eval/source/gsm8k/best@2" not in page.words, "it is in the table, not among all other metrics"
+    both, _ = report(tmp_path, tmp_path / "one", write("two"))
+    assert both.count("<summary>Held-out figures") == 1
+
+
+def test_one_sample_a_task_has_no_table(write, tmp_path):
+    text, _ = report(tmp_path, write("one"))
+    assert "Held-out figures" not in text

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.runlog import read_events, read_exit, read_metrics
+from slipstream.runlog.evaluations import find_evaluation, read_evaluation
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 
@@ -50,9 +51,17 @@ def test_from_a_new_model_to_an_accuracy(command, run_file, tmp_path):
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 3]
     assert summary["eval/accuracy"] == rows[-1]["eval/accuracy"]
 
-    graded = command("eval", run_file, *common[:2], *options, summary["weights"], "--json").wait()
+    # The run's own settings, and its last weights.
+    graded = command("eval", tmp_path / "grpo", "--evaluation.samples_per_task", "4", "--json").wait()
     assert graded[0] == 0, graded[2]
     metrics = json.loads(graded[1])
+    results = read_evaluation(find_evaluation(tmp_path / "grpo"))
+    assert metrics["results"] == str(find_evaluation(tmp_path / "grpo"))
+    assert [len(task.samples) for task in results.tasks] == [4] * 100
+    assert metrics["eval/accuracy"] == sum(task.accuracy for task in results.tasks) / 100
+    assert metrics["eval/worst@4"] < metrics["eval/mean@4"] < metrics["eval/best@4"] < metrics["eval/pass@4"]
+    assert metrics["eval/worst@4"] < metrics["eval/maj@4"] < metrics["eval/best@4"]
+    assert len({sample.text for task in results.tasks for sample in task.samples}) > 1
     assert metrics["eval/num_tasks"] == 100
     assert metrics["eval/num_failed"] == 0
     assert 0 < metrics["eval/accuracy_low"] < metrics["eval/accuracy"] < metrics["eval/accuracy_high"] < 1

@@ -49,9 +49,9 @@ class Evaluation:
     """Held-out accuracy of a model."""
 
     accuracy: float
-    """Part of the tasks solved, from 0 to 1."""
+    """Part of the tasks solved, from 0 to 1; with several samples a task, of the samples."""
     interval: tuple[float, float]
-    """Its 95 % Wilson interval."""
+    """Its 95 % interval: Wilson's; over tasks with `evaluation={"samples_per_task": ...}`."""
     num_tasks: int
     metrics: dict[str, float] = field(repr=False)
     """All numbers, as they stand in `metrics.jsonl`."""

@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 import slipstream
-from slipstream.cli import chat, commands, environment, output, proof
+from slipstream.cli import chat, commands, environment, evaluation, output, proof
 from slipstream.cli.init_files import COMMANDS
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, StartsAgain, one_line
 from slipstream.inference.child_process import become, leave
@@ -41,7 +41,8 @@ app.command(commands.init, group=_BEFORE)
 app.command(commands.plan, group=_BEFORE)
 app.command(commands.sft, group=_TRAIN)
 app.command(commands.train, group=_TRAIN)
-app.command(commands.evaluate, name="eval", group=_INSPECT)
+app.command(evaluation.evaluate, name="eval", group=_INSPECT)
+app.command(evaluation.compare, group=_INSPECT)
 app.command(commands.report, group=_INSPECT)
 app.command(commands.runs, group=_INSPECT)
 app.command(proof.trace, group=_INSPECT)

@@ -1,4 +1,4 @@
-"""The commands that check, train, evaluate, list, report and export; `--help` shows their docstrings.
+"""The commands that check, train, list, report and export; `--help` shows their docstrings.
 
 Called from Python, they also accept a path as `str`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -111,7 +111,10 @@ def _train(
         if result.best is not None:
             print(f"best:       {result.best}")
         if "eval/accuracy" in summary:
-            print(_accuracy_line(summary))
+            from slipstream.view.figures import accuracy_line, figure_lines
+
+            for line in (accuracy_line(summary), *figure_lines(summary)):
+                print(line)
             if text := _gain_line(result.folder):
                 print(text)
         if result.held_out_loss:
@@ -149,44 +152,6 @@ def _loss_line(folder: Path) -> str:
     (first, before), (_, after) = found[0], found[-1]
     text = f"eval loss:  {after:.4f} nats a token"
     return f"{text}, {before:.4f} at step {first}" if len(found) > 1 else text
-
-
-def _accuracy_line(metrics: dict[str, Any]) -> str:
-    return (
-        f"accuracy:   {100 * metrics['eval/accuracy']:.1f} % of {metrics['eval/num_tasks']:.0f} held-out tasks "
-        f"(95 % interval {100 * metrics['eval/accuracy_low']:.1f} to {100 * metrics['eval/accuracy_high']:.1f})"
-    )
-
-
-def evaluate(
-    run_file: RunFile,
-    /,
-    *overrides: Overrides,
-    model: Annotated[str | None, Parameter(help="Model folder to evaluate; default: the run file's.")] = None,
-    plain: Plain = False,
-    json: Json = False,
-) -> int:
-    """Measure a model's accuracy on held-out tasks, with its 95 % confidence interval.
-
-    Starts vLLM with the run file's model, or with --model. Needs [environment]; [evaluation] sets the number of tasks
-    and the temperature.
-    """
-    from slipstream.config import load_config
-
-    extra = ("--model.path", model) if model else ()
-    loaded = load_config(Path(run_file), (*overrides, *extra))
-    from slipstream.launch.prepare import prepare
-    from slipstream.launch.tools.evaluate import evaluate_model
-    from slipstream.view import make_view
-
-    prepared = prepare(loaded)
-    evaluation = evaluate_model(prepared, make_view("none" if json else "plain" if plain else "auto"))
-    metrics = evaluation.metrics()
-    if json:
-        print_json(metrics)
-    else:
-        print(_accuracy_line(metrics))
-    return 0
 
 
 def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /, *, json: Json = False) -> int:

@@ -108,7 +108,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
         for name in ("eval_path", "eval_split", "eval_fraction"):
             found[f"data.{name}"] = "has no effect while evaluation is off"
     elif environment is None:
-        for name in ("num_tasks", "temperature", "threshold", "seed", "stop_at", "patience"):
+        for name in ("num_tasks", "samples_per_task", "temperature", "threshold", "seed", "stop_at", "patience"):
             found[f"evaluation.{name}"] = "has no effect without an environment, whose held-out tasks it is about"
     if not uses_engine(config):
         reason = "while evaluation is off" if config.evaluation is None else "without an environment to evaluate on"
@@ -164,7 +164,8 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _sources(config)
     yield from batch_problems(config)
     yield from _engine(config)
-    yield from _early_stop(config)
+    if config.evaluation is not None and config.environment is not None:
+        yield from config.evaluation.problems(config.sampling.temperature)
     yield from _streams(config)
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
@@ -346,19 +347,6 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if config.data is not None:
         yield from config.data.problems()
-
-
-def _early_stop(config: RunConfig) -> Iterator[tuple[str, str]]:
-    evaluation = config.evaluation
-    if evaluation is None or evaluation.every > 0:
-        return
-    for name, value in (("stop_at", evaluation.stop_at), ("patience", evaluation.patience)):
-        if value is not None:
-            yield (
-                f"evaluation.{name}",
-                f"evaluation.{name} = {value:g} has no effect while evaluation.every is 0, which evaluates only before "
-                "the first and after the last step: set evaluation.every",
-            )
 
 
 def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:

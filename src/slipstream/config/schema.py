@@ -15,6 +15,7 @@ from pydantic import Field, PositiveFloat
 from slipstream.config import bounds
 from slipstream.config.bounds import Section
 from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.evaluation import EvaluationConfig
 from slipstream.config.inference import InferenceConfig
 from slipstream.config.sft import DataConfig, SFTConfig
 
@@ -338,29 +339,6 @@ class WeightsConfig(Section):
     """Mean absolute log-probability difference per token that is reported as a warning."""
     probe_stop: PositiveFloat = 0.2
     """... and that ends the run."""
-
-
-class EvaluationConfig(Section):
-    """Held-out accuracy: the part of tasks whose reward reaches `threshold`. Under SFT also when the loss of held-out
-    rows is measured (`data.eval_path`), which needs no environment: by `every` and `at_start`."""
-
-    num_tasks: bounds.Items = 500
-    """Held-out tasks of an evaluation; of a file, as many as it has."""
-    every: bounds.NonNegativeItems = 0
-    """Steps between evaluations; 0: only before the first and after the last step."""
-    at_start: bool = True
-    """Also evaluate before the first step: what the starting model can do."""
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | Literal["auto"] = "auto"
-    """0 is greedy. `auto`: the same as `sampling.temperature`."""
-    threshold: float = 1.0
-    """A completion is right when its reward is at least this."""
-    seed: bounds.Seed = 1_000_003
-    """Seeds the draws of every evaluation, so that two of them differ only by their weights."""
-    stop_at: bounds.Fraction | None = None
-    """The run ends in good order when an evaluation reaches this accuracy."""
-    patience: bounds.Items | None = None
-    """... and after this many evaluations in a row without a better accuracy. The best checkpoint is kept, and
-    `checkpoints/best` leads to it."""
 
 
 class RunSection(Section):

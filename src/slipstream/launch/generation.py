@@ -224,7 +224,7 @@ async def _evaluate(context: Context, runner: RolloutRunner) -> Evaluation:
     prepared, evaluation, section = context.prepared, context.config.evaluation, context.config.environment
     assert section is not None
     assert evaluation is not None
-    context.progress.phase("evaluate", len(prepared.eval_tasks))
+    context.progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)
     try:
         found = await evaluate(
             runner,
@@ -233,9 +233,12 @@ async def _evaluate(context: Context, runner: RolloutRunner) -> Evaluation:
             threshold=evaluation.threshold,
             seed=evaluation.seed,
             max_failures=section.max_reward_failures,
+            samples_per_task=evaluation.samples_per_task,
             on_rollout=context.progress.advance,
             warn=context.log.warning,
         )
-        return replace(found, rollouts=found.rollouts[: context.config.run.save_samples])  # the others nobody reads
+        # The first sample of the first tasks; the others nobody reads.
+        shown = found.rollouts[:: found.samples_per_task][: context.config.run.save_samples]
+        return replace(found, rollouts=shown)
     finally:
         context.progress.end_phase()

@@ -24,6 +24,7 @@ from slipstream.report.sections import (
     warnings_of,
 )
 from slipstream.report.timeline import timeline
+from slipstream.report.validation import validation
 from slipstream.runlog import RunRecord
 
 _ENDING = "How it ended"
@@ -63,6 +64,7 @@ def _single(record: RunRecord) -> Html:
     learning, *others = curves([record], [""]).items()
     sections: list[tuple[str, Html | None]] = [
         learning,
+        ("Held-out figures", validation(record)),
         ("Rollouts", rollouts(record)),
         *others,
         ("Who waited for whom", timeline(record)),
@@ -117,6 +119,7 @@ def _rest(record: RunRecord) -> Html:
     return join(
         h("p", state(record.summary)),
         _alarm(record),
+        details("Held-out figures", figures) if (figures := validation(record)) else None,
         details("Rollouts", rollouts(record)),
         details("Who waited for whom", timeline(record)),
         details("Start-up", begun) if (begun := startup(record)) else None,

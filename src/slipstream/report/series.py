@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from slipstream.runlog.evaluations import sources_of
 
 MAX_POINTS = 400
 """Longer lines are drawn through means of equal parts, with a band of minimum and maximum."""
@@ -155,6 +158,10 @@ _OTHER = Group("All other metrics", "", ())
 _TIMES = "time/"
 _REWARD = "reward/"
 _NOT_OWN = ("reward/drawn_mean", "reward/non_finite", "reward/metrics_left_out")
+_LARGEST = re.compile(r"eval/mean@(\d+)")
+_KINDS = ("pass", "best", "maj", "mean", "worst")
+_MAX_LINES = 8
+"""Data sources in one panel; the table has all."""
 
 
 def value_of(row: dict[str, Any], name: str) -> float | None:
@@ -170,12 +177,16 @@ def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
     was dropped or tried again at the end of the first group; and a last group of the metrics that no panel shows."""
     present = {name for rows in runs for row in rows for name in row if "/" in name}
     shown = {name for group in GROUPS for panel in group.panels for line in panel.lines for name in line.metrics}
-    rest = sorted(name for name in present - shown if not name.startswith((_TIMES, _DROPPED, _RETRY)))
+    rest = sorted(
+        name for name in present - shown if not name.startswith((_TIMES, _DROPPED, _RETRY)) and not _is_figure(name)
+    )
     own = [name for name in rest if name.startswith(_REWARD) and name not in _NOT_OWN][:_MAX_OWN]
     found: list[Group] = []
     for group in GROUPS:
         panels = [panel for panel in group.panels if any(line.metric in present for line in panel.lines)]
         if group is GROUPS[0]:
+            place = next((n + 1 for n, panel in enumerate(panels) if panel.title == "Held-out accuracy"), len(panels))
+            panels[place:place] = _validation_panels(present)
             panels[1:1] = [_panel_of(name, f"Reward: {name.removeprefix(_REWARD)}", _OWN) for name in own]
             panels += _counted(
                 present, _DROPPED, "Outcomes dropped", "Rollouts that could not be trained on, by reason."
@@ -184,6 +195,36 @@ def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
         found.append(replace(group, panels=tuple(panels)))
     others = tuple(_panel_of(name, name, "") for name in rest if name not in own)
     return [*found, replace(_OTHER, panels=others)]
+
+
+def _is_figure(name: str) -> bool:
+    """Whether a metric of an evaluation is in the table of figures, and needs no plot of its own."""
+    return name.startswith(("eval/source/", "eval/samples_per_task")) or ("@" in name and name.startswith("eval/"))
+
+
+def _validation_panels(present: Iterable[str]) -> list[Panel]:
+    """Plots over the steps: the figures of the most samples, and the accuracy by data source."""
+    names = set(present)
+    found: list[Panel] = []
+    if sizes := [int(match[1]) for name in names if (match := _LARGEST.fullmatch(name))]:
+        size = max(sizes)
+        lines = tuple(
+            Line(name, f"{kind}@{size}", low=f"{name}_low", high=f"{name}_high")
+            for kind in _KINDS
+            if (name := f"eval/{kind}@{size}") in names
+        )
+        note = f"Of {size} samples a task, with 95 % intervals over tasks."
+        found.append(Panel("Held-out figures", note, lines, "%", dots=True, always=True))
+    if sources := sorted(sources_of(dict.fromkeys(names, 0.0))):
+        lines = tuple(
+            Line(f"{name}/accuracy", source, low=f"{name}/accuracy_low", high=f"{name}/accuracy_high")
+            for source in sources[:_MAX_LINES]
+            for name in [f"eval/source/{source}"]
+        )
+        more = f" The first {_MAX_LINES} of {len(sources)}." if len(sources) > _MAX_LINES else ""
+        note = f"Part of the held-out tasks of each data_source solved, with its 95 % interval.{more}"
+        found.append(Panel("Held-out accuracy by source", note, lines, "%", dots=True, always=True))
+    return found
 
 
 def _counted(present: Iterable[str], prefix: str, title: str, note: str) -> list[Panel]:

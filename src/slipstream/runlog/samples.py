@@ -47,9 +47,9 @@ def _turn_of(message: Message) -> dict[str, Any]:
 
 def sample_id(rollout_id: str, step: int) -> str:
     """Id of a kept rollout: `STEP.PLACE.NUMBER` in a batch; `eval.STEP.PLACE` for a held-out one, whose rollout id is
-    `eval.PLACE` in every evaluation."""
+    `eval.PLACE` in every evaluation; of several samples of a task PLACE ends with `-NUMBER`."""
     kind, _, place = rollout_id.partition(".")
-    return f"eval.{step}.{place}" if kind == "eval" and place.isdigit() else rollout_id
+    return f"eval.{step}.{place}" if kind == "eval" and place.replace("-", "", 1).isdigit() else rollout_id
 
 
 def _tokens_of(sequence: Sequence) -> dict[str, Any]:

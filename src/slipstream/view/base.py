@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from slipstream.runlog import ACCURACY, REWARD
+from slipstream.runlog.evaluations import figures_of
 from slipstream.view.text import clean
 
 STEP_TIME = "time/step_s"
+_FIGURES = ("pass", "best", "maj")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,14 @@ COLUMNS = (
     Column("tokens/s", ("throughput/generated_tokens_per_s", "throughput/tokens_per_s"), ",.0f"),
     Column("step s", (STEP_TIME,), ".1f"),
 )
+
+
+def figure_columns(row: Mapping[str, float]) -> list[Column]:
+    """Columns for `pass@n`, `best@n` and `maj@n` of evaluations with n samples a task."""
+    found = figures_of(row)
+    most = max((int(name.partition("@")[2]) for name in found), default=0)
+    names = [f"{kind}@{most}" for kind in _FIGURES]
+    return [Column(name, (f"eval/{name}",), ".3f") for name in names if name in found]
 
 
 def why_untrained(row: Mapping[str, float]) -> str:

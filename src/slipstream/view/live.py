@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.view.base import COLUMNS, StatefulView
+from slipstream.view.base import COLUMNS, StatefulView, figure_columns
 from slipstream.view.text import ASCII_LEVELS, BLOCK_LEVELS, as_duration, sparkline
 
 
@@ -81,7 +81,7 @@ class RichView(StatefulView):
         return table
 
     def _numbers(self) -> Columns:
-        shown = [(column, column.of(self.row)) for column in COLUMNS]
+        shown = [(column, column.of(self.row)) for column in (*COLUMNS, *figure_columns(self.row))]
         cells = [
             Text.assemble((f"{column.label}\n", "dim"), (column.text(value), "bold"))
             for column, value in shown

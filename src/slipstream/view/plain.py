@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from slipstream.view.base import ACCURACY_COLUMN, COLUMNS, EVAL_LOSS_COLUMN, Phase, StatefulView, why_untrained
+from slipstream.view.base import (
+    ACCURACY_COLUMN,
+    COLUMNS,
+    EVAL_LOSS_COLUMN,
+    Phase,
+    StatefulView,
+    figure_columns,
+    why_untrained,
+)
 
 LONG_PHASE_S = 10.0
 QUICK_STEP_S = 2.0
@@ -40,7 +48,7 @@ class PlainView(StatefulView):
             return
         self._written = now
         width = len(str(self.total_steps))
-        shown = [column for column in COLUMNS if column.of(self.row) is not None]
+        shown = [column for column in COLUMNS if column.of(self.row) is not None] + figure_columns(self.row)
         cells = [f"{column.label} {column.text(column.of(row)):>7}" for column in shown]
         self._line(f"step {self.steps_done:>{width}}/{self.total_steps}", *cells, why_untrained(row))
 

@@ -61,7 +61,10 @@ def batch_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
         every = config.evaluation.every
         between = (training.steps - 1) // every if every else 0
         times = between + 1 + config.evaluation.at_start
+        samples = config.evaluation.samples_per_task
         held_out = [f"{config.evaluation.num_tasks} held-out tasks"] if config.environment is not None else []
+        if held_out and samples > 1:
+            held_out[0] += f", {samples} completions of each"
         if measures_loss(config):
             held_out.append(f"the loss of {facts.data.num_eval_rows} held-out rows")
         yield Note("evaluations", times, "", f"of {' and '.join(held_out)}")

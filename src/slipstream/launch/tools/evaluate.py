@@ -44,7 +44,7 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
         )
 
     async def work(runner: RolloutRunner) -> Evaluation:
-        progress.phase("evaluate", len(prepared.eval_tasks))
+        progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)
         return await evaluate(
             runner,
             prepared.eval_tasks,
@@ -52,6 +52,7 @@ def evaluate_model(prepared: Prepared, progress: Progress) -> Evaluation:
             threshold=evaluation.threshold,
             seed=evaluation.seed,
             max_failures=section.max_reward_failures,
+            samples_per_task=evaluation.samples_per_task,
             on_rollout=progress.advance,
             warn=lambda text: progress.message(text, "warning"),
         )
@@ -108,12 +109,13 @@ def _with_engine(
     with StopRequest() as stop, temporary("eval") as logs:
         progress.start(f"{purpose} {Path(prepared.config.model.path).name}", 0)
         try:
-            return asyncio.run(_until_stopped(_on_engine(prepared, progress, Path(logs), work), stop, purpose))
+            return asyncio.run(until_stopped(_on_engine(prepared, progress, Path(logs), work), stop, purpose))
         finally:
             progress.stop()
 
 
-async def _until_stopped(work: Coroutine[Any, Any, T], stop: StopRequest, purpose: str) -> T:
+async def until_stopped(work: Coroutine[Any, Any, T], stop: StopRequest, purpose: str) -> T:
+    """What `work` returns. Raises `Interrupted`, once its cancelling is done, when a stop is asked for."""
     task = asyncio.create_task(work)
     while not task.done():
         await asyncio.wait([task], timeout=_POLL_S)

@@ -64,7 +64,9 @@ def _sequences(builder: PlanBuilder) -> tuple[int, str]:
         prompts = builder["training.prompts_per_batch"]
         wanted[prompts * algorithm.group_size] = f"{prompts} prompts x {algorithm.group_size} completions"
     if builder.original.evaluation is not None:
-        wanted[builder["evaluation.num_tasks"]] = "the tasks of an evaluation"
+        tasks, samples = builder["evaluation.num_tasks"], builder.original.evaluation.samples_per_task
+        each = f", {samples} completions of each" if samples > 1 else ""
+        wanted[tasks * samples] = f"the tasks of an evaluation{each}"
     most, replicas = max(wanted), builder["inference.replicas"]
     each, reason = -(-most // replicas), wanted[most] + (f", divided among {replicas} engines" if replicas > 1 else "")
     if each > MAX_SEQUENCES:

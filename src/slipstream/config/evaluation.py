@@ -1,0 +1,57 @@
+"""The section [evaluation]: which held-out tasks, how often, and when a run may end for their sake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.config import bounds
+from slipstream.config.bounds import Section
+
+MAX_SAMPLES = 128
+"""Completions of one task; `algo.validation` computes majorities of so many exactly."""
+
+
+class EvaluationConfig(Section):
+    """Held-out accuracy: the part of tasks whose reward reaches `threshold`. Under SFT also when the loss of held-out
+    rows is measured (`data.eval_path`), which needs no environment: by `every` and `at_start`."""
+
+    num_tasks: bounds.Items = 500
+    """Held-out tasks of an evaluation; of a file, as many as it has."""
+    samples_per_task: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    """Completions of each task. With n > 1 there are also `mean@n`, `std@n` and, for k = 2, 4, ..., n, `best@k`,
+    `worst@k`, `maj@k` and `pass@k` (docs/validation.md); they take n times the time."""
+    every: bounds.NonNegativeItems = 0
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    at_start: bool = True
+    """Also evaluate before the first step: what the starting model can do."""
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | Literal["auto"] = "auto"
+    """0 is greedy. `auto`: the same as `sampling.temperature`."""
+    threshold: float = 1.0
+    """A completion is right when its reward is at least this."""
+    seed: bounds.Seed = 1_000_003
+    """Seeds the draws of every evaluation, so that two of them differ only by their weights."""
+    stop_at: bounds.Fraction | None = None
+    """The run ends in good order when an evaluation reaches this accuracy."""
+    patience: bounds.Items | None = None
+    """... and after this many evaluations in a row without a better accuracy. The best checkpoint is kept, and
+    `checkpoints/best` leads to it."""
+
+    def problems(self, training_temperature: float) -> Iterator[tuple[str, str]]:
+        """(key, sentence) for each contradiction; `training_temperature` is that of [sampling]."""
+        temperature = training_temperature if self.temperature == "auto" else self.temperature
+        if self.samples_per_task > 1 and temperature == 0.0:
+            yield (
+                "evaluation.samples_per_task",
+                f"evaluation.samples_per_task = {self.samples_per_task} at temperature 0 samples the same completion "
+                "every time: set evaluation.temperature, or use 1",
+            )
+        for name, value in (("stop_at", self.stop_at), ("patience", self.patience)):
+            if value is not None and not self.every:
+                yield (
+                    f"evaluation.{name}",
+                    f"evaluation.{name} = {value:g} has no effect while evaluation.every is 0, which evaluates only "
+                    "before the first and after the last step: set evaluation.every",
+                )

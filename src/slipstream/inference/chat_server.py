@@ -1,0 +1,198 @@
+"""`ChatServer`: a model at any OpenAI-compatible address, asked with messages (`/chat/completions`).
+
+It takes the place of an engine where only texts count, as in an evaluation. A conversation reaches it as the tokens of
+`MessageTokens`, which are bytes, and its reply leaves it as such: neither is the model's, so that nothing here can be
+trained on. Guarantees: at most `concurrency` requests run at once; a request is tried again when the server refuses for
+the moment (408, 425, 429, 5xx) or a connection is lost, until its own deadline; what is given up is an aborted
+completion with its reason, so it is counted. The key goes into the request's header and nowhere
+else; no redirect is followed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from slipstream.errors import ConfigError
+from slipstream.records import AbortCause, Completion, GenerateRequest, Message
+from slipstream.runlog.redaction import hide_userinfo
+
+_AGAIN = frozenset({408, 425, 429})
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+_CONNECT_S = 30.0
+_SHOWN = 200
+
+
+class MessageTokens:
+    """The tokenizer of `ChatServer`: a token is a byte. `system` is the run's system prompt."""
+
+    def __init__(self, system: str = "") -> None:
+        self._system = [{"role": "system", "content": system}] if system else []
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """The messages as JSON."""
+        chat = [message.as_chat() for message in messages]
+        if not chat or chat[0]["role"] != "system":
+            chat = self._system + chat
+        return list(msgspec.json.encode(chat))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a reply."""
+        return bytes(token_ids).decode("utf-8", "replace")
+
+    def decode_turn(self, token_ids: Sequence[int]) -> str:
+        """The same: a reply has no special tokens."""
+        return self.decode(token_ids)
+
+
+class Unanswered(Exception):
+    """A request got no usable answer: `cause` says why for programs, the message for people."""
+
+    def __init__(self, message: str, cause: AbortCause) -> None:
+        super().__init__(message)
+        self.cause: AbortCause = cause
+
+
+class ChatServer:
+    """See the module. Belongs to one event loop; use as `async with`."""
+
+    num_restarts = 0
+
+    def __init__(self, url: str, model: str = "", key: str = "", *, concurrency: int = 32) -> None:
+        """`model`: its name there; empty: the only one."""
+        self._url = url.rstrip("/")
+        self._shown = hide_userinfo(self._url)
+        self.model = model
+        self._key = key
+        self._slots = asyncio.Semaphore(concurrency)
+        self._session: aiohttp.ClientSession | None = None
+        self.num_tokens = 0
+        """Sampled tokens, as the server counts them."""
+        self.num_counted = 0
+        """Replies with such a count."""
+
+    @property
+    def each(self) -> tuple[ChatServer]:
+        """See `Generates`."""
+        return (self,)
+
+    async def __aenter__(self) -> ChatServer:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            await self._find_model()
+        except BaseException:
+            await self._session.close()
+            raise
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def _find_model(self) -> None:
+        """Check that the server answers and has the model. Raises `ConfigError`."""
+        try:
+            listed = await self._request("GET", "/models", None, time.monotonic() + _CONNECT_S)
+            names = [str(each["id"]) for each in listed["data"]]
+        except Unanswered as error:
+            raise ConfigError(
+                f"the server at {self._shown} cannot be asked ({error}): check the address, which ends with /v1, and "
+                "--key-variable"
+            ) from None
+        except (KeyError, TypeError):
+            names = []
+        if self.model and (self.model in names or not names):
+            return
+        if self.model or len(names) != 1:
+            known = ", ".join(names[:20]) or "does not say which"
+            problem = f"does not serve {self.model!r}" if self.model else "needs the name of a model"
+            raise ConfigError(f"the server at {self._shown} {problem} (it has: {known}): give --served-name")
+        self.model = names[0]
+
+    async def revive(self) -> None:
+        """See `Generates`: there is nothing to start."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `Generates`. A request that is given up is an aborted completion."""
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": msgspec.json.decode(bytes(request.prompt_ids)),
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+        }
+        # What has no effect is left out: not every server knows all of them.
+        given = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
+        body |= {name: value for name, (value, none) in given.items() if value != none}
+        if request.seed is not None:
+            body["seed"] = request.seed
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        try:
+            async with self._slots:
+                due = time.monotonic() + request.timeout_s  # waiting for a slot is not the server's time
+                answer = await self._request("POST", "/chat/completions", body, due)
+            return self._completion(request.id, answer)
+        except Unanswered as error:
+            return Completion(request.id, [], None, "abort", error=str(error), cause=error.cause)
+
+    def _completion(self, name: str, answer: dict[str, Any]) -> Completion:
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] or ""
+            reason = choice.get("finish_reason")
+            data = list(text.encode("utf-8"))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise Unanswered(f"the server at {self._shown} sent no chat completion", "invalid") from None
+        usage = answer.get("usage")
+        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if isinstance(count, int):
+            self.num_tokens += count
+            self.num_counted += 1
+        return Completion(name, data, None, "length" if reason == "length" else "stop")
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None, due: float) -> dict[str, Any]:
+        """The JSON answer, of as many tries as there is time for. Raises `Unanswered`."""
+        assert self._session is not None
+        pause, last = _PAUSE_S, "no answer"
+        while (left := due - time.monotonic()) > 0:
+            wait = pause
+            try:
+                async with (
+                    asyncio.timeout(left),
+                    self._session.request(method, f"{self._url}{path}", json=body, allow_redirects=False) as response,
+                ):
+                    if response.status == 200:
+                        found = await response.json(content_type=None)
+                        if not isinstance(found, dict):
+                            raise Unanswered("its answer is no JSON object", "invalid")
+                        return found
+                    last = f"status {response.status}: {self._safe(await response.text())}"
+                    if response.status < 500 and response.status not in _AGAIN:
+                        raise Unanswered(last, "invalid")
+                    with contextlib.suppress(ValueError):
+                        wait = max(wait, float(response.headers.get("Retry-After", "")))
+            except TimeoutError:
+                break
+            except aiohttp.InvalidURL:
+                raise Unanswered("it is no address", "invalid") from None
+            except (aiohttp.ClientError, ValueError, OSError) as error:
+                last = self._safe(str(error)) or type(error).__name__
+            if time.monotonic() + wait >= due:
+                break
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        raise Unanswered(f"no answer before the deadline (the last try: {last})", "late")
+
+    def _safe(self, text: str) -> str:
+        """A text of the server on one line, without the key."""
+        if self._key:
+            text = text.replace(self._key, "***")
+        return hide_userinfo(" ".join(text.split()))[:_SHOWN]
