@@ -9,6 +9,7 @@ from slipstream.algo.statistics import wilson_interval
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import MAX_SOURCES, evaluate, vote_of
+from slipstream.orchestrator.rollouts import seed_of
 from slipstream.records import Task
 from slipstream.runlog.samples import sample_id
 
@@ -53,6 +54,7 @@ async def test_an_evaluation_of_several_samples_a_task():
     engine.on_request = single.append
     alone = await evaluate(make_runner(engine), TASKS, **how)
     firsts = {request.seed for request in single}
+    assert firsts == {seed_of(0, index) for index in range(3)}, "as in all versions"
     assert firsts == {request.seed for request in requests if request.id.split(".")[1].endswith("-0")}
     assert {name for name in alone.metrics() if "@" in name or "source" in name} == set()
     assert alone.interval == wilson_interval(3, 3)
@@ -67,6 +69,8 @@ async def test_majorities_need_answers_and_failures_vote_for_nothing():
     assert 0.75 < found["eval/maj@4"] < 1.0
     failed = await evaluate(make_runner(letters("b", "b", "x", "a")), TASKS, **how)
     assert failed.num_failed == 3
+    lenient = await evaluate(make_runner(letters("b", "b", "x", "a")), TASKS, **{**how, "threshold": -1.0})
+    assert lenient.metrics()["eval/mean@4"] == lenient.accuracy == 0.75, "a failed one is wrong whatever the threshold"
     assert failed.metrics()["eval/mean@4"] == 0.5
     assert failed.metrics()["eval/reward/mean@3"] == pytest.approx(failed.mean_reward)
 

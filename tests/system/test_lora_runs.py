@@ -94,8 +94,9 @@ def test_sft_then_grpo_from_its_adapter_then_resume_evaluate_and_export(command,
     assert max(row["staleness/max"] for row in rows[1:]) <= 1.0
     assert summary["weights"].endswith("step-000006/weights")
 
-    code, out, err = command("eval", run_file, *LORA[:4], *coin, "--lora.path", summary["weights"], "--json").wait()
+    code, out, err = command("eval", tmp_path / "grpo", "--json").wait()  # its base and its last adapter
     assert code == 0, err
+    assert json.loads(out)["results"].startswith(str(tmp_path / "grpo/evaluations"))
     assert json.loads(out)["eval/num_failed"] == 0
     assert json.loads(out)["eval/accuracy"] == summary["eval/accuracy"]
 
