@@ -1,7 +1,8 @@
 """How many rollouts a second the orchestrator completes when the engine costs nothing.
 
 Everything but the engine is real: chat template, `RolloutRunner`, `Batcher`, reward workers, reasoning_gym. The
-engine answers from a script, at once. Prints one Markdown row for each task: median and spread of the repeats.
+engine answers from a script, at once. Prints one Markdown row for each task: median and spread of the repeats, and the
+processor time of this process, without the reward worker's, which says more than the rate on a machine that is shared.
 
     python benchmarks/rollouts.py [--repeats 5] [--rollouts 4096] [--tasks spell_backward basic_arithmetic]
 """
@@ -34,9 +35,9 @@ GROUP_SIZE = 8
 
 
 async def measure(
-    task_name: str, tokenizer: ChatTokenizer, num_rollouts: int, repeats: int
-) -> tuple[list[float], float]:
-    """Rollouts a second of each repeat, and the part of them that was right."""
+    task_name: str, tokenizer: AnsweringTokenizer, num_rollouts: int, repeats: int
+) -> tuple[list[float], list[float], float]:
+    """Rollouts a second and processor microseconds a rollout of each repeat, and the part of them that was right."""
     config = EnvironmentConfig(name=f"reasoning_gym/{task_name}")
     environment = load_environment(config)
     tasks = environment.tasks("train", num_rollouts // GROUP_SIZE)
@@ -48,6 +49,7 @@ async def measure(
     }
     engine = ScriptedEngine(lambda prompt_ids, seed: answers[tuple(prompt_ids)][seed % 2])
     rates: list[float] = []
+    processor: list[float] = []
     async with ScorerPool(config) as scorer:
         batcher = Batcher(
             RolloutRunner(environment, scorer, tokenizer, engine, request_timeout_s=60.0),
@@ -59,14 +61,15 @@ async def measure(
         )
         right = 0.0
         for step in range(repeats + 1):
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             batch = await batcher.make(step, Version(0, step), tasks)
-            seconds = time.perf_counter() - started
+            seconds, used = time.perf_counter() - started, time.process_time() - used
             assert len(batch.rollouts) == len(tasks) * GROUP_SIZE, batch.dropped
             right = statistics.fmean(rollout.reward >= 1.0 for rollout in batch.rollouts)
             if step:  # the first fills caches
                 rates.append(len(batch.rollouts) / seconds)
-    return rates, right
+                processor.append(1e6 * used / len(batch.rollouts))
+    return rates, processor, right
 
 
 class AnsweringTokenizer(ChatTokenizer):
@@ -88,8 +91,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         new_tokenizer("char").save_pretrained(Path(folder))
         tokenizer = AnsweringTokenizer(folder)
-        print("| task | rollouts/s, median | lowest to highest | rollouts x repeats | right | cores |")
-        print("|---|---|---|---|---|---|")
+        print("| task | rollouts/s, median | lowest to highest | CPU us each | rollouts x repeats | right | cores |")
+        print("|---|---|---|---|---|---|---|")
         for task in arguments.tasks:
             work = measure(task, tokenizer, arguments.rollouts, arguments.repeats)
             if arguments.profile:
@@ -97,9 +100,10 @@ def main() -> None:
                 profiler.runcall(asyncio.run, work)
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
                 continue
-            rates, right = uvloop.run(work)
+            rates, processor, right = uvloop.run(work)
             print(
                 f"| {task} | {statistics.median(rates):,.0f} | {min(rates):,.0f} to {max(rates):,.0f} "
+                f"| {statistics.median(processor):,.0f} ({min(processor):,.0f} to {max(processor):,.0f}) "
                 f"| {arguments.rollouts} x {arguments.repeats} | {100 * right:.0f} % "
                 f"| {len(os.sched_getaffinity(0))} |",
                 flush=True,

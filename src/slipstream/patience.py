@@ -7,7 +7,8 @@ received what it waits for: that time is no evidence against the other side.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any, Self
 
 _TICK_S = 1.0
@@ -24,7 +25,8 @@ def is_cancelled() -> bool:
 
 class Patience:
     """Async context manager: raises `TimeoutError` in the block after `limit_s` seconds in which the loop was running
-    and `is_counting` was true; both are checked once a second. Waits for ever if there is no limit."""
+    and `is_counting` was true; both are checked once a second. Waits for ever if there is no limit. `paused` stops the
+    clock."""
 
     def __init__(self, limit_s: float | None, is_counting: Callable[[], bool] = lambda: True) -> None:
         self._limit_s = limit_s
@@ -33,7 +35,8 @@ class Patience:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left_s = self._since = self._due = 0.0
-        self._restarted = asyncio.Event()
+        self._num_paused = 0
+        self._restarted: asyncio.Event | None = None  # few wait for it
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
@@ -51,14 +54,27 @@ class Patience:
         if self._limit_s is None or self._loop is None or self._timeout.expired():
             return
         self._left_s, self._since = self._limit_s, self._loop.time()
-        self._restarted.set()
+        if self._restarted is not None:
+            self._restarted.set()
         if self._timer is None:
             self._arm(self._loop)
 
     async def restarted(self) -> None:
         """Waits for the next sign of life."""
+        if self._restarted is None:
+            self._restarted = asyncio.Event()
         self._restarted.clear()
         await self._restarted.wait()
+
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """Stops the clock inside, and restarts it from zero afterwards."""
+        self._num_paused += 1
+        try:
+            yield
+        finally:
+            self._num_paused -= 1
+            self.restart()
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = self._since + min(self._left_s, _TICK_S)
@@ -69,7 +85,7 @@ class Patience:
         seconds = now - self._since
         if now > self._due + _LATE_S:  # count half, so that a loop that is always late still times out
             seconds = max(0.0, self._due - self._since) / 2
-        if self._is_counting():
+        if not self._num_paused and self._is_counting():
             self._left_s -= seconds
         self._since = now
         if self._left_s > _LEAST_S:

@@ -4,6 +4,7 @@ from tests.data.conftest import CHATML
 from slipstream.data.chat_template import ChatTokenizer, template_variables
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message
+from slipstream.trainer.model.tiny_qwen3 import new_tokenizer
 
 USER = Message("user", "What is 2+2?")
 FOUR = Message("assistant", "4")
@@ -246,3 +247,18 @@ def test_thinking_goes_together_with_other_variables(make_folder):
 def test_thinking_that_cannot_be_switched(make_folder, template, given, said):
     with pytest.raises(ConfigError, match=said):
         ChatTokenizer(make_folder(template=template), template_kwargs=given, thinking=True)
+
+
+def test_both_texts_of_a_turn_are_those_of_the_tokenizer(tmp_path):
+    made = new_tokenizer("byte")
+    made.add_tokens(["[TOOL]"], special_tokens=True)
+    made.add_tokens(["<think>"])
+    made.save_pretrained(tmp_path)
+    chat = ChatTokenizer(tmp_path)
+    end = chat.end_token_id
+    for text in ("plain", "<think>a", "[TOOL]f", " [TOOL] ", ""):
+        ids = chat.plain_tokens(text)
+        for sampled in (ids, [*ids, end], [*ids, end, end]):
+            said, whole = chat.decode_turn(sampled)
+            assert said == chat.decode(sampled) == text.replace("[TOOL]", "")
+            assert whole == text + "<|im_end|>" * (sampled.count(end) - 1)

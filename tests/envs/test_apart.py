@@ -74,7 +74,8 @@ class Letters:
     def decode(self, token_ids):
         return "".join(chr(token) for token in token_ids if token != END)
 
-    decode_turn = decode
+    def decode_turn(self, token_ids):
+        return self.decode(token_ids), self.decode(token_ids)
 
 
 @pytest.fixture

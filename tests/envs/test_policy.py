@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.envs.base import Episode
-from slipstream.envs.policy import RecordingPolicy, num_thinking, record_turn
+from slipstream.envs.policy import Prompts, RecordingPolicy, num_thinking, record_turn
 from slipstream.envs.single_turn import SingleTurn
 from slipstream.errors import EngineError, IntegrityError
 from slipstream.records import Completion, Message, Task, VersionSpan
@@ -23,7 +23,7 @@ class Letters:
         return "".join(chr(token) for token in token_ids if token != END)
 
     def decode_turn(self, token_ids):
-        return self.decode(token_ids)
+        return self.decode(token_ids), self.decode(token_ids)
 
 
 def script(*turns, finish="stop", logprobs=True):
@@ -256,3 +256,27 @@ async def test_a_turn_whose_call_is_a_special_token_is_extended_by_the_next_prom
     (sequence,) = policy.sequences
     assert sequence.num_trainable == 2 * len(sampled)
     policy.close()
+
+
+async def test_episodes_that_begin_alike_have_their_first_prompt_rendered_once():
+    class Counting(Letters):
+        num_rendered = 0
+
+        def render(self, messages):
+            self.num_rendered += 1
+            return super().render(messages)
+
+    tokenizer = Counting()
+    prompts = Prompts(tokenizer)
+    for answer in ("a", "b"):
+        generate, given = script(answer, "c")
+        policy = RecordingPolicy(generate, tokenizer, prompts=prompts)
+        await policy.chat([user("q")])
+        await policy.chat([user("q"), assistant(answer), user("r")])
+        policy.close()
+        assert given == [[*b"q", END], [*b"q", END, *answer.encode(), END, *b"r", END]]
+        assert policy.sequences[0].token_ids == [*given[1], *b"c", END]
+    assert tokenizer.num_rendered == 3
+    other = RecordingPolicy(script("d")[0], tokenizer, prompts=prompts)
+    await other.chat([user("another")])
+    assert other.sequences[0].token_ids == [*b"another", END, *b"d", END]

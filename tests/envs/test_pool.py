@@ -313,7 +313,7 @@ async def test_whatever_breaks_the_grading_nobody_waits_for_ever(monkeypatch, er
         async def broken(self):
             raise error
 
-        monkeypatch.setattr(Worker, "_next_answer", broken)
+        monkeypatch.setattr(Worker, "_read", broken)
         calls = asyncio.gather(*(pool.score(task("4"), "4") for _ in range(3)), return_exceptions=True)
         found = await asyncio.wait_for(calls, 30.0)
     assert all(isinstance(each, EnvironmentFault) for each in found)

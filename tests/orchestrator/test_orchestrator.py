@@ -65,7 +65,7 @@ class Letters:
         return "".join(chr(token) for token in token_ids if token != END)
 
     def decode_turn(self, token_ids):
-        return self.decode(token_ids)
+        return self.decode(token_ids), self.decode(token_ids)
 
 
 class Odd(SingleTurn):

@@ -84,6 +84,12 @@ class ChatTokenizer:
         self.stop_token_ids = self._find_stop_tokens(trust_remote_code)
         """All tokens that end generation: that one, and those that the tokenizer and the model's folder name."""
         self._stops = frozenset(self.stop_token_ids)
+        added: Mapping[int, Any] = self._tokenizer.added_tokens_decoder
+        self._special = frozenset(
+            {*self._tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        )
+        self._silent_stops = frozenset(stop for stop in self._stops & self._special if not self.decode([stop]))
+        """The end tokens that `decode` leaves out."""
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation, up to the start of the assistant's next turn."""
@@ -93,12 +99,15 @@ class ChatTokenizer:
         """Text of the tokens, without special tokens and without cleanup of spaces."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def decode_turn(self, token_ids: Sequence[int]) -> str:
-        """A sampled turn as the next prompt must hold it: as `decode`, but with the special tokens in it (some models'
-        tags of tool calls), which the template's text is tokenized to again. The token that ended it is left out."""
+    def decode_turn(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """Text of a sampled turn, as `decode`; and as the next prompt must hold it, with the special tokens in it (some
+        models' tags of tool calls), which the template's text is tokenized to again, but without the token that ended
+        it."""
         ended = bool(token_ids) and token_ids[-1] in self._stops
         spoken = list(token_ids[:-1] if ended else token_ids)
-        return self._tokenizer.decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        whole = self._tokenizer.decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        is_plain = self._special.isdisjoint(spoken) and (not ended or token_ids[-1] in self._silent_stops)
+        return (whole if is_plain else self.decode(token_ids)), whole
 
     def plain_tokens(self, text: str) -> list[int]:
         """Tokens of a text alone, without a chat template."""

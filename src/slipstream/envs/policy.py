@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slipstream.envs.answers import THINK_CLOSE, THINK_OPEN
 from slipstream.envs.base import ContextFull, Reply, ToolResult
@@ -35,9 +35,39 @@ class Tokenizer(Protocol):
         """The text of tokens, without special tokens."""
         ...
 
-    def decode_turn(self, token_ids: Sequence[int]) -> str:
-        """The text of a sampled turn, with its special tokens but without the one that ended it."""
+    def decode_turn(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """The text of a sampled turn, as `decode`; and with its special tokens but without the one that ended it."""
         ...
+
+
+class Prompt(NamedTuple):
+    """A rendered conversation."""
+
+    token_ids: list[int]
+    """Several episodes may share them: they are never changed."""
+    opens_thinking: bool
+    """Whether it ends with `<think>`, which some templates append: the graded text must include it."""
+
+
+class Prompts:
+    """Renders the prompts of episodes that begin with the same conversation, such as those of a group: that one is
+    rendered once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._first: tuple[tuple[Message, ...], Prompt] | None = None
+
+    def of(self, messages: Sequence[Message]) -> Prompt:
+        """The prompt for the turn after `messages`."""
+        conversation = tuple(messages)
+        if self._first is not None and self._first[0] == conversation:
+            return self._first[1]
+        token_ids = self._tokenizer.render(messages)
+        tail = self._tokenizer.decode(token_ids[-_TAIL_TOKENS:])
+        prompt = Prompt(token_ids, tail.rstrip().endswith(THINK_OPEN))
+        if self._first is None:
+            self._first = conversation, prompt
+        return prompt
 
 
 async def _no_tools(call: ToolCall) -> ToolResult:
@@ -49,6 +79,7 @@ class RecordingPolicy:
 
     `generate(prompt_ids, max_tokens, tools)` samples a turn; `max_tokens` is None where the run's own limit holds.
     `context_length`, in tokens, bounds a prompt and its turn together. `call_tool` runs a call of a tool.
+    `prompts`: shared with other episodes, or this episode's own.
     """
 
     def __init__(
@@ -58,11 +89,13 @@ class RecordingPolicy:
         *,
         context_length: int | None = None,
         call_tool: Callable[[ToolCall], Awaitable[ToolResult]] = _no_tools,
+        prompts: Prompts | None = None,
     ) -> None:
         self._generate = generate
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._call_tool = call_tool
+        self._prompts = prompts or Prompts(tokenizer)
         self.state: Any = None
         """See `base.Policy`."""
         self.sequences: list[TokenSequence] = []
@@ -103,7 +136,7 @@ class RecordingPolicy:
     async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Reply:
         """See `base.Policy`. Raises `EngineError` if the engine aborted the request."""
         self._check_open()
-        prompt_ids = self._tokenizer.render(messages)
+        prompt_ids, opens_thinking = self._prompts.of(messages)
         if self._context_length is not None and len(prompt_ids) >= self._context_length:
             raise ContextFull(
                 f"the conversation has {len(prompt_ids)} tokens after {self.num_turns} turns, and "
@@ -117,11 +150,11 @@ class RecordingPolicy:
         self.spans.append(record_turn(self.sequences, prompt_ids, completion))
         self._sampled.append(completion.token_ids)
         self.truncated |= completion.finish_reason == "length"
-        text = completion.text or self._tokenizer.decode(completion.token_ids)
-        whole = completion.text or self._tokenizer.decode_turn(completion.token_ids)
-        # Some templates append `<think>` to the prompt; the graded text must include it.
-        opened = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_OPEN)
-        text, whole = (THINK_OPEN + text, THINK_OPEN + whole) if opened else (text, whole)
+        text = whole = completion.text
+        if not text:
+            text, whole = self._tokenizer.decode_turn(completion.token_ids)
+        if opens_thinking:
+            text, whole = THINK_OPEN + text, THINK_OPEN + whole
         self.conversation = [*messages, Message("assistant", text)]
         self.num_thinking = max(self.num_thinking, num_thinking(text, completion.token_ids, self._tokenizer))
         content = text if completion.content is None else completion.content

@@ -7,12 +7,11 @@ requested again, and so is one that the engine gave up (`retries.py`); the envir
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +30,7 @@ from slipstream.envs.base import (
     ToolResult,
     as_score,
 )
-from slipstream.envs.policy import RecordingPolicy, Tokenizer
+from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
 from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.orchestrator.grading import GroupGrades, Place
@@ -58,32 +57,15 @@ class EnvironmentTimeout(Exception):
     """An environment took longer than `environment.run_timeout_s` between two turns."""
 
 
-class EnvironmentDeadline:
+class EnvironmentDeadline(Patience):
     """The deadline of an environment between two turns: `async with` it, and `paused` around each request to the
     engine. Raises `EnvironmentTimeout`."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._num_paused = 0
-        self._patience = Patience(limit_s, lambda: not self._num_paused)
-
-    async def __aenter__(self) -> None:
-        await self._patience.__aenter__()
-
     async def __aexit__(self, *raised: Any) -> None:
         try:
-            await self._patience.__aexit__(*raised)
+            await super().__aexit__(*raised)
         except TimeoutError as error:
             raise EnvironmentTimeout from error
-
-    @contextlib.contextmanager
-    def paused(self) -> Generator[None]:
-        """Stop the clock inside, and restart it from zero afterwards."""
-        self._num_paused += 1
-        try:
-            yield
-        finally:
-            self._num_paused -= 1
-            self._patience.restart()
 
 
 _CLOSE_S = 10.0
@@ -142,6 +124,10 @@ class RolloutRunner:
         """Grades a group of rollouts together; None where each is graded by itself."""
         return GroupGrades(self._scorer, size) if self._environment.scores_groups else None
 
+    def prompts(self) -> Prompts:
+        """Renders the prompts of a group's rollouts, which begin with the same one."""
+        return Prompts(self._tokenizer)
+
     async def run(
         self,
         task: Task,
@@ -152,9 +138,11 @@ class RolloutRunner:
         seed: int,
         is_urgent: bool = False,
         place: Place | None = None,
+        prompts: Prompts | None = None,
     ) -> Rollout:
-        """Make one rollout. `place`: the rollout's, in a group that is graded together; None grades it alone. Raises
-        `EngineError` or `IntegrityError` only when the engine cannot come back."""
+        """Make one rollout. `place`: the rollout's, in a group that is graded together; None grades it alone.
+        `prompts`: those of its group, if it has one. Raises `EngineError` or `IntegrityError` only when the engine
+        cannot come back."""
         started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s)
         turns = _Turns(self, rollout_id, group_id, sampling, seed, is_urgent, deadline)
 
@@ -163,7 +151,11 @@ class RolloutRunner:
                 return await self._scorer.call_tool(task, call)
 
         policy = RecordingPolicy(
-            turns.generate, self._tokenizer, context_length=self._context_length, call_tool=call_tool
+            turns.generate,
+            self._tokenizer,
+            context_length=self._context_length,
+            call_tool=call_tool,
+            prompts=prompts,
         )
         rollout = Rollout(rollout_id, task.id, group_id, policy.sequences, reward=0.0, outcome="done")
         rollout.prompt = task.prompt[-1].content if task.prompt else ""
@@ -218,6 +210,8 @@ class RolloutRunner:
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
 
     async def _close_episode(self, task: Task, state: Any) -> None:
+        if type(self._environment).close_episode is Environment.close_episode:
+            return  # it has nothing to close, and needs no deadline
         limit = asyncio.timeout(_CLOSE_S)
         try:
             async with limit:
@@ -237,7 +231,9 @@ class RolloutRunner:
             score = as_score({**episode.metrics, "reward": episode.reward})
         rollout.reward = score.reward
         rollout.metrics |= score.metrics
-        rewards = score.turn_rewards or as_score(Score(0.0, turn_rewards=tuple(episode.turn_rewards))).turn_rewards
+        rewards = score.turn_rewards
+        if not rewards and episode.turn_rewards:
+            rewards = as_score(Score(0.0, turn_rewards=tuple(episode.turn_rewards))).turn_rewards
         if rewards and len(rewards) != len(rollout.turn_spans):
             raise RewardFailed(
                 f"environment {self._environment.name} gave {len(rewards)} turn rewards for an episode of "

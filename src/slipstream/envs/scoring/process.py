@@ -33,6 +33,7 @@ _LATE_S = 0.25
 _POLL_S = 0.005
 _MAX_ANSWER_BYTES = 64 * 2**20
 _LENGTH = 4
+_CHUNK = 1 << 16
 
 PASSED_ON = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|TMPDIR|TMP|TEMP|LANG|LANGUAGE|LC_.*|XDG_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX"
@@ -137,7 +138,7 @@ class Worker:
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
-        self._length: int | None = None
+        self._received = bytearray()
         self._is_ending = False
         self._tail = b""
         self._output_seen = asyncio.Event()
@@ -185,8 +186,10 @@ class Worker:
         loop = asyncio.get_running_loop()
         for chance in (1, 2):
             try:
-                async with asyncio.timeout_at(due):
-                    return await self._next_answer()
+                while (answer := self._take_answer()) is None:
+                    async with asyncio.timeout_at(due):
+                        await self._read()
+                return answer
             except (asyncio.IncompleteReadError, ConnectionError):
                 raise WorkerDied(await self._how_it_ended()) from None
             except msgspec.DecodeError:  # the reward wrote to the protocol's pipe
@@ -198,13 +201,25 @@ class Worker:
                 due = loop.time() + timeout_s
         raise AssertionError("unreachable")
 
-    async def _next_answer(self) -> Answer:
-        if self._length is None:
-            self._length = int.from_bytes(await self._stdout.readexactly(_LENGTH), "big")
-        if self._length > _MAX_ANSWER_BYTES:
+    async def _read(self) -> None:
+        """Waits for data and takes what is there, perhaps several answers."""
+        data = await self._stdout.read(_CHUNK)
+        if not data:
+            raise asyncio.IncompleteReadError(bytes(self._received), None)
+        self._received += data
+
+    def _take_answer(self) -> Answer | None:
+        """The first answer among the data that was read; None while it is not complete."""
+        if len(self._received) < _LENGTH:
+            return None
+        length = int.from_bytes(self._received[:_LENGTH], "big")
+        if length > _MAX_ANSWER_BYTES:
             raise msgspec.DecodeError
-        data = await self._stdout.readexactly(self._length)
-        self._length = None
+        end = _LENGTH + length
+        if len(self._received) < end:
+            return None
+        data = bytes(self._received[_LENGTH:end])
+        del self._received[:end]
         return decode(data, Answer)
 
     async def _how_it_ended(self) -> str:

@@ -19,7 +19,6 @@ from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
-from slipstream.orchestrator.grading import GroupGrades
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
 from slipstream.orchestrator.teacher import Scores
@@ -157,25 +156,28 @@ class Batcher:
         return groups
 
     async def _generate(self, group_id: str, step: int, place: int, task: Task) -> list[Rollout]:
-        group = self.runner.group(self.group_size)
-        try:
-            numbers = range(self.group_size)
-            return await all_of(self._rollout(group_id, step, place, number, task, group) for number in numbers)
-        finally:
-            if group is not None:
-                group.cancel()
+        grades, prompts = self.runner.group(self.group_size), self.runner.prompts()
 
-    async def _rollout(
-        self, group_id: str, step: int, place: int, number: int, task: Task, group: GroupGrades | None
-    ) -> Rollout:
-        rollout = await self.runner.run(
-            task,
-            rollout_id=f"{group_id}.{number}",
-            group_id=group_id,
-            sampling=self.sampling,
-            seed=seed_of(self.seed, step, place, number),
-            place=group.places[number] if group is not None else None,
-        )
+        async def rollout(number: int) -> Rollout:
+            made = await self.runner.run(
+                task,
+                rollout_id=f"{group_id}.{number}",
+                group_id=group_id,
+                sampling=self.sampling,
+                seed=seed_of(self.seed, step, place, number),
+                place=grades.places[number] if grades is not None else None,
+                prompts=prompts,
+            )
+            return await self._ended(made)
+
+        try:
+            return await all_of(rollout(number) for number in range(self.group_size))
+        finally:
+            if grades is not None:
+                grades.cancel()
+
+    async def _ended(self, rollout: Rollout) -> Rollout:
+        """The rollout, scored by the teacher where there is one."""
         if self.teacher is not None and rollout.outcome in TRAINABLE_OUTCOMES:
             await self.teacher.score(rollout)
         self.hooks.rollout_ended()
