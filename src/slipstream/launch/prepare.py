@@ -16,6 +16,7 @@ from typing import TypeVar
 from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunConfig
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import measures_loss, uses_engine
+from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations
 from slipstream.data.examples import Examples, holds_thoughts, split_off, tokenized, without
@@ -62,6 +63,8 @@ class Prepared:
     """Rows of which SFT measures the loss."""
     dropped: dict[str, int]
     """Number of dropped tasks and conversations, by reason."""
+    reads: tuple[CodeRead | DataRead, ...] = ()
+    """The user's files that were executed, and the data that were read."""
 
     @property
     def config(self) -> PlannedConfig:
@@ -103,6 +106,12 @@ def sampling_of(
 def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan. Without `weights`, those of a hub id are
     not downloaded: enough for a plan, not for a run."""
+    with recorded() as reads:
+        prepared = _prepare(loaded, weights=weights)
+    return replace(prepared, reads=tuple(reads))
+
+
+def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     check_torch_builds()
     loaded = with_weights_folder(loaded)
     config = loaded.config
