@@ -25,6 +25,7 @@ from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_for_run
 from slipstream.envs.single_turn import gold_turns, make_tasks
+from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
@@ -114,7 +115,7 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
 def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     check_torch_builds()
     loaded = with_weights_folder(loaded)
-    config = loaded.config
+    config = _with_environment(loaded.config)
     _check_what_it_needs(config)
     section = config.environment
     system = section.system_prompt if section else ""
@@ -195,6 +196,13 @@ def check_engine(prepared: Prepared) -> None:
     config = prepared.config
     if prepared.uses_engine and config.inference.options:
         try_options(engine_plan(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0).settings)
+
+
+def _with_environment(config: RunConfig) -> RunConfig:
+    """Have the environment that is named by digest on this machine, verified, once, so that all load the same files."""
+    if config.environment is None:
+        return config
+    return config.model_copy(update={"environment": located(config.environment)})
 
 
 def _check_what_it_needs(config: RunConfig) -> None:
