@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.config import load_config, load_settings
 from slipstream.config.python_objects import give
+from slipstream.data import readers
 from slipstream.envs import SingleTurn
 from slipstream.envs.from_python import pack_environment
 from slipstream.errors import DataError
@@ -115,6 +116,25 @@ def test_an_objects_digest_has_no_address_in_it():
     assert pack_environment(Drawn()).name == pack_environment(Drawn()).name
 
 
+class Reversed(set):
+    """A set as another process may have it."""
+
+    def __iter__(self):
+        return iter(sorted(super().__iter__(), reverse=True))
+
+    def __repr__(self):
+        return repr([*self])
+
+
+def test_a_set_in_an_object_has_an_order():
+    names = []
+    for order in ("abc", "cba"):
+        environment = Drawn()
+        environment.words = Reversed("abc") if order == "cba" else set("abc")
+        names.append(pack_environment(environment).name)
+    assert names[0] == names[1]
+
+
 def test_python_objects_and_built_in_environments(prepared):
     rows = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
     names = []
@@ -151,6 +171,37 @@ def test_an_installed_environment_is_its_package_and_its_code(prepared, tmp_path
     before, *files = found(prepared(name="letters"), "environment")
     assert (before.name, before.version) == ("letters", "letters 1.2")
     assert [each.name for each in files] == ["letters/main.py", "letters/__init__.py", "letters/text.py"]
+
+
+def test_verifiers_is_looked_up_where_its_interpreter_has_it(prepared, tmp_path):
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    (tmp_path / "taskset.py").write_text("import part\n")
+    (tmp_path / "part.py").write_text("")
+    for name, version in (("verifiers", "0.5.1"), ("my_shop", "3.0")):
+        info = tmp_path / "venv/lib/python3.12/site-packages" / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    made = prepared(name=str(tmp_path / "mine.py"))
+
+    def sources(name):
+        given = {"name": name, "python": str(tmp_path / "venv/bin/python")}
+        section = made.config.environment.model_copy(update=given)
+        config = made.config.model_copy(update={"environment": section})
+        return found(replace(made, plan=replace(made.plan, config=config), reads=()), "environment")
+
+    assert [(each.name, each.version) for each in sources("verifiers/my-shop")] == [
+        ("verifiers", "0.5.1"),
+        ("my-shop", "3.0"),
+    ]
+    files = sources(f"verifiers/{tmp_path / 'taskset.py'}")[1:]
+    assert [each.name for each in files] == ["taskset.py", "part.py"]
+
+
+def test_a_data_set_of_the_hub_has_a_revision():
+    commit = "0123456789" * 4
+    cached = SimpleNamespace(cache_files=[{"filename": f"/cache/org___name/default/0.0.0/{commit}/name-train.arrow"}])
+    assert readers._hub_revision(cached) == commit
+    assert readers._hub_revision(SimpleNamespace(cache_files=[], _fingerprint="5e1f")) == "5e1f"
 
 
 def test_tools_and_the_files_of_tool_servers(prepared, tmp_path):
