@@ -25,7 +25,7 @@ from slipstream.trainer.model.tiny_qwen3 import new_model
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     *("init", "train", "sft", "eval", "compare", "plan", "runs", "report", "env", "env test", "model", "model new"),
-    *("chat", "serve-model", "export", "verify", "trace", "ledger", "replay"),
+    *("env new", "env push", "env pull", "chat", "serve-model", "export", "verify", "trace", "ledger", "replay"),
 ]
 RUN_FILE = """
 [model]

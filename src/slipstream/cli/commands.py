@@ -159,9 +159,9 @@ def init(folder: Annotated[Path, Parameter(help="New folder for the files.")], /
 
     The folder must be new or empty. Prints the commands to run next, which take five minutes together on a CPU.
     """
-    from slipstream.cli.init_files import COMMANDS, FILES, write_first_run
+    from slipstream.cli.init_files import COMMANDS, FILES, write_files
 
-    path = write_first_run(Path(folder))
+    path = write_files(Path(folder), FILES)
     if json:
         print_json({"folder": str(path), "files": list(FILES)})
     else:

@@ -1,8 +1,9 @@
-"""The commands that look at an environment before a run: `env test`."""
+"""The commands for an environment before a run: `env new`, `env test`, and `env push` and `env pull`."""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.envs import Environment, Task
     from slipstream.envs.check import EnvironmentCheck
 
-env_app = App(name="env", help="Check an environment before training on it.")
+env_app = App(name="env", help="Write, check and keep an environment before training on it.")
 _UNGRADED = {"mean_reward": None, "accuracy": None}
 _SLOW_REWARDS_S = 10.0
 """A batch whose rewards take longer gets a warning."""
@@ -48,6 +49,67 @@ class _Checked:
         """Mean reward of the junk, if any was graded."""
         rewards = [reward for r in self.result.results if r.kind != "gold" for reward in r.rewards]
         return sum(rewards) / len(rewards) if rewards else None
+
+
+@env_app.command(name="new")
+def env_new(folder: Annotated[Path, Parameter(help="New folder for the files.")], /, *, json: Json = False) -> int:
+    """Write a working folder: environment.py, tasks.jsonl, a test, sft.toml, rl.toml, and AGENTS.md for a coding agent.
+
+    The folder must be new or empty. Prints the commands to run next.
+    """
+    from slipstream.cli.env_files import environment_files, next_commands
+    from slipstream.cli.init_files import write_files
+
+    files = environment_files()
+    path = write_files(Path(folder), files)
+    if json:
+        print_json({"folder": str(path), "files": list(files)})
+    else:
+        print(f"wrote {', '.join(files)}; next:\n\ncd {shlex.quote(str(path))}\n{next_commands()}", end="")
+    return 0
+
+
+@env_app.command(name="push")
+def env_push(
+    folder: Annotated[Path, Parameter(help="The environment's folder, with environment.py in it.")],
+    registry: Annotated[Path, Parameter(help="The folder that keeps environments; made if it is not there.")],
+    /,
+    *,
+    name: Annotated[str, Parameter(help="Its name there; default: the folder's.")] = "",
+    json: Json = False,
+) -> int:
+    """Keep an environment in a folder by the digest of its content, and print the name that a run file gives it.
+
+    Hidden files, compiled Python, and the folders runs and models are left out and counted. Links are refused.
+    """
+    from slipstream.config.parse.dump import toml_value
+    from slipstream.envs.store.registry import push
+
+    found = push(Path(folder), Path(registry), name)
+    if json:
+        print_json(asdict(found) | {"archive": str(found.archive)})
+    else:
+        state = "pushed" if found.is_new else "was there already"
+        print(f"{state}: {found.num_files} files, {found.num_left_out} left out\n\n[environment]")
+        print(f'name = "{found.reference}"\nregistry = {toml_value(str(Path(registry).resolve()))}')
+    return 0
+
+
+@env_app.command(name="pull")
+def env_pull(
+    reference: Annotated[str, Parameter(help="name@digest, as `slipstream env push` printed it.")],
+    registry: Annotated[Path, Parameter(help="The folder that keeps environments.")],
+    folder: Annotated[Path, Parameter(help="New folder for the environment.")],
+    /,
+    *,
+    json: Json = False,
+) -> int:
+    """Copy an environment out of a folder that keeps them, to work on it. Verifies it, and executes nothing."""
+    from slipstream.envs.store.registry import pull
+
+    path = pull(reference, Path(registry), Path(folder))
+    print_json({"folder": str(path)}) if json else print(f"pulled: {path}")
+    return 0
 
 
 @env_app.command(name="test")
@@ -110,10 +172,11 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     from slipstream.envs.registry import load_environment
     from slipstream.envs.scoring.pool import ScorerPool
     from slipstream.envs.single_turn import make_tasks
+    from slipstream.envs.store.registry import located
     from slipstream.launch.plan.machine import usable_cpus
 
-    section = config.environment
-    assert section is not None
+    assert config.environment is not None
+    section = located(config.environment)
     environment = load_environment(section)
     threshold = (config.evaluation or EvaluationConfig()).threshold
     asked = section.reward_workers

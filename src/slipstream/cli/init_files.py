@@ -92,13 +92,13 @@ slipstream chat runs/rl --single-turn
 """The commands to run in that folder, in this order."""
 
 
-def write_first_run(folder: Path) -> Path:
+def write_files(folder: Path, files: Mapping[str, str]) -> Path:
     """Write the files into `folder`. Raises `ConfigError` if it is not empty or cannot be written."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder: give a new one")
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in FILES.items():
+        for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written ({error.strerror}): give another folder") from error

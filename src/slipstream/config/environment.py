@@ -15,7 +15,11 @@ class EnvironmentConfig(Section):
 
     name: str
     """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `verifiers/<name>` (see `python`),
-    `path/to/file.py:Class`, or the name of an entry point in the group `slipstream.environments`."""
+    `path/to/file.py:Class`, `name@digest` (see `registry`), or the name of an entry point in the group
+    `slipstream.environments`."""
+    registry: str = ""
+    """The folder in which `name@digest` is looked up, to which `slipstream env push` has added it. What is there is
+    verified before any of it is imported, and kept on this machine, so that a later start does not need the folder."""
     settings: dict[str, Any] = {}
     """Passed to the environment as they are. Those of `rows`: `path`, `split`, `eval_path`, `eval_split`, `format`,
     `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,

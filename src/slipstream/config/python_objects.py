@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import pickle
+import re
 import sys
 import sysconfig
 from collections.abc import Generator
@@ -25,6 +26,8 @@ import msgspec
 from slipstream.errors import ConfigError
 
 PREFIX = "python:"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""In the `repr` of an object: another one in each process."""
 
 
 class PythonObject(msgspec.Struct, frozen=True):
@@ -46,7 +49,8 @@ def is_python_object(name: str) -> bool:
 def pack(label: str, value: Any, *sources: Any) -> PythonObject:
     """`value`, pickled. Its name has the digest of `sources`: functions and classes by their source, plain values by
     their content. Raises ConfigError for what cannot be pickled."""
-    digest = hashlib.sha256("\0".join(map(_source, sources)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    text = _ADDRESS.sub("", "\0".join(map(_source, sources)))
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
     try:
         with _by_value(sources):
             data = cloudpickle.dumps(value)

@@ -45,6 +45,8 @@ class ModelConfig(Section):
     """Let the model folder run its own Python code."""
 
 
+SourceKind = Literal["environment", "reward", "tools", "data", "tokenizer", "algorithm"]
+"""What a run is made with beside its settings and weights."""
 Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "distill"]
 AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean", "gae", "none"]
 LossName = Literal["clip", "gspo", "gspo_token", "cispo", "policy_gradient"]
@@ -367,6 +369,10 @@ class RunSection(Section):
     """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
     engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast`; not when one died
     at the same step before. 0: never, and the run ends."""
+    allow_changes: Annotated[tuple[SourceKind, ...], Field(strict=False)] = ()
+    """What `--resume` may find changed since the checkpoint was made: without it, another environment, reward, tool,
+    data file, tokenizer, or loss or advantage of your own (`algorithm`) is refused. What is allowed is recorded in
+    `provenance.json`."""
     grace_s: bounds.Seconds = 30.0
     """After SIGTERM, and after SIGUSR1, by which a scheduler warns of a job's end, the run writes a checkpoint and the
     process ends within so many seconds: where the step under way or the write takes longer, on the last whole

@@ -1,4 +1,8 @@
-"""Imports Python files of the user, in the run's process and in every reward worker."""
+"""Imports Python files of the user, in the run's process and in every reward worker, and notes what was read.
+
+Inside `recorded` every import of a user's file, and every data set that was read, leaves a `CodeRead` or a `DataRead`:
+what a run was made with is known without looking for it, or running anything, a second time.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,76 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from slipstream.errors import ConfigError, one_line
+
+Stamp = tuple[int, int, int, int]
+"""Device, inode, size and time of a file: while these stay, so does its content."""
+
+
+@dataclass(frozen=True)
+class CodeRead:
+    """A Python file that was executed."""
+
+    setting: str
+    path: Path
+    sha256: str
+    """Of the file as it was before."""
+
+
+@dataclass(frozen=True)
+class FileRead:
+    """One file of a data set."""
+
+    path: Path
+    num_rows: int
+    stamp: Stamp | None
+    """Before it was read."""
+
+
+@dataclass(frozen=True)
+class DataRead:
+    """A data set that was read: from files, from the hub (`revision`), or of a Python caller (`revision`: a digest)."""
+
+    setting: str
+    source: str
+    split: str
+    files: tuple[FileRead, ...] = ()
+    revision: str = ""
+    num_rows: int = 0
+
+
+_recorders: list[list[CodeRead | DataRead]] = []
+
+
+@contextmanager
+def recorded() -> Generator[list[CodeRead | DataRead]]:
+    """Inside, what is read by any thread of this process is added to the list."""
+    found: list[CodeRead | DataRead] = []
+    _recorders.append(found)
+    try:
+        yield found
+    finally:
+        _recorders[:] = [other for other in _recorders if other is not found]
+
+
+def note(read: CodeRead | DataRead) -> None:
+    """Tell those who record."""
+    for found in _recorders:
+        found.append(read)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """The file's stamp; None where it cannot be had."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return None
 
 
 def import_file(path: Path, setting: str) -> ModuleType:
@@ -28,6 +97,8 @@ def import_file(path: Path, setting: str) -> ModuleType:
     if str(path.parent) not in sys.path:  # as for a script, so that it can import modules beside it
         sys.path.append(str(path.parent))
     sys.modules[name] = module
+    if _recorders:
+        note(CodeRead(setting, path, hashlib.sha256(path.read_bytes()).hexdigest()))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises

@@ -21,6 +21,7 @@ import msgspec
 
 from slipstream.config.python_objects import is_python_object, load
 from slipstream.config.sft import is_hub_name
+from slipstream.config.user_code import DataRead, FileRead, note, stamp_of
 from slipstream.errors import ConfigError, DataError, first_line
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -48,7 +49,9 @@ def read_rows(path: str | Path, split: str = "", setting: str = "data.path", sub
     `setting` is the setting that error messages name; `subset` the configuration of a data set on the hub. Raises
     `DataError`, also if there are no rows."""
     if is_python_object(str(path)):
-        return [Row(f"row {number} of {path}", values) for number, values in enumerate(load(str(path)))]
+        given = [Row(f"row {number} of {path}", values) for number, values in enumerate(load(str(path)))]
+        note(DataRead(setting, str(path), split, revision=str(path).rpartition("@")[2], num_rows=len(given)))
+        return given
     path = Path(path)
     if is_hub_name(str(path)) and not path.exists():
         return _hub_rows(str(path), subset, split, setting)
@@ -58,9 +61,15 @@ def read_rows(path: str | Path, split: str = "", setting: str = "data.path", sub
         raise DataError(f"{path} is a file and has no split {split!r}: leave the split out, or name the folder")
     else:
         files = [path]
-    rows = [row for file in files for row in _read_file(file, setting)]
+    rows: list[Row] = []
+    read: list[FileRead] = []
+    for file in files:
+        before, stamp = len(rows), stamp_of(file)
+        rows += _read_file(file, setting)
+        read.append(FileRead(file.resolve(), len(rows) - before, stamp))
     if not rows:
         raise DataError(f"{path} holds no row: give a file with at least one, in {setting}")
+    note(DataRead(setting, str(path), split, tuple(read), num_rows=len(rows)))
     return rows
 
 
@@ -105,9 +114,17 @@ def _hub_rows(name: str, subset: str, split: str, setting: str) -> list[Row]:
             f"({problem or first_line(error)}): correct it, or where there is no network download the data set "
             "elsewhere and give its folder"
         ) from error
+    note(DataRead(setting, name, wanted, revision=_hub_revision(found[wanted]), num_rows=len(rows)))
     if not rows:
         raise DataError(f"{name} holds no row in its split {wanted!r}: name another one, in {setting}")
     return rows
+
+
+def _hub_revision(data: Any) -> str:
+    """The commit of a data set, which is the name of the folder that `datasets` caches it in; or its fingerprint."""
+    files: list[dict[str, str]] = getattr(data, "cache_files", [])
+    folder = Path(files[0]["filename"]).parent.name if files else ""
+    return folder if re.fullmatch(r"[0-9a-f]{40,64}", folder) else str(getattr(data, "_fingerprint", ""))
 
 
 def _why_unreachable(name: str) -> str:

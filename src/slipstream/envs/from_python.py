@@ -144,7 +144,7 @@ def pack_environment(tasks: Any, eval_tasks: Any = None, reward: Any = None) -> 
         if reward is not None or eval_tasks is not None:
             raise ConfigError("tasks is an Environment, which has its own reward and held-out tasks: give it alone")
         if isinstance(tasks, Environment):
-            state = {key: repr(value) for key, value in vars(tasks).items()}
+            state = {key: _stable(value) for key, value in vars(tasks).items()}
             return pack(tasks.name, partial(_of_object, tasks), tasks, state)
         return pack(tasks.__name__, partial(_of_class, tasks), tasks)
     if reward is None:
@@ -161,6 +161,13 @@ def pack_environment(tasks: Any, eval_tasks: Any = None, reward: Any = None) -> 
     rows, held_out = _rows_of(tasks, "tasks"), None if eval_tasks is None else _rows_of(eval_tasks, "eval_tasks")
     RowEnvironment("tasks", rows, held_out, reward)  # what is wrong with a row is said here
     return pack("rows", partial(_of_rows, rows, held_out, reward), rows, held_out, *sources)
+
+
+def _stable(value: Any) -> str:
+    """The `repr` of a value; a set's elements are in an order that is the same in each process."""
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(repr, cast("set[Any]", value))))
+    return repr(value)
 
 
 def pack_rows(data: Any) -> PythonObject:

@@ -2,7 +2,8 @@
 
 Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `path/to/file.py` or
 `path/to/file.py:Class`; an entry point of an installed package in the group `slipstream.environments` (a subclass of
-`Environment`). Loading a file runs its code, in this process and in every reward worker.
+`Environment`). `name@digest` has become a path before (`store`). Loading a file runs its code, in this process and in
+every reward worker.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _MCP = "mcp:"
 _TOOL_TURNS = 4
 """Most turns of an environment of one turn that is given tools."""
 _FORMS = (
-    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, path/to/file.py, path/to/file.py:Class, or an entry point of the "
-    f"group {GROUP}"
+    f"{PREFIX}<task>, {VERIFIERS}<name>, {ROWS}, path/to/file.py, path/to/file.py:Class, name@digest, or an entry "
+    f"point of the group {GROUP}"
 )
 
 

@@ -62,6 +62,8 @@ class RunContext(Context):
     """The same in the process that writes the run folder."""
 
     log: RunLog
+    may_differ: frozenset[str] = frozenset()
+    """Names of the checkpoint's digests that a resume may find changed."""
 
 
 class Children:

@@ -20,6 +20,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch.batch_order import BatchOrder, retries_of, silence_limit_s
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
+from slipstream.launch.provenance.collect import code_digest
+from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.orders import InDataOrder, MakesBatches, ReadyFirst
 from slipstream.orchestrator.concurrency import all_of
@@ -179,6 +181,8 @@ def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledg
             "group_size": config.algorithm.group_size,
             "sampling": context.prepared.sampling(),
             "seed": config.run.seed,
+            "tasks": tasks_digest(context.prepared.train_tasks),
+            "code": code_digest(context.prepared),
         },
         saved_step=saved_step,
     )

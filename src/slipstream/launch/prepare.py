@@ -16,6 +16,7 @@ from typing import TypeVar
 from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunConfig
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import measures_loss, uses_engine
+from slipstream.config.user_code import CodeRead, DataRead, recorded
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.conversations import Columns, read_conversations
 from slipstream.data.examples import Examples, holds_thoughts, split_off, tokenized, without
@@ -24,6 +25,7 @@ from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
 from slipstream.envs.registry import load_for_run
 from slipstream.envs.single_turn import gold_turns, make_tasks
+from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
@@ -62,6 +64,8 @@ class Prepared:
     """Rows of which SFT measures the loss."""
     dropped: dict[str, int]
     """Number of dropped tasks and conversations, by reason."""
+    reads: tuple[CodeRead | DataRead, ...] = ()
+    """The user's files that were executed, and the data that were read."""
 
     @property
     def config(self) -> PlannedConfig:
@@ -103,9 +107,15 @@ def sampling_of(
 def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     """Load the environment and the data, drop what cannot be used, and plan. Without `weights`, those of a hub id are
     not downloaded: enough for a plan, not for a run."""
+    with recorded() as reads:
+        prepared = _prepare(loaded, weights=weights)
+    return replace(prepared, reads=tuple(reads))
+
+
+def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     check_torch_builds()
     loaded = with_weights_folder(loaded)
-    config = loaded.config
+    config = _with_environment(loaded.config)
     _check_what_it_needs(config)
     section = config.environment
     system = section.system_prompt if section else ""
@@ -186,6 +196,13 @@ def check_engine(prepared: Prepared) -> None:
     config = prepared.config
     if prepared.uses_engine and config.inference.options:
         try_options(engine_plan(config, config.model.path, on_cpu=prepared.facts.num_gpus == 0).settings)
+
+
+def _with_environment(config: RunConfig) -> RunConfig:
+    """Have the environment that is named by digest on this machine, verified, once, so that all load the same files."""
+    if config.environment is None:
+        return config
+    return config.model_copy(update={"environment": located(config.environment)})
 
 
 def _check_what_it_needs(config: RunConfig) -> None:

@@ -29,6 +29,7 @@ from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.parts.start import Generation, start_generation
 from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
+from slipstream.launch.provenance.stock import take_stock
 from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.recovery.fallbacks import with_fallbacks
 from slipstream.launch.recovery.grace import GraceEnd, LastWords
@@ -91,6 +92,8 @@ def train(
     `StartsAgain` where the caller is to start the run again. `stages`: those recorded so far. `last_words` is called in
     the place of raising, from another thread, where the process ends by itself at `run.grace_s`."""
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
+    with stages.stage("compute digests"):
+        stock = take_stock(prepared, folder, progress, resume=resume)
     grace = GraceEnd(prepared.config.run.grace_s, progress, last_words)
     with (
         MetricsServer(prepared.config.run.metrics_port) as server,
@@ -109,6 +112,7 @@ def train(
         memory = memory_at_start(prepared.config)
         found = {"dropped": prepared.dropped, "warnings": warnings, "changed": changed}
         log.event("start", resume=resume, **found, memory=memory)
+        stock.record(log)
         for text in warnings:
             progress.message(text, "warning")
         for text in prepared.plan.notices:
@@ -132,7 +136,7 @@ def train(
                     return with_fallbacks(
                         prepared,
                         lambda planned: _carry_out(
-                            RunContext(planned, log, progress, stages, stop, make_engine), resume
+                            RunContext(planned, log, progress, stages, stop, make_engine, stock.may_differ), resume
                         ),
                         log,
                     )
@@ -207,6 +211,7 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
         num_items=prepared.num_items,
         held_out=prepared.held_out,
         identity=identity_of(config, prepared.train_tasks, prepared.conversations, trained.learner.model.folder),
+        may_differ=run.may_differ,
     )
     if resume:
         _resume(run.log, loop)

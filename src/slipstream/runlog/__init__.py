@@ -6,6 +6,7 @@
 | `metrics.jsonl` | one flat object for a step: `step`, `lineage`, `time` and `group/name` numbers |
 | `samples.jsonl` | rollouts kept for reading, of training and (`split` is `eval`) of held-out tasks |
 | `resolved.toml` | every setting of the run, without secrets |
+| `provenance.json` | what each attempt was made with, as digests: `launch.provenance` |
 | `exit.json` | how the run ended; absent while it runs and after `kill -9` |
 | `ledger.sqlite` | under reinforcement learning, where every group of rollouts has ended: `ledger.py` |
 | `tickets/` | the parameters' fingerprints of the newest published versions |

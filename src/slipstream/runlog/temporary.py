@@ -1,6 +1,7 @@
-"""Temporary folders that are removed even if their process is killed: each start removes those of dead processes.
+"""Folders of this user alone: caches, and temporary ones, which are removed even if their process is killed.
 
-Each folder holds a lock that the operating system releases when the process ends. Child processes do not inherit it.
+Each temporary folder holds a lock that the operating system releases when the process ends. Child processes do not
+inherit it. Each start removes the folders of dead processes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 _OWNER = "owner.lock"
+_PRIVATE = 0o700
 _handles: dict[Path, int] = {}
 
 
@@ -59,3 +62,24 @@ def _sweep(parent: Path) -> None:
                     shutil.rmtree(path.parent, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+def cache_root(environment: Mapping[str, str]) -> Path:
+    """The folder of all caches, by the XDG base directory specification. Raises RuntimeError where the user has no
+    home."""
+    given = environment.get("XDG_CACHE_HOME", "")
+    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "slipstream"
+
+
+def private_folder(folder: Path) -> Path:
+    """Create `folder` and its parent where they do not exist. Raises OSError where one of them is not private to this
+    user (the owner of the parent could replace the folder), or is not writable."""
+    folder.parent.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE)
+    for each in (folder.parent, folder):
+        with contextlib.suppress(FileExistsError):
+            each.mkdir(mode=_PRIVATE)
+        state = each.lstat()
+        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+            raise OSError(f"{each} is not a folder that only you may use")
+    with tempfile.TemporaryFile(dir=folder):
+        return folder

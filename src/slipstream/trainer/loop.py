@@ -127,6 +127,8 @@ class TrainingLoop:
     """Under SFT, sequences whose loss is measured with every evaluation; none is trained on."""
     identity: Mapping[str, str] = field(default_factory=dict[str, str])
     """Digests of what else a resumed run must not change, by name."""
+    may_differ: frozenset[str] = frozenset()
+    """Those that it was allowed to change."""
     step: int = 0
     """Number of batches trained on; set by `resume`."""
     draws: Draws = field(default_factory=Draws)
@@ -171,14 +173,14 @@ class TrainingLoop:
     def resume(self, checkpoint: Path) -> None:
         """Continue after `checkpoint`."""
         extra = self.store.load(checkpoint, self.learner, self.critic)
-        if int(extra["num_items"]) != self.num_items:
+        if int(extra["num_items"]) != self.num_items and "training items" not in self.may_differ:
             raise ConfigError(
                 f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
                 "resume with the same data, or start a new run from the checkpoint's weights"
             )
         before: dict[str, str] = extra["identity"]
         for name in before.keys() & self.identity.keys():
-            if before[name] != self.identity[name]:
+            if before[name] != self.identity[name] and name not in self.may_differ:
                 raise ConfigError(
                     f"the checkpoint was made with other {name} than there are now: resume with the same ones, or "
                     "start a new run from the checkpoint's weights"

@@ -279,6 +279,8 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
             tree["environment"]["name"] = f"{file}:{name}" if colon else file
         elif text == "rows":
             _resolve_rows(tree["environment"].get("settings"), resolve)
+    if text := text_at("environment", "registry"):
+        tree["environment"]["registry"] = resolve("environment.registry", text, always=True)
     if "/" in (text := text_at("environment", "python")):
         # Only its folder's links are followed: the program of a virtual environment is a link itself.
         bin_folder, program = os.path.split(text)

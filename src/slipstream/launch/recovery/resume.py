@@ -70,9 +70,12 @@ def same_commit(loaded: Loaded) -> Loaded:
     return replace(loaded, config=with_values(config, {"model.revision": recorded}))
 
 
+_OF_A_START = ("run.folder", "run.allow_changes")
+
+
 def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """List the settings in which two resolved configs differ, with both values."""
-    names = [name for name in {**before, **after} if name != "run.folder" and before.get(name) != after.get(name)]
+    names = [name for name in {**before, **after} if name not in _OF_A_START and before.get(name) != after.get(name)]
     return [f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}" for name in names]
 
 

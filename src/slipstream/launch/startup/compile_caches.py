@@ -13,19 +13,17 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import sys
-import tempfile
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from slipstream.runlog import versions
+from slipstream.runlog.temporary import cache_root, private_folder
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _CPUINFO = Path("/proc/cpuinfo")
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
-_PRIVATE = 0o700
 
 
 @contextlib.contextmanager
@@ -58,32 +56,11 @@ def _default_of_torch(name: str) -> str | None:
     return module.default_cache_dir() if module and name == "TORCHINDUCTOR_CACHE_DIR" else None
 
 
-def cache_root(environment: Mapping[str, str]) -> Path:
-    """The folder of all caches, by the XDG base directory specification. Raises RuntimeError where the user has no
-    home."""
-    given = environment.get("XDG_CACHE_HOME", "")
-    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "slipstream"
-
-
 def key() -> str:
     """A name that changes with everything that compiled code depends on: software versions, compiler, CPU and GPUs."""
     found = [f"{name} {version}" for name, version in sorted(versions().items()) if name != "transformers"]
     found += [platform.machine(), _compiler(), *_values_of(_CPUINFO, _CPU_FIELDS), *_gpu_names()]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
-
-
-def private_folder(folder: Path) -> Path:
-    """Create `folder` and its parent where they do not exist. Raises OSError where one of them is not private to this
-    user (the owner of the parent could replace the folder), or is not writable."""
-    folder.parent.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE)
-    for each in (folder.parent, folder):
-        with contextlib.suppress(FileExistsError):
-            each.mkdir(mode=_PRIVATE)
-        state = each.lstat()
-        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
-            raise OSError(f"{each} is not a folder that only you may use")
-    with tempfile.TemporaryFile(dir=folder):
-        return folder
 
 
 def _compiler() -> str:

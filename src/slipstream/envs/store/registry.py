@@ -1,0 +1,203 @@
+"""A folder of environments: `push` adds one, `pull` copies one out, and `located` finds the one that a run file names.
+
+An environment lies at `<registry>/<name>/<digest>.tar`. Nothing of it is imported before the digest of what was
+unpacked is the one that was asked for, so neither the folder nor whoever can write to it needs to be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.python_objects import is_python_object
+from slipstream.envs.store.content import (
+    digest_of,
+    digest_of_folder,
+    files_in,
+    unpack,
+    write_archive,
+)
+from slipstream.errors import ConfigError, DataError
+from slipstream.runlog.temporary import cache_root, private_folder, temporary
+
+MAIN = "environment.py"
+"""The file that a run loads."""
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_REFERENCE = re.compile(rf"({_NAME})@([0-9a-f]{{12,64}})(?::(\w+))?")
+_FORM = "name@digest, with at least 12 digits of the digest that `slipstream env push` printed"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """`name@digest` or `name@digest:Class`. The digest may be its first digits."""
+
+    name: str
+    digest: str
+    attribute: str = ""
+
+    @property
+    def shown(self) -> str:
+        """With the first digits only."""
+        return f"{self.name}@{self.digest:.12}"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """An environment in a registry."""
+
+    reference: str
+    archive: Path
+    num_files: int
+    num_left_out: int
+    is_new: bool
+
+
+def reference_of(text: str) -> Reference:
+    """Raises ConfigError for a text of another form."""
+    found = _REFERENCE.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text!r:.80} names no environment by digest: write {_FORM}")
+    return Reference(found[1], found[2], found[3] or "")
+
+
+def is_reference(name: str) -> bool:
+    """Whether an `environment.name` is meant to be one."""
+    return "@" in name and not is_python_object(name) and ".py" not in name and "/" not in name
+
+
+def push(folder: Path, registry: Path, name: str = "") -> Pushed:
+    """Add the environment in `folder` to a registry, which is made if it is not there. Raises ConfigError."""
+    if not (folder / MAIN).is_file():
+        raise ConfigError(f"{folder} has no {MAIN}, which is what a run loads: name the environment's file so")
+    name = name or folder.resolve().name
+    if not re.fullmatch(_NAME, name):
+        raise ConfigError(f"{name!r} cannot be an environment's name: give letters, digits, '.', '_' and '-' as --name")
+    files, num_left_out = files_in(folder, is_working=True)
+    digest = digest_of(files)
+    archive = registry / name / f"{digest}.tar"
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with temporary("environment", archive.parent) as here:
+            is_new = not archive.is_file() or _digest_in(archive, here) != digest
+            if is_new:
+                write_archive(here / archive.name, files)
+                if _digest_in(here / archive.name, here) != digest:
+                    raise ConfigError(f"{folder} was changed while it was pushed: push it again")
+                (here / archive.name).replace(archive)
+    except OSError as error:
+        raise ConfigError(f"{registry} cannot be written to ({error.strerror}): name another folder") from error
+    return Pushed(f"{name}@{digest}", archive, len(files), num_left_out, is_new)
+
+
+def pull(text: str, registry: Path, folder: Path) -> Path:
+    """Copy an environment into the new or empty `folder`, to work on it. Executes nothing. Raises ConfigError and
+    DataError."""
+    reference = reference_of(text)
+    archive = _archive(reference, registry)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty folder: give a new one")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _unpacked(archive, folder.parent) as whole:
+            _check(reference, archive, whole)
+            for path in whole.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            whole.chmod(0o755)
+            whole.replace(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
+    return folder
+
+
+def located(section: EnvironmentConfig) -> EnvironmentConfig:
+    """The section with the path of a verified file in place of `name@digest`; any other as it is. Raises ConfigError
+    and DataError."""
+    if not is_reference(section.name):
+        if section.registry:
+            raise ConfigError("environment.registry has no effect: environment.name is no name@digest: remove it")
+        return section
+    reference = reference_of(section.name)
+    folder = _on_this_machine(reference, section.registry)
+    file = folder / MAIN
+    name = f"{file}:{reference.attribute}" if reference.attribute else str(file)
+    return section.model_copy(update={"name": name, "registry": ""})
+
+
+def _on_this_machine(reference: Reference, registry: str) -> Path:
+    """The folder of unpacked and verified environments, in which this one is."""
+    try:
+        cache = private_folder(cache_root(os.environ) / "environments")
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"environment.name = {reference.shown} cannot be unpacked ({error}): set XDG_CACHE_HOME to a folder "
+            "of your own"
+        ) from error
+    found = sorted(cache.glob(f"{reference.name}@{reference.digest}*"))
+    if len(found) == 1:
+        return _verified(found[0])
+    if not registry:
+        raise ConfigError(
+            f"environment.name = {reference.shown} is not on this machine: set environment.registry "
+            "to the folder that it was pushed to"
+        )
+    archive = _archive(reference, Path(registry))
+    target = cache / f"{reference.name}@{archive.stem}"
+    with _unpacked(archive, cache) as whole:
+        _check(reference, archive, whole)
+        with contextlib.suppress(OSError):  # another run was faster
+            whole.replace(target)
+    return _verified(target)
+
+
+def _verified(folder: Path) -> Path:
+    """The folder of an unpacked environment. Raises DataError unless it holds what its name says."""
+    if digest_of_folder(folder) != folder.name.rpartition("@")[2]:
+        raise DataError(f"{folder} was changed since it was unpacked: remove it, and it is unpacked again")
+    return folder
+
+
+def _archive(reference: Reference, registry: Path) -> Path:
+    found = sorted((registry / reference.name).glob(f"{reference.digest}*.tar"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(
+            f"{registry} has {len(found)} environments {reference.name}@{reference.digest}...: give more digits"
+        )
+    others = sorted((registry / reference.name).glob("*.tar"), key=lambda path: path.stat().st_mtime)
+    newest = f"its newest is {reference.name}@{others[-1].stem[:12]}" if others else f"it has no {reference.name!r}"
+    raise ConfigError(f"{registry} has no environment {reference.shown}: {newest}")
+
+
+def _check(reference: Reference, archive: Path, whole: Path) -> None:
+    """Raise DataError unless an archive holds what its name and the reference say."""
+    digest = digest_of_folder(whole)
+    if digest != archive.stem or not digest.startswith(reference.digest):
+        raise DataError(
+            f"{archive} holds the environment of digest {digest:.12}, and {reference.shown} was "
+            "asked for: it was damaged or replaced, push the environment again"
+        )
+
+
+def _digest_in(archive: Path, beside: Path) -> str:
+    """The digest of what an archive holds; empty for one that cannot be read."""
+    try:
+        with _unpacked(archive, beside) as whole:
+            return digest_of_folder(whole)
+    except DataError:
+        return ""
+
+
+@contextlib.contextmanager
+def _unpacked(archive: Path, beside: Path) -> Generator[Path]:
+    """Inside, a folder below `beside` that holds what an archive does, and may be moved away."""
+    with temporary("environment", beside) as here:
+        whole = here / "whole"
+        whole.mkdir(mode=0o700)
+        unpack(archive, whole)
+        yield whole
