@@ -42,7 +42,7 @@ OPTIONS_FIXED = {
 }
 """vLLM's engine arguments that Slipstream sets itself, and why."""
 _OF_REWARDS = (
-    "max_turns",
+    *("max_turns", "apart"),
     *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "reward_processes"),
     *("tool_timeout_s", "tool_concurrency", "fresh_worker", "user_namespace"),
     "max_reward_failures",

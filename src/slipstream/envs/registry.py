@@ -44,6 +44,8 @@ _FORMS = (
 def load_environment(config: EnvironmentConfig) -> Environment:
     """Constructs the environment that `config` names, with its settings and seed."""
     environment = _load(config)
+    if config.apart is True and isinstance(environment, Verifiers):
+        raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
     environment.given_settings = config.settings
     if config.tools:
         _add_tools(environment, config)
@@ -57,14 +59,10 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     return environment
 
 
-def load_for_run(config: EnvironmentConfig) -> Environment:
-    """The environment as a run plays it: under `environment.apart`, with its episodes in another process."""
-    environment = load_environment(config)
-    if not config.apart:
-        return environment
-    if isinstance(environment, Verifiers):
-        raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
-    return Apart(environment, config)
+def played(environment: Environment, config: EnvironmentConfig) -> Environment:
+    """The environment as a run plays it, by the planned `config`: under `environment.apart` with its episodes in
+    another process."""
+    return Apart(environment, config) if config.apart is True else environment
 
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:

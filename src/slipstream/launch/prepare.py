@@ -22,12 +22,13 @@ from slipstream.data.examples import Examples, holds_thoughts, split_off, tokeni
 from slipstream.data.message_fields import check_fields
 from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
-from slipstream.envs.registry import load_for_run
+from slipstream.envs.hosted.apart import placement
+from slipstream.envs.registry import load_environment, played
 from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
-from slipstream.launch.plan.facts import Facts, ModelFacts, ToolFacts
+from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import answer_turns, gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
@@ -117,7 +118,7 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
         model.path, system, model.trust_remote_code, model.chat_template_kwargs, thinking=model.thinking
     )
     check_teacher(config, tokenizer)
-    environment = load_for_run(section) if section else None
+    environment = load_environment(section) if section else None
     train_tasks: list[Task] = []
     eval_tasks: list[Task] = []
     requested: int | None = None
@@ -159,6 +160,7 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
         eval_lengths=eval_examples.lengths,
         gold=gold,
         max_turns=environment.max_turns if environment else 1,
+        apart=placement(environment) if environment else DataFacts.apart,
         num_requested_tasks=requested,
         thinks=tokenizer.has_thinking_switch,
         tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
@@ -177,6 +179,8 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     ]
     warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *_thinking(tokenizer, conversations))
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
+    if environment and plan.config.environment:
+        environment = played(environment, plan.config.environment)
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples)
     return Prepared(loaded, plan, facts, tokenizer, environment, *data, dropped)
 

@@ -30,7 +30,9 @@ from slipstream.envs.base import (
     Scorer,
     ToolResult,
     as_score,
+    plain_numbers,
 )
+from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised
 from slipstream.envs.policy import RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
 from slipstream.orchestrator.concurrency import retry_on_restart
@@ -178,7 +180,8 @@ class RolloutRunner:
             if turns.engine_errors:
                 raise turns.engine_errors[0] from None  # the environment may have replaced it
             rollout.outcome, rollout.error = self._outcome_of(error)
-            rollout.stop = "timeout" if isinstance(error, EnvironmentTimeout) else rollout.stop or "error"
+            is_late = isinstance(error, EnvironmentTimeout | EnvironmentBlocked)
+            rollout.stop = "timeout" if is_late else rollout.stop or "error"
         finally:
             if place is not None and (episode is None or episode.reward is not None):
                 place.leave(task)
@@ -195,7 +198,7 @@ class RolloutRunner:
         try:
             async with deadline:
                 policy.state = await self._environment.setup_episode(task)
-                episode = await self._environment.run(task, policy)
+                episode = plain_numbers(await self._environment.run(task, policy))
         except ContextFull:
             episode = Episode(policy.last_text, "truncated", policy.num_turns, stop="context_full")
         finally:
@@ -227,7 +230,8 @@ class RolloutRunner:
                 raise
             self._num_not_closed += 1  # the rollout's own end is worth more
             if self._num_not_closed == 1:
-                why = f"did not return within {_CLOSE_S:g} s" if limit.expired() else one_line(error)
+                text = str(error) if isinstance(error, EnvironmentRaised) else one_line(error)
+                why = f"did not return within {_CLOSE_S:g} s" if limit.expired() else text
                 self._warn(f"close_episode() of environment {self._environment.name} failed: {why}")
 
     async def _grade(self, task: Task, episode: Episode, grades: Scorer | Place, rollout: Rollout) -> None:
