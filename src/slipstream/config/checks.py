@@ -112,7 +112,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found[f"evaluation.{name}"] = "has no effect without an environment, whose held-out tasks it is about"
     if not uses_engine(config):
         reason = "while evaluation is off" if config.evaluation is None else "without an environment to evaluate on"
-        without_engine = ("sampling", "inference", "weights", "run.placement")
+        without_engine = ("sampling", "inference", "weights", "run.placement", "run.save_failures")
         without_rewards = (f"environment.{name}" for name in _OF_REWARDS)
         for path in (*without_engine, *without_rewards):
             found[path] = f"has no effect under sft {reason}"

@@ -164,7 +164,8 @@ class Environment(ABC):
     hung: str = ""
     """Where its own process hung and was killed for it, if it has one: for the errors of its episodes."""
     bounds_itself: ClassVar[bool] = False
-    """Whether it sees itself that `setup` and `close` end in time: those of a process of its own."""
+    """Whether it sees itself that `setup` and `close` end in time: those of a process of its own. `setup` is then
+    called before each episode, too, and does nothing while the process lives."""
     on_warning: Callable[[str], None] = staticmethod(lambda text: None)
     """Tells the run's user something; set in a run."""
     log_folder: Path | None = None

@@ -59,10 +59,12 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     return environment
 
 
-def played(environment: Environment, config: EnvironmentConfig) -> Environment:
+def played(environment: Environment | None, config: EnvironmentConfig | None) -> Environment | None:
     """The environment as a run plays it, by the planned `config`: under `environment.apart` with its episodes in
-    another process."""
-    return Apart(environment, config) if config.apart is True else environment
+    another process. None if there is none."""
+    if environment is None or config is None or config.apart is not True:
+        return environment
+    return Apart(environment, config)
 
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:

@@ -179,10 +179,8 @@ def prepare(loaded: Loaded, *, weights: bool = True) -> Prepared:
     ]
     warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *_thinking(tokenizer, conversations))
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
-    if environment and plan.config.environment:
-        environment = played(environment, plan.config.environment)
     data = (train_tasks, eval_tasks, conversations, examples, eval_examples)
-    return Prepared(loaded, plan, facts, tokenizer, environment, *data, dropped)
+    return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data, dropped)
 
 
 def check_engine(prepared: Prepared) -> None:

@@ -123,9 +123,11 @@ class RolloutRunner:
         context_length: int | None = None,
         retries: Retries | None = None,
         warn: Callable[[str], None] = lambda text: None,
+        on_ended: Callable[[Rollout], None] = lambda rollout: None,
     ) -> None:
         """`run_timeout_s`: how long the environment may take between two turns. `context_length`, in tokens: of the
-        engine. `retries`: none by default. `warn` is told once when an episode cannot be closed."""
+        engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, `on_ended`
+        of each rollout."""
         self._environment = environment
         self._scorer = scorer
         self._tokenizer = tokenizer
@@ -134,6 +136,7 @@ class RolloutRunner:
         self._run_timeout_s = run_timeout_s
         self._context_length = context_length
         self._warn = warn
+        self._on_ended = on_ended
         self._num_not_closed = 0
         self.retries = retries or Retries()
         self.serial = itertools.count()
@@ -182,6 +185,7 @@ class RolloutRunner:
             rollout.outcome, rollout.error = self._outcome_of(error)
             is_late = isinstance(error, EnvironmentTimeout | EnvironmentBlocked)
             rollout.stop = "timeout" if is_late else rollout.stop or "error"
+            self._keep_unfinished(task, policy, rollout)
         finally:
             if place is not None and (episode is None or episode.reward is not None):
                 place.leave(task)
@@ -189,6 +193,7 @@ class RolloutRunner:
             raise turns.engine_errors[0]
         rollout.seconds = time.monotonic() - started
         self.num_ended += 1
+        self._on_ended(rollout)
         return rollout
 
     async def _play(
@@ -196,6 +201,8 @@ class RolloutRunner:
     ) -> Episode:
         """Run the episode; what came of it is written into `rollout`."""
         try:
+            if self._environment.bounds_itself:
+                await self._environment.setup()  # a new process, where the last one ended
             async with deadline:
                 policy.state = await self._environment.setup_episode(task)
                 episode = plain_numbers(await self._environment.run(task, policy))
@@ -215,10 +222,20 @@ class RolloutRunner:
         rollout.num_turns, rollout.turn_spans = episode.num_turns, policy.spans
         rollout.num_thinking = policy.num_thinking
         rollout.metrics = dict(episode.metrics)
-        if self._environment.tools:
-            rollout.metrics["tool_calls"] = float(policy.num_tool_calls)
-            rollout.metrics["tool_failures"] = float(policy.num_tool_failures)
+        rollout.metrics |= self._tool_metrics(policy)
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
+
+    def _tool_metrics(self, policy: RecordingPolicy) -> dict[str, float]:
+        if not self._environment.tools:
+            return {}
+        return {"tool_calls": float(policy.num_tool_calls), "tool_failures": float(policy.num_tool_failures)}
+
+    def _keep_unfinished(self, task: Task, policy: RecordingPolicy, rollout: Rollout) -> None:
+        """What there is of an episode that failed, for people to read."""
+        rollout.turns = policy.conversation[len(task.prompt) :]
+        rollout.completion = rollout.completion or policy.last_text
+        rollout.num_turns, rollout.turn_spans = max(1, policy.num_turns), policy.spans
+        rollout.metrics |= self._tool_metrics(policy)
 
     async def _close_episode(self, task: Task, state: Any) -> None:
         limit = asyncio.timeout(_CLOSE_S)
