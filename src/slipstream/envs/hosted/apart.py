@@ -49,6 +49,11 @@ def placement(environment: Environment) -> tuple[bool, str]:
     return True, f"{named} of {environment.name} may block, which would hold up the run"
 
 
+def plays_own_turns(environment: Environment) -> bool:
+    """Whether what is said between the policy's turns is up to a `run` of the environment's own."""
+    return isinstance(environment, Verifiers) or "run" in vars(environment) or _is_users(type(environment), "run")
+
+
 def _is_users(kind: type[Environment], name: str) -> bool:
     definer = next(each for each in kind.__mro__ if name in vars(each))
     return definer.__module__.partition(".")[0] != __name__.partition(".")[0]
