@@ -163,6 +163,8 @@ class Environment(ABC):
     """Whether `score_group` grades, once for all episodes of a task, instead of `score_episode`."""
     hung: str = ""
     """Where its own process hung and was killed for it, if it has one: for the errors of its episodes."""
+    is_held_up: bool = False
+    """Whether a call blocks all episodes of its own process now, if it has one: they are not late by that."""
     bounds_itself: ClassVar[bool] = False
     """Whether it sees itself that `setup` and `close` end in time: those of a process of its own. `setup` is then
     called before each episode, too, and does nothing while the process lives."""

@@ -64,9 +64,10 @@ class EnvironmentDeadline:
     """The deadline of an environment between two turns: `async with` it, and `paused` around each request to the
     engine. Raises `EnvironmentTimeout`."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, is_held_up: Callable[[], bool] = lambda: False) -> None:
+        """`is_held_up`: whether another episode keeps this one from going on, for which time it is not late."""
         self._num_paused = 0
-        self._patience = Patience(limit_s, lambda: not self._num_paused)
+        self._patience = Patience(limit_s, lambda: not self._num_paused and not is_held_up())
 
     async def __aenter__(self) -> None:
         await self._patience.__aenter__()
@@ -160,7 +161,10 @@ class RolloutRunner:
     ) -> Rollout:
         """Make one rollout. `place`: the rollout's, in a group that is graded together; None grades it alone. Raises
         `EngineError` or `IntegrityError` only when the engine cannot come back."""
-        started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s)
+        started, deadline = (
+            time.monotonic(),
+            EnvironmentDeadline(self._run_timeout_s, lambda: self._environment.is_held_up),
+        )
         turns = _Turns(self, rollout_id, group_id, sampling, seed, is_urgent, deadline)
 
         async def call_tool(call: ToolCall) -> ToolResult:

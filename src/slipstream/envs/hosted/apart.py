@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import itertools
 import sys
+import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,11 +87,18 @@ class Apart(Environment):
         self.keeper = Keeper(self.name, self._started, self._where)
         self._closes_episodes = "close_episode" in vars(environment) or _is_users(type(environment), "close_episode")
         self._serial = itertools.count()
+        self._held_up_since: float | None = None
 
     @property
     def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Environment`."""
         return self.keeper.hung
+
+    @property
+    def is_held_up(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Environment`. A call that goes on long after it should have been interrupted is not waited for."""
+        since = self._held_up_since
+        return since is not None and time.monotonic() - since < self._interrupt_s + _ANSWER_S
 
     @property
     def num_train_tasks(self) -> int:
@@ -176,6 +184,9 @@ class Apart(Environment):
         return frame
 
     def _blocks(self, frame: Frame) -> None:
+        self._held_up_since = time.monotonic() - frame["seconds"] if frame["where"] else None
+        if not frame["is_new"]:
+            return
         self.on_warning(
             f"environment {self.name} blocks its other episodes: a synchronous call ({frame['where']}) has held up its "
             f"process for {frame['seconds']:.1f} s: await there, or use asyncio.to_thread; it is interrupted after "
@@ -207,7 +218,7 @@ class Apart(Environment):
         except (HostFailed, HostDied, TimeoutError, OSError) as error:
             reason = str(error) or "it was not loaded in time"
             raise EnvironmentFault(f"the process of {self.name} did not start: {reason}{self._where()}") from error
-        host.on_blocks = self._blocks
+        host.on_blocks, self._held_up_since = self._blocks, None
         try:
             await host.ask({"op": "serve"}, self._config.run_timeout_s + _ANSWER_S)
         except BaseException as error:

@@ -82,7 +82,7 @@ class Host:
         self.num_ended = 0
         """Episodes that it has ended."""
         self.on_blocks: Callable[[Frame], None] = lambda frame: None
-        """Told where a synchronous call blocks it."""
+        """Told where a synchronous call blocks it, and when that has ended."""
         self._drain = lasting(self._keep_output())
         self._reading = lasting(self._read())
 

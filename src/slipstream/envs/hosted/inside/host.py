@@ -159,7 +159,11 @@ async def serve(channel: Channel, hosted: Hosted, interrupt_s: float | None = No
 
     episodes: dict[str, tuple[Turns, asyncio.Task[None]]] = {}
     if interrupt_s is not None:
-        Watch(interrupt_s, lambda where, seconds: channel.send({"op": "blocks", "where": where, "seconds": seconds}))
+
+        def tell(where: str, seconds: float, is_new: bool) -> None:
+            channel.send({"op": "blocks", "where": where, "seconds": seconds, "is_new": is_new})
+
+        Watch(interrupt_s, tell)
     async with contextlib.AsyncExitStack() as stack:
         is_serving = False
         while (frame := await channel.receive()) is not None:

@@ -34,9 +34,9 @@ class Blocked(BaseException):
 class Watch:
     """Watches the running event loop, which must be the main thread's, from another thread until the process ends."""
 
-    def __init__(self, limit_s: float, tell: Callable[[str, float], None]) -> None:
-        """`tell`, called in the other thread, is told once for each line that blocks for more than a second: where it
-        is, and for how long so far."""
+    def __init__(self, limit_s: float, tell: Callable[[str, float, bool], None]) -> None:
+        """`tell`, called in the other thread, is told of a call that blocks for more than a second: where it is, how
+        long so far, and whether that line is told the first time; and when it has ended, with an empty place."""
         self._loop = asyncio.get_running_loop()
         self._limit_s = limit_s
         self._tell = tell
@@ -54,17 +54,22 @@ class Watch:
     def _watch(self) -> None:
         told: set[tuple[str, int | None]] = set()
         seen = num_polls = 0
+        is_told = False
         pause = threading.Event()
         while not pause.wait(_INTERVAL_S):
             # Polls are counted, not seconds: while the whole process is stopped there are none.
             num_polls = num_polls + 1 if self._num_beats == seen else 0
             seen, seconds = self._num_beats, num_polls * _INTERVAL_S
+            if is_told and not num_polls:
+                is_told = False
+                self._tell("", 0.0, False)
             if seconds <= min(_TOLD_S, self._limit_s):
                 continue
             frame = _blocking_frame()
-            if frame is not None and (line := (frame.filename, frame.lineno)) not in told:
+            if frame is not None and not is_told:
+                line, is_told = (frame.filename, frame.lineno), True
+                self._tell(f"{frame.name}, line {frame.lineno} of {frame.filename}", seconds, line not in told)
                 told.add(line)
-                self._tell(f"{frame.name}, line {frame.lineno} of {frame.filename}", seconds)
             if seconds > self._limit_s:
                 if self._interrupted != seen:
                     faulthandler.dump_traceback(all_threads=True)
