@@ -41,8 +41,8 @@ class Watch:
         self._limit_s = limit_s
         self._tell = tell
         self._num_beats = 0
-        self._interrupted = -1
-        """Number of beats at the last interrupt: a signal that comes late finds another number."""
+        self._interrupted: tuple[int, int] | None = None
+        """What ran at the last interrupt: a signal that comes late finds something else."""
         signal.signal(_SIGNAL, self._interrupt)
         self._beat()
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
@@ -53,13 +53,13 @@ class Watch:
 
     def _watch(self) -> None:
         told: set[tuple[str, int | None]] = set()
-        seen = num_polls = 0
-        is_told = False
+        seen, num_polls, is_told = self._running(), 0, False
         pause = threading.Event()
         while not pause.wait(_INTERVAL_S):
             # Polls are counted, not seconds: while the whole process is stopped there are none.
-            num_polls = num_polls + 1 if self._num_beats == seen else 0
-            seen, seconds = self._num_beats, num_polls * _INTERVAL_S
+            running = self._running()
+            num_polls = num_polls + 1 if running == seen else 0
+            seen, seconds = running, num_polls * _INTERVAL_S
             if is_told and not num_polls:
                 is_told = False
                 self._tell("", 0.0, False)
@@ -76,8 +76,12 @@ class Watch:
                 self._interrupted = seen
                 signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
+    def _running(self) -> tuple[int, int]:
+        """Changes whenever the loop goes on: with each beat, and from one task to the next."""
+        return self._num_beats, id(asyncio.current_task(self._loop))
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupted == self._num_beats and EPISODE.get():
+        if self._interrupted == self._running() and EPISODE.get():
             raise Blocked(
                 f"a synchronous call blocked all episodes of the process for {self._limit_s:g} s: await there, or use "
                 "asyncio.to_thread"
