@@ -8,13 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Self
+from weakref import WeakSet
 
 _TICK_S = 1.0
 _LATE_S = 1.0
 """A tick that comes this much too late shows that the loop was blocked."""
 _LEAST_S = 1e-3
+
+
+_lasting: WeakSet[asyncio.Task[Any]] = WeakSet()
+
+
+def lasting(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task that `passing_tasks` leaves out: at the end of a run it is still needed to close something, and ends with
+    that."""
+    task = asyncio.create_task(work)
+    _lasting.add(task)
+    return task
+
+
+def passing_tasks() -> list[asyncio.Task[Any]]:
+    """The event loop's tasks that are cancelled at the end of a run: all others but `lasting` ones."""
+    current = asyncio.current_task()
+    return [task for task in asyncio.all_tasks() if task is not current and task not in _lasting]
 
 
 def is_cancelled() -> bool:

@@ -242,6 +242,17 @@ def test_env_test_fails_on_an_environment_that_cannot_tell_right_from_wrong(slip
     assert err.startswith("error: environment constant cannot be trained on: ")
 
 
+@pytest.mark.parametrize("example", ["calculator.py", "higher_lower.py"])
+def test_env_test_plays_gold_answers_of_several_turns(slipstream, run_file, example):
+    name = ROOT / "examples/environments" / example
+    command = ("env", "test", run_file, "--environment.name", name, "--num-tasks", "8", "--evaluation.threshold", "0.1")
+    code, out, err = slipstream(*command, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["failures"], [note for note in result["notes"] if "tokenizer.json" not in note]) == ([], [])
+    assert result["results"][0]["mean_reward"] == 1.0
+
+
 def test_env_test_says_how_long_a_batch_of_slow_rewards_takes(slipstream, run_file, tmp_path):
     slow = CONSTANT.replace("return 1.0", "__import__('time').sleep(0.02); return float(completion == task.answer)")
     (tmp_path / "slow.py").write_text(slow)

@@ -1,6 +1,7 @@
 """A user's environment in a process of its own: what it does there, and what it cannot do to the run."""
 
 import asyncio
+import re
 import time
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import psutil
 import pytest
 
 from slipstream.config.schema import EnvironmentConfig
-from slipstream.envs.registry import load_for_run
+from slipstream.envs.registry import load_environment, played
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
@@ -47,10 +48,20 @@ class Talk(Environment):
         how = task.prompt[0].content
         if how == "block":
             blocks_here()
+        if how == "block for ever":
+            while True:
+                try:
+                    time.sleep(600)
+                except BaseException:
+                    pass
+        if how == "block a while":
+            time.sleep(2.5)
         if how == "raise":
             raise KeyError("odd")
         if how == "exit":
             os._exit(3)
+        if how == "pause":
+            await asyncio.sleep(0.5)
         if how == "nothing":
             await asyncio.sleep(600)
         if how == "long":
@@ -88,8 +99,9 @@ class Played:
     """The environment at work, and how long the event loop was held up."""
 
     def __init__(self, config, log_folder, run_timeout_s):
+        config = config.model_copy(update={"run_timeout_s": run_timeout_s})
         self.config, self.run_timeout_s = config, run_timeout_s
-        self.environment = load_for_run(config)
+        self.environment = played(load_environment(config), config)
         self.environment.log_folder = log_folder
 
     async def __aenter__(self):
@@ -156,6 +168,45 @@ async def test_what_it_does_costs_its_own_episode(config, tmp_path, how, stop, t
         assert "blocks_here" in (tmp_path / "environment.log").read_text()
 
 
+async def test_an_episode_that_blocks_is_named_and_interrupted_and_costs_no_other(config, tmp_path):
+    warnings = []
+    async with Played(config, tmp_path, 8.0) as played:
+        played.environment.on_warning = warnings.append
+        others = [asyncio.create_task(played.rollout("pause")) for _ in range(5)]
+        blocks = await played.rollout("block")
+        assert (blocks.outcome, blocks.stop) == ("environment_error", "timeout")
+        assert "a synchronous call blocked all episodes of the process for 4 s" in blocks.error
+        assert "blocks_here" in blocks.error
+        others = await asyncio.gather(*others)
+        assert {rollout.outcome for rollout in others} == {"done"}, [rollout.error for rollout in others]
+        assert len({rollout.metrics["pid"] for rollout in others}) == 1
+        after = await played.rollout("block a while")
+        assert (after.outcome, after.metrics["pid"]) == ("done", others[0].metrics["pid"]), "it was not killed"
+    where = (
+        r"environment Talk blocks its other episodes: a synchronous call \((blocks_here|run), line \d+ of .*talk.py\) "
+    )
+    assert [bool(re.match(where + "has held up its process for", text)) for text in warnings] == [True, True], warnings
+
+
+async def test_many_that_block_one_after_the_other_cost_no_other(config, tmp_path):
+    """As a group does whose task makes `run` block: together they take longer than any deadline."""
+    async with Played(config, tmp_path, 8.0) as played:
+        rollouts = [played.rollout("pause"), *(played.rollout("block") for _ in range(3)), played.rollout("pause")]
+        first, *blocked, last = await asyncio.gather(*rollouts)
+        assert (first.outcome, last.outcome) == ("done", "done"), first.error + last.error
+        assert {rollout.outcome for rollout in blocked} == {"environment_error"}
+        assert all("a synchronous call blocked all episodes" in rollout.error for rollout in blocked)
+
+
+async def test_what_cannot_be_interrupted_is_killed(config, tmp_path):
+    async with Played(config, tmp_path, 2.0) as played:
+        blocks = await played.rollout("block for ever")
+        assert (blocks.outcome, blocks.stop) == ("environment_error", "timeout")
+        assert "its process hung" in blocks.error
+        assert "talk.py" in blocks.error
+        assert (await played.rollout("plain")).outcome == "done", "another process plays on"
+
+
 async def test_an_episode_that_waits_for_ever_costs_no_other(config, tmp_path):
     async with Played(config, tmp_path, 2.0) as played:
         waits, *others = await asyncio.gather(played.rollout("nothing"), *(played.rollout("plain") for _ in range(5)))
@@ -168,8 +219,8 @@ async def test_what_cannot_be_apart_is_said(config, tmp_path):
     source.write_text(
         source.read_text() + "\nimport sys\nif 'slipstream_environment_process' in sys.modules: raise OSError\n"
     )
-    environment = load_for_run(config)
+    environment = played(load_environment(config), config)
     with pytest.raises(EnvironmentFault, match="the process of Talk did not start"):
         await environment.setup()
     with pytest.raises(ConfigError, match=r"environment\.apart has no effect"):
-        load_for_run(EnvironmentConfig(name="verifiers/x", apart=True))
+        load_environment(EnvironmentConfig(name="verifiers/x", apart=True))

@@ -164,6 +164,7 @@ def test_every_auto_gets_its_value_and_reason():
         "inference.tool_parser": "none",
         "environment.num_train_tasks": 1000,
         "environment.max_turns": 1,
+        "environment.apart": False,
         "environment.reward_workers": 1,
         "training.micro_batch_tokens": 8192,
         "training.gradient_checkpointing": False,
@@ -188,6 +189,14 @@ def test_every_auto_gets_its_value_and_reason():
     assert made.warnings == ()
 
 
+def test_where_episodes_are_played():
+    apart = (True, "run() may block")
+    (found,) = [item for item in plan(apart=apart).derived if item.name == "environment.apart"]
+    assert (found.value, found.reason) == (True, "run() may block")
+    assert plan({"environment.apart": False}, apart=apart).config.environment.apart is False
+    assert plan().config.environment.apart is False
+
+
 def test_what_the_user_set_stays():
     values = {
         "model.dtype": "bfloat16",
@@ -209,6 +218,7 @@ def test_what_the_user_set_stays():
         "environment.num_train_tasks": 500,
         "training.learning_rate": 3e-4,
         "environment.max_turns": 1,
+        "environment.apart": True,
         "environment.reward_workers": 3,
         "training.micro_batch_tokens": 512,
         "training.gradient_checkpointing": False,

@@ -10,7 +10,7 @@ from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
 from slipstream.orchestrator.hooks import Hooks
-from slipstream.records import Message, Rollout, Version
+from slipstream.records import Message, Rollout, TurnSpan, Version
 from tests.orchestrator.test_orchestrator import END, SAMPLING, Odd, make_runner
 
 
@@ -48,6 +48,24 @@ async def make(first, refills, max_refills=9, threshold=None, group_size=8, max_
         hooks=hooks,
     )
     return await batcher.make(3, Version(0, 3), [task(letter) for letter in first]), begun
+
+
+@pytest.mark.parametrize(
+    ("episodes", "by_sums", "by_turns"),
+    [
+        ([(1.0, [1.0, 0.0]), (1.0, [0.0, 1.0])], False, True),  # the second turns earned 0 and 1
+        ([(1.0, [1.0]), (1.0, [1.0])], False, False),
+        ([(1.5, [1.0, 0.0]), (1.0, [1.0])], True, True),
+        ([(1.0, []), (1.0, [1.0, 0.0])], False, True),
+    ],
+)
+def test_under_turn_credit_a_group_has_signal_where_a_turns_returns_differ(episodes, by_sums, by_turns):
+    group = [
+        Rollout("r", "t", "g", [], sum_, "done", turn_rewards=turns, turn_spans=[TurnSpan(0, 0, 1)] * 2)
+        for sum_, turns in episodes
+    ]
+    found = [Refills(lambda step, number: [], 1, by_turns=by).has_signal(group) for by in (False, True)]
+    assert found == [by_sums, by_turns]
 
 
 async def test_groups_without_signal_are_drawn_again():

@@ -185,6 +185,7 @@ def test_notices_come_in_order_and_before_the_reply_that_follows_them(sides, tmp
         log.event("engine", patches=["a", "b"], path=tmp_path)
         log.warning("look", step=1)
         log.count({"retry/late": 1.0})
+        log.sample({"id": "0.1.2", "error": tmp_path})
         progress.end_phase()
 
     caller = sides.serve(executor_of(Engine(), Versions(), start=start, num_ended=lambda: ended))
@@ -195,12 +196,13 @@ def test_notices_come_in_order_and_before_the_reply_that_follows_them(sides, tmp
         remote.Event("engine", {"patches": ["a", "b"], "path": str(tmp_path)}),
         remote.Event("warning", {"message": "look", "step": 1}),
         remote.Counted({"retry/late": 1.0}),
+        remote.Sampled({"id": "0.1.2", "error": str(tmp_path)}),
         remote.Progressed("end_phase", []),
     ]
     assert caller.activity() == 3
     log.event("later")
     until = time.monotonic() + 20.0
-    while len(sides.heard) < 7 and time.monotonic() < until:
+    while len(sides.heard) < 8 and time.monotonic() < until:
         time.sleep(0.01)
     assert sides.heard[-1] == remote.Event("later", {}), "told without a reply"
 

@@ -344,6 +344,31 @@ def test_every_kept_rollout_can_be_read_with_its_parts_and_turns(write, tmp_path
     assert page.words.index("first guess") < page.words.index("too low")
 
 
+def test_what_failed_can_be_found_with_its_error(write, tmp_path):
+    shared = {"time": 1.0, "lineage": 0, "task": "t", "prompt": "ask", "completion": "so far", "reward": 0.0}
+    lines = [
+        shared | {"step": 0, "id": "0.0.0", "outcome": "done"},
+        shared | {"step": 1, "id": "1.0.0", "outcome": "done", "metrics": {"tool_failures": 1.0}, "kept": "failure"},
+        shared | {"step": 1, "id": "1.0.0", "outcome": "done", "metrics": {"tool_failures": 1.0}, "advantage": 0.25},
+        shared
+        | {"step": 2, "id": "2.0.0", "outcome": "environment_error", "stop": "timeout", "error": "KeyError: odd"},
+    ]
+    folder = write("one")
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text, page = report(tmp_path, folder)
+    assert re.findall(r'data-step="(\d+)" data-kind="\S+" data-grade="(\w+)" data-tools="(\w*)"', text) == [
+        *(("0", "wrong", ""), ("1", "wrong", "failed"), ("2", "failed", "")),
+    ]
+    assert 'data-by="tools"' in text
+    assert '<option value="failed">failed</option>' in text
+    assert "KeyError: odd" in page.words
+    assert "environment_error · stop: timeout · 2.0.0" in page.words
+    assert "advantage 0.2500" in page.words, "of a rollout that was kept twice the last line counts"
+    pairs, _, _ = page.words.partition("All kept rollouts")
+    assert "so far" in pairs
+    assert "step 2" not in pairs, "what failed is no answer to compare"
+
+
 def test_a_long_text_loses_its_middle():
     shown = _cut("a" * 500 + "answer", 100)
     assert shown.startswith("a" * 50)

@@ -68,6 +68,10 @@ def test_a_run_of_hostile_rewards(scripted, tmp_path, fresh):
         assert row["dropped/reward_error"] > 0
         assert 0 < row["reward/mean"] < 1
     samples = read_samples(scripted.folder)
+    failed = [sample for sample in samples if sample["outcome"] == "reward_error"]
+    for step, row in enumerate(scripted.metrics[1:]):
+        assert sum(sample["step"] == step for sample in failed) == min(4, row["dropped/reward_error"])
+    assert all(sample["error"] and sample["completion"] for sample in failed), "what fails is there to be read"
     graded = [sample for sample in samples if sample["outcome"] == "done"]
     assert len(graded) == sum(row["rollout/num"] for row in scripted.metrics[1:])
     assert [sample["reward"] for sample in graded] == [float(sample["completion"] == "a") for sample in graded]

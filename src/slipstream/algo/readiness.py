@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout
@@ -84,6 +85,20 @@ def has_signal(rewards: Sequence[float], reward_threshold: float | None = None) 
     """Whether the rewards of a group differ, those from `reward_threshold` on counted as 1 and others as 0 if it is
     given."""
     return len({reward if reward_threshold is None else reward >= reward_threshold for reward in rewards}) > 1
+
+
+def turn_returns(reward: float, turn_rewards: Sequence[float]) -> list[float]:
+    """The return of each turn, undiscounted: all that was earned less what was earned in the turns before. `reward`:
+    the sum of all the episode's rewards."""
+    before = accumulate(turn_rewards[:-1], initial=0.0) if turn_rewards else ()
+    return [reward - earlier for earlier in before]
+
+
+def turns_have_signal(returns: Sequence[Sequence[float]]) -> bool:
+    """Whether the returns of any turn differ between those episodes of a group that have the turn. Sums of rewards
+    may agree where these differ, and differ only by a turn that one episode alone has."""
+    longest = max(map(len, returns), default=0)
+    return any(has_signal([own[turn] for own in returns if turn < len(own)]) for turn in range(longest))
 
 
 def group_statistics(

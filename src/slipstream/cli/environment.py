@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -169,8 +170,12 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     from slipstream.config.schema import EvaluationConfig
     from slipstream.config.traits import usual_reward_workers
     from slipstream.envs.check import check_environment
-    from slipstream.envs.registry import load_environment
+    from slipstream.envs.hosted.apart import placement
+    from slipstream.envs.hosted.environment import Verifiers
+    from slipstream.envs.lifetime import in_use
+    from slipstream.envs.registry import is_apart, load_environment, played
     from slipstream.envs.scoring.pool import ScorerPool
+    from slipstream.envs.scoring.rehearsal import Rehearsal
     from slipstream.envs.single_turn import make_tasks
     from slipstream.envs.store.registry import located
     from slipstream.launch.plan.machine import usable_cpus
@@ -182,17 +187,33 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
     asked = section.reward_workers
     num_workers = usual_reward_workers(usable_cpus()) if asked == "auto" else asked
 
+    apart = is_apart(environment, section)
+    has_turns = placement(environment)[0] or bool(environment.tools) or apart
+    warnings: list[str] = []
+
     async def check() -> tuple[EnvironmentCheck, float]:
-        async with ScorerPool(section, num_workers=num_workers) as scorer:
+        async with contextlib.AsyncExitStack() as stack:
+            scorer = await stack.enter_async_context(ScorerPool(section, num_workers=num_workers))
+            rehearsal = None
+            if has_turns and not isinstance(environment, Verifiers):
+                stage = played(environment, section.model_copy(update={"apart": apart})) or environment
+                await stack.enter_async_context(in_use(stage, section.run_timeout_s, warnings.append))
+                rehearsal = Rehearsal(stage, scorer, section.run_timeout_s)
             began = monotonic()
             found = await check_environment(
-                environment, scorer, num_tasks, threshold=threshold, held_out=config.evaluation is not None
+                environment,
+                scorer,
+                num_tasks,
+                threshold=threshold,
+                held_out=config.evaluation is not None,
+                rehearsal=rehearsal,
             )
             return found, monotonic() - began
 
     result, seconds = asyncio.run(check())
     rate = sum(r.num_scored + r.num_failed for r in result.results) / seconds
     notes, unknown = _unknown_characters(config, environment, make_tasks(environment, "train", num_tasks))
+    notes += [*result.notes, *(f"warning: {text}" for text in warnings)]
     notes += _slow_reward_warnings(config, rate, num_workers)
     return _Checked(result, [*result.failures, *([unknown] if unknown else [])], notes, rate)
 

@@ -42,7 +42,7 @@ OPTIONS_FIXED = {
 }
 """vLLM's engine arguments that Slipstream sets itself, and why."""
 _OF_REWARDS = (
-    "max_turns",
+    *("max_turns", "apart"),
     *("reward_timeout_s", "reward_workers", "reward_concurrency", "reward_memory_gib", "reward_processes"),
     *("tool_timeout_s", "tool_concurrency", "fresh_worker", "user_namespace"),
     "max_reward_failures",
@@ -112,7 +112,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
             found[f"evaluation.{name}"] = "has no effect without an environment, whose held-out tasks it is about"
     if not uses_engine(config):
         reason = "while evaluation is off" if config.evaluation is None else "without an environment to evaluate on"
-        without_engine = ("sampling", "inference", "weights", "run.placement")
+        without_engine = ("sampling", "inference", "weights", "run.placement", "run.save_failures")
         without_rewards = (f"environment.{name}" for name in _OF_REWARDS)
         for path in (*without_engine, *without_rewards):
             found[path] = f"has no effect under sft {reason}"

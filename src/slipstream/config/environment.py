@@ -70,9 +70,11 @@ class EnvironmentConfig(Section):
     variables: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Environment variables that reward workers get, such as a judge's key. By themselves they get PATH, HOME, the
     locale, TMPDIR and the like, those of Python and its environments, CUDA and OpenMP, and no keys or tokens."""
-    apart: bool = False
-    """Play episodes in a process of their own: for an environment with a `run` of its own whose code may block. What
-    blocks there holds up nothing else, is killed after `run_timeout_s`, and its stacks are in the error."""
+    apart: bool | Literal["auto"] = "auto"
+    """Play episodes in a process of their own, so that code that blocks there holds up nothing else: it is named, and
+    interrupted after half of `run_timeout_s`. `auto`: where the environment has a `run` (or a `setup`, `close`,
+    `setup_episode` or `close_episode`) of its own. What these methods need must be in the task or follow from the
+    settings, and `variables` must name the environment variables that they read."""
     run_timeout_s: bounds.Seconds = 300.0
     """How long the environment may take between two turns; then the rollout is counted as `environment_error` and not
     trained on."""

@@ -379,6 +379,9 @@ class RunSection(Section):
     checkpoint. Ctrl-C waits for both."""
     save_samples: bounds.Items = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
+    save_failures: bounds.NonNegativeItems = 4
+    """Rollouts kept there beside these because they failed, with their error and the conversation so far, for each step
+    and for each evaluation; and as many that were graded but had a call of a tool that failed."""
     streams: Literal["memory", "files", "redis"] = "memory"
     """How batches and commands travel between trainer and orchestrator. `memory`: they share a process. `files`: the
     orchestrator has a process of its own, so that environments and tokenizers do not slow the trainer; over files in

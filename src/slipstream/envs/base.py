@@ -163,6 +163,13 @@ class Environment(ABC):
     """Whether `score_group` grades, once for all episodes of a task, instead of `score_episode`."""
     hung: str = ""
     """Where its own process hung and was killed for it, if it has one: for the errors of its episodes."""
+    is_held_up: bool = False
+    """Whether a call blocks all episodes of its own process now, if it has one: they are not late by that."""
+    bounds_itself: ClassVar[bool] = False
+    """Whether it sees itself that `setup` and `close` end in time: those of a process of its own. `setup` is then
+    called before each episode, too, and does nothing while the process lives."""
+    on_warning: Callable[[str], None] = staticmethod(lambda text: None)
+    """Tells the run's user something; set in a run."""
     log_folder: Path | None = None
     """Where an environment with processes of its own may write their output; set in a run."""
     given_settings: Mapping[str, Any] = MappingProxyType({})
@@ -196,8 +203,9 @@ class Environment(ABC):
     @abstractmethod
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Talks to the policy about `task` until the episode ends. All episodes share one event loop, so a synchronous
-        call blocks all of them: `await`, or use `asyncio.to_thread`. No episode is run twice: if the engine dies, only
-        the lost turn is requested again. The policy cannot be called after the return."""
+        call blocks all of them: `await`, or use `asyncio.to_thread`. By default that loop is in a process of its own
+        (`environment.apart`), in which the environment is constructed again. No episode is run twice: if the engine
+        dies, only the lost turn is requested again. The policy cannot be called after the return."""
 
     @abstractmethod
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
@@ -220,7 +228,7 @@ class Environment(ABC):
         return call_function(self.tools, name, arguments, task)
 
     async def setup(self) -> None:  # noqa: B027 (a hook)
-        """Called once before the first episode, in the run's process."""
+        """Called once before the first episode, where episodes are played."""
 
     async def close(self) -> None:  # noqa: B027 (a hook)
         """Called once after the last episode, also where the run fails or is interrupted; bounded in time."""
@@ -249,6 +257,20 @@ def as_score(value: object) -> Score:
         parts = {name: _finite(part, name) for name, part in named.items()}
         return Score(parts.pop("reward"), parts)
     return Score(_finite(value, "reward"))
+
+
+def plain_numbers(episode: Episode) -> Episode:
+    """`episode` with its metrics and turn rewards as floats: those of NumPy and truth values are numbers too. Raises
+    ValueError for metrics that are none, or not finite, and TypeError for what is no episode."""
+    if not isinstance(episode, Episode):  # pyright: ignore[reportUnnecessaryIsInstance]  (the user's code)
+        raise TypeError(f"run() returned a {type(episode).__name__}: return an Episode")
+    try:
+        metrics = as_score(Score(0.0, dict(episode.metrics))).metrics
+    except RewardFailed as error:
+        raise ValueError(str(error).replace("the reward", "run()")) from None
+    turns = tuple(float(value) if isinstance(value, numbers.Real) else value for value in episode.turn_rewards)
+    reward = float(episode.reward) if isinstance(episode.reward, numbers.Real) else episode.reward
+    return msgspec.structs.replace(episode, metrics=metrics, turn_rewards=turns, reward=reward)
 
 
 def scored(value: Any, convert: Callable[[Any], Score] = as_score) -> Score | Awaitable[Score]:

@@ -1,7 +1,8 @@
 """Checks before a run that the reward separates correct answers from junk (`slipstream env test`).
 
-A pure function of scores; the caller renders the result. Accuracy is the fraction of scores that reach `threshold`. The
-rules:
+Where an environment has several turns, tools or a `run` of its own, its episodes are played: gold answers that are
+conversations turn by turn, and junk in every turn. The caller renders the result. Accuracy is the fraction of scores
+that reach `threshold`. The rules:
 
 - gold accuracy is at least 0.99: an environment that rejects its own answers cannot be learnt;
 - `empty` and `prompt` (the question repeated) are right at most 0.05 times as often as gold;
@@ -20,13 +21,15 @@ import asyncio
 import itertools
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slipstream.envs.base import Environment, RewardError, RewardTimeout, Scorer
-from slipstream.envs.single_turn import gold_of, make_tasks
-from slipstream.records import Task
+from slipstream.envs.base import Environment, RewardError, RewardTimeout, Score, Scorer
+from slipstream.envs.hosted.environment import Verifiers
+from slipstream.envs.scoring.rehearsal import Rehearsal
+from slipstream.envs.single_turn import gold_turns, make_tasks
+from slipstream.records import Message, Task
 
 Kind = Literal["gold", "empty", "shuffled", "other_row", "prompt"]
 KINDS: tuple[Kind, ...] = ("gold", "empty", "shuffled", "other_row", "prompt")
@@ -89,6 +92,8 @@ class EnvironmentCheck:
     """One sentence each."""
     without_gold: str = ""
     """The one among them that says that tasks have no gold answer."""
+    notes: tuple[str, ...] = ()
+    """What else there is to know."""
 
     @property
     def passed(self) -> bool:
@@ -104,19 +109,33 @@ async def check_environment(
     threshold: float = 1.0,
     seed: int = 0,
     held_out: bool = True,
+    rehearsal: Rehearsal | None = None,
 ) -> EnvironmentCheck:
     """Grades gold and junk for `num_tasks` training tasks and applies the rules; with `held_out`, also checks whether
-    held-out tasks are among them. Stops after three timeouts, because a reward that hangs would take a deadline for
-    each completion."""
+    held-out tasks are among them. `rehearsal` plays the episodes; without it texts alone are graded. Stops after three
+    timeouts, because a reward that hangs would take a deadline for each completion."""
     tasks = make_tasks(environment, "train", num_tasks)
-    golds = [gold_of(environment, task) for task in tasks]
-    known = [(task, gold) for task, gold in zip(tasks, golds, strict=True) if gold is not None]
+    golds = {task.id: turns for task in tasks if (turns := gold_turns(environment, task))}
+    known = [(task, golds[task.id][-1].content) for task in tasks if task.id in golds]
+    if isinstance(environment, Verifiers):
+        reason = (
+            f"{environment.name} plays and grades its episodes in its own process and gives no gold answers, so "
+            "nothing is checked without a model: use slipstream env test RUN --model"
+        )
+        return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason], reason)
     if not known:
         reason = f"none of {len(tasks)} tasks has a gold answer, so the reward cannot be checked: add them"
         return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason], reason)
     results: list[KindResult] = []
     for kind, plays in completions(known, seed).items():
-        results.append(await _play(kind, plays, scorer, threshold))
+
+        async def grade(task: Task, completion: str, kind: Kind = kind) -> Score:
+            if rehearsal is None:
+                return await scorer.score(task, completion)
+            turns = golds[task.id] if kind == "gold" else [Message("assistant", completion)]
+            return await rehearsal.score(task, turns, is_gold=kind == "gold")
+
+        results.append(await _play(kind, plays, grade, threshold))
         if sum(result.num_timeouts for result in results) >= _STOP_AFTER_TIMEOUTS:
             break
     failures = judge_results(results)
@@ -126,7 +145,18 @@ async def check_environment(
     if len(known) < len(tasks):
         reason = f"{len(tasks) - len(known)} of {len(tasks)} tasks have no gold answer: give them"
         failures.append(reason)
-    return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason)
+    notes = _differences(environment, rehearsal, len(known)) if rehearsal else ()
+    return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason, notes)
+
+
+def _differences(environment: Environment, rehearsal: Rehearsal, num_known: int) -> tuple[str, ...]:
+    found = rehearsal.differences
+    if not found:
+        return ()
+    return (
+        f"warning: {len(found)} of {num_known} gold answers hold other messages than {environment.name} gives, first "
+        f"{found[0]}: SFT would imitate a conversation that does not happen",
+    )
 
 
 def completions(known: Sequence[tuple[Task, str]], seed: int = 0) -> dict[Kind, list[tuple[Task, str]]]:
@@ -210,14 +240,19 @@ def _asked(task: Task) -> str:
     return "\n".join(message.content for message in task.prompt if message.role != "system")
 
 
-async def _play(kind: Kind, plays: Sequence[tuple[Task, str]], scorer: Scorer, threshold: float) -> KindResult:
+async def _play(
+    kind: Kind,
+    plays: Sequence[tuple[Task, str]],
+    score: Callable[[Task, str], Awaitable[Score]],
+    threshold: float,
+) -> KindResult:
     rewards: list[float] = []
     errors: list[RewardError] = []
     failed: list[str] = []
 
     async def grade(task: Task, completion: str) -> None:
         try:
-            rewards.append((await scorer.score(task, completion)).reward)
+            rewards.append((await score(task, completion)).reward)
         except RewardError as error:  # counted, and a reason to fail the check
             errors.append(error)
             failed.append(f"{_short(completion)} to {_short(task.prompt[-1].content)}")

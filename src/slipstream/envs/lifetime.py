@@ -18,7 +18,7 @@ CLOSE_S = 10.0
 
 async def set_up(environment: Environment, timeout_s: float) -> None:
     """Calls `setup`. Raises `EnvironmentFault` if it raises or takes longer than `timeout_s`."""
-    limit = asyncio.timeout(timeout_s)
+    limit = asyncio.timeout(None if environment.bounds_itself else timeout_s)
     try:
         async with limit:
             await environment.setup()
@@ -36,7 +36,7 @@ async def set_up(environment: Environment, timeout_s: float) -> None:
 
 async def shut_down(environment: Environment, warn: Callable[[str], None]) -> None:
     """Calls `close`; `warn` is told if it raises or takes longer than `CLOSE_S`."""
-    limit = asyncio.timeout(CLOSE_S)
+    limit = asyncio.timeout(None if environment.bounds_itself else CLOSE_S)
     try:
         async with limit:
             await environment.close()
@@ -51,6 +51,7 @@ async def shut_down(environment: Environment, warn: Callable[[str], None]) -> No
 @contextlib.asynccontextmanager
 async def in_use(environment: Environment, timeout_s: float, warn: Callable[[str], None]) -> AsyncGenerator[None]:
     """Sets the environment up for the block, and closes it afterwards, also where the setup failed half-way."""
+    environment.on_warning = warn
     try:
         await set_up(environment, timeout_s)
         yield

@@ -21,7 +21,7 @@ from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.from_python import load_python_environment
 from slipstream.envs.gym import PREFIX, ReasoningGym
-from slipstream.envs.hosted.apart import Apart
+from slipstream.envs.hosted.apart import Apart, placement
 from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
 from slipstream.envs.hosted.environment import Verifiers
 from slipstream.envs.rows import NAME as ROWS
@@ -45,6 +45,8 @@ _FORMS = (
 def load_environment(config: EnvironmentConfig) -> Environment:
     """Constructs the environment that `config` names, with its settings and seed."""
     environment = _load(config)
+    if config.apart is True and isinstance(environment, Verifiers):
+        raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
     environment.given_settings = config.settings
     if config.tools:
         _add_tools(environment, config)
@@ -58,14 +60,17 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     return environment
 
 
-def load_for_run(config: EnvironmentConfig) -> Environment:
-    """The environment as a run plays it: under `environment.apart`, with its episodes in another process."""
-    environment = load_environment(config)
-    if not config.apart:
+def played(environment: Environment | None, config: EnvironmentConfig | None) -> Environment | None:
+    """The environment as a run plays it, by the planned `config`: under `environment.apart` with its episodes in
+    another process. None if there is none."""
+    if environment is None or config is None or config.apart is not True:
         return environment
-    if isinstance(environment, Verifiers):
-        raise ConfigError(f"environment.apart has no effect: {config.name} has a process of its own: remove it")
     return Apart(environment, config)
+
+
+def is_apart(environment: Environment, config: EnvironmentConfig) -> bool:
+    """`environment.apart` of a run file, `auto` decided as the plan does: for commands that plan no run."""
+    return placement(environment)[0] if config.apart == "auto" else config.apart
 
 
 def _add_tools(environment: Environment, config: EnvironmentConfig) -> None:

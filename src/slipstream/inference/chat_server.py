@@ -46,9 +46,10 @@ class MessageTokens:
         """The text of a reply."""
         return bytes(token_ids).decode("utf-8", "replace")
 
-    def decode_turn(self, token_ids: Sequence[int]) -> str:
-        """The same: a reply has no special tokens."""
-        return self.decode(token_ids)
+    def decode_turn(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """The same twice: a reply has no special tokens."""
+        text = self.decode(token_ids)
+        return text, text
 
 
 class Unanswered(Exception):

@@ -41,7 +41,7 @@ class BatchOrder:
         algorithm, max_refills = self._config.algorithm, max_refills_of(self._config)
         if algorithm.kind == "sft" or not max_refills:
             return None
-        return Refills(self._refill, max_refills, algorithm.reward_threshold)
+        return Refills(self._refill, max_refills, algorithm.reward_threshold, by_turns=algorithm.credit == "turn")
 
     def _refill(self, step: int, number: int) -> list[Task]:
         return [self._tasks[item] for item in self._order.refill(step, self._size, number)]

@@ -157,7 +157,7 @@ class Children:
         section, environment = self._run.config.environment, self._run.prepared.environment
         assert section is not None
         assert environment is not None
-        self._environment = environment
+        self._environment, environment.on_warning = environment, self._run.warn
         await set_up(environment, section.run_timeout_s)
 
     def event_loop(self) -> EventLoopThread:

@@ -28,12 +28,14 @@ from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.evaluate import Evaluation, evaluate
+from slipstream.orchestrator.failures import Failures
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import Batch
+from slipstream.records import Batch, Rollout
 from slipstream.runlog.ledger import Ledger
+from slipstream.runlog.samples import sample_of
 from slipstream.transport import Transport
 from slipstream.weights import receiver_of
 
@@ -54,7 +56,7 @@ class _Generation:
         self._engine, self._scorer = children.create_engine(), children.create_scorer()
         receiver, fence = receiver_of("lora" if publishes_adapter(config) else config.weights.bridge, self._engine)
         self._versions = Versions(receiver, apply_timeout_s=apply_timeout_s(config), fence=fence)
-        self._runner = _runner(context, self._engine, self._scorer)
+        self._runner = _runner(context, self._engine, self._scorer, self._versions)
         self._hooks = GenerationHooks(context)
         self._ledger: Ledger | None = None
         self.executor = Executor(
@@ -148,7 +150,15 @@ class GenerationHooks(Hooks):
         self._context.log.warning(text)
 
 
-def _runner(context: Context, engine: RunEngine, scorer: ScorerPool) -> RolloutRunner:
+def _runner(context: Context, engine: RunEngine, scorer: ScorerPool, versions: Versions) -> RolloutRunner:
+    def keep(rollout: Rollout, step: int, is_held_out: bool) -> None:
+        version = versions.current.name if versions.current is not None else ""
+        split = {"split": "eval"} if is_held_out else {}
+        context.log.sample(sample_of(rollout, step, version, kept="failure", **split))
+
+    def version() -> int:
+        return versions.current.step if versions.current is not None else 0
+
     prepared, config = context.prepared, context.config
     assert prepared.environment is not None
     assert config.environment is not None
@@ -161,6 +171,7 @@ def _runner(context: Context, engine: RunEngine, scorer: ScorerPool) -> RolloutR
         run_timeout_s=config.environment.run_timeout_s,
         context_length=config.inference.max_model_len,
         warn=context.log.warning,
+        on_ended=Failures(config.run.save_failures, keep, version).ended,
         retries=retries_of(config, lambda reason: context.log.count({f"retry/{reason}": 1.0})),
     )
 

@@ -23,18 +23,20 @@ from slipstream.data.examples import Examples, holds_thoughts, split_off, tokeni
 from slipstream.data.message_fields import check_fields
 from slipstream.data.readers import held_out_split
 from slipstream.envs.base import Environment
-from slipstream.envs.registry import load_for_run
+from slipstream.envs.hosted.apart import placement
+from slipstream.envs.registry import load_environment, played
 from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.launch.engines import engine_plan
 from slipstream.launch.plan.derive import Plan, make_plan
-from slipstream.launch.plan.facts import Facts, ModelFacts, ToolFacts
+from slipstream.launch.plan.facts import DataFacts, Facts, ModelFacts, ToolFacts
 from slipstream.launch.plan.lengths import least_tokens, wanted_tokens
 from slipstream.launch.plan.measure import answer_turns, gather_facts, longest_answer, read_model
 from slipstream.launch.plan.summary import Note
 from slipstream.launch.preflight.model_folder import check_model, check_teacher, find_model
 from slipstream.launch.preflight.torch_builds import check_torch_builds
+from slipstream.launch.preflight.turns import check_turns
 from slipstream.launch.preflight.unknown_characters import source_of, unknown_characters
 from slipstream.launch.preflight.vllm_options import check_options, try_options
 from slipstream.launch.tools.deployable import with_weights_folder
@@ -127,17 +129,8 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         model.path, system, model.trust_remote_code, model.chat_template_kwargs, thinking=model.thinking
     )
     check_teacher(config, tokenizer)
-    environment = load_for_run(section) if section else None
-    train_tasks: list[Task] = []
-    eval_tasks: list[Task] = []
-    requested: int | None = None
-    if environment is not None and section is not None:
-        if config.data is None:
-            asked = section.num_train_tasks
-            requested = environment.num_train_tasks if asked == "auto" else asked
-            train_tasks = make_tasks(environment, "train", requested)
-        if config.evaluation is not None:
-            eval_tasks = _eval_tasks(environment, config.evaluation.num_tasks)
+    environment = load_environment(section) if section else None
+    train_tasks, eval_tasks, requested = _tasks(config, environment)
     dropped: dict[str, int] = {}
     held_out = {_question(task.prompt) for task in eval_tasks}
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt), held_out, dropped)
@@ -152,6 +145,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         conversations, eval_rows = _conversations(config, environment, train_tasks, dropped)
     talk = [*conversations, *eval_rows]
     unknown = unknown_characters(config, environment, tokenizer.vocabulary, talk, train_tasks, eval_tasks)
+    turns = _turns(config, environment, tokenizer, [*train_tasks, *eval_tasks])
     examples = eval_examples = Examples()
     if is_sft:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
@@ -169,13 +163,14 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         eval_lengths=eval_examples.lengths,
         gold=gold,
         max_turns=environment.max_turns if environment else 1,
+        apart=placement(environment) if environment else DataFacts.apart,
         num_requested_tasks=requested,
         thinks=tokenizer.has_thinking_switch,
         tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
     )
     plan = make_plan(config, facts)
-    notes = [Note("held-out tasks", len(eval_tasks), "", environment.eval_source)] if environment and eval_tasks else []
-    notes = [note for note in notes if note.how]
+    source = environment.eval_source if environment and eval_tasks else ""
+    notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
     derived = plan.derived
     if model.revision != loaded.config.model.revision:
         reason = f"the commit that the hub has for {loaded.config.model.path}"
@@ -185,10 +180,11 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         for item in derived
         if item.name == "evaluation.num_tasks" and loaded.origins.get(item.name, DEFAULT) != DEFAULT
     ]
-    warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *_thinking(tokenizer, conversations))
+    turns += _thinking(tokenizer, conversations)
+    warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
-    data = (train_tasks, eval_tasks, conversations, examples, eval_examples)
-    return Prepared(loaded, plan, facts, tokenizer, environment, *data, dropped)
+    data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped)
+    return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data)
 
 
 def check_engine(prepared: Prepared) -> None:
@@ -234,6 +230,21 @@ def _check_functions(config: RunConfig) -> None:
 
         check_user_function("advantage", config.algorithm.advantage)
         check_user_function("loss", config.algorithm.loss)
+
+
+def _tasks(config: RunConfig, environment: Environment | None) -> tuple[list[Task], list[Task], int | None]:
+    """Training tasks, held-out tasks, and how many of the first were asked for, if any."""
+    train_tasks: list[Task] = []
+    eval_tasks: list[Task] = []
+    requested: int | None = None
+    if environment is not None and config.environment is not None:
+        if config.data is None:
+            asked = config.environment.num_train_tasks
+            requested = environment.num_train_tasks if asked == "auto" else asked
+            train_tasks = make_tasks(environment, "train", requested)
+        if config.evaluation is not None:
+            eval_tasks = _eval_tasks(environment, config.evaluation.num_tasks)
+    return train_tasks, eval_tasks, requested
 
 
 def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:
@@ -382,6 +393,17 @@ def _tokenized(
         bound=bound,
         prefix="eval_" if held_out else "",
     )
+
+
+def _turns(
+    config: RunConfig, environment: Environment | None, tokenizer: ChatTokenizer, tasks: Sequence[Task]
+) -> list[str]:
+    """See `check_turns`; a template that renders no tools is refused by the plan."""
+    if environment is None or not tasks or not uses_engine(config):
+        return []
+    if environment.tools and not tokenizer.renders_tools:
+        return []
+    return check_turns(tokenizer, environment, tasks[0].prompt, config.model.path)
 
 
 def _thinking(tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]) -> list[str]:

@@ -29,7 +29,9 @@ from slipstream.envs.base import (
     Scorer,
     ToolResult,
     as_score,
+    plain_numbers,
 )
+from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised
 from slipstream.envs.policy import Prompts, RecordingPolicy, Tokenizer
 from slipstream.errors import EngineError, EnvironmentFault, IntegrityError, one_line
 from slipstream.orchestrator.concurrency import retry_on_restart
@@ -103,9 +105,11 @@ class RolloutRunner:
         context_length: int | None = None,
         retries: Retries | None = None,
         warn: Callable[[str], None] = lambda text: None,
+        on_ended: Callable[[Rollout], None] = lambda rollout: None,
     ) -> None:
         """`run_timeout_s`: how long the environment may take between two turns. `context_length`, in tokens: of the
-        engine. `retries`: none by default. `warn` is told once when an episode cannot be closed."""
+        engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, `on_ended`
+        of each rollout."""
         self._environment = environment
         self._scorer = scorer
         self._tokenizer = tokenizer
@@ -114,6 +118,7 @@ class RolloutRunner:
         self._run_timeout_s = run_timeout_s
         self._context_length = context_length
         self._warn = warn
+        self._on_ended = on_ended
         self._num_not_closed = 0
         self.retries = retries or Retries()
         self.serial = itertools.count()
@@ -143,7 +148,7 @@ class RolloutRunner:
         """Make one rollout. `place`: the rollout's, in a group that is graded together; None grades it alone.
         `prompts`: those of its group, if it has one. Raises `EngineError` or `IntegrityError` only when the engine
         cannot come back."""
-        started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s)
+        started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s, self._may_go_on)
         turns = _Turns(self, rollout_id, group_id, sampling, seed, is_urgent, deadline)
 
         async def call_tool(call: ToolCall) -> ToolResult:
@@ -170,7 +175,9 @@ class RolloutRunner:
             if turns.engine_errors:
                 raise turns.engine_errors[0] from None  # the environment may have replaced it
             rollout.outcome, rollout.error = self._outcome_of(error)
-            rollout.stop = "timeout" if isinstance(error, EnvironmentTimeout) else rollout.stop or "error"
+            is_late = isinstance(error, EnvironmentTimeout | EnvironmentBlocked)
+            rollout.stop = "timeout" if is_late else rollout.stop or "error"
+            self._keep_unfinished(task, policy, rollout)
         finally:
             if place is not None and (episode is None or episode.reward is not None):
                 place.leave(task)
@@ -178,16 +185,23 @@ class RolloutRunner:
             raise turns.engine_errors[0]
         rollout.seconds = time.monotonic() - started
         self.num_ended += 1
+        self._on_ended(rollout)
         return rollout
+
+    def _may_go_on(self) -> bool:
+        """False while another episode holds up the environment: no episode is late by that time."""
+        return not self._environment.is_held_up
 
     async def _play(
         self, task: Task, policy: RecordingPolicy, deadline: EnvironmentDeadline, rollout: Rollout
     ) -> Episode:
         """Run the episode; what came of it is written into `rollout`."""
         try:
+            if self._environment.bounds_itself:
+                await self._environment.setup()  # a new process, where the last one ended
             async with deadline:
                 policy.state = await self._environment.setup_episode(task)
-                episode = await self._environment.run(task, policy)
+                episode = plain_numbers(await self._environment.run(task, policy))
         except ContextFull:
             episode = Episode(policy.last_text, "truncated", policy.num_turns, stop="context_full")
         finally:
@@ -204,10 +218,20 @@ class RolloutRunner:
         rollout.num_turns, rollout.turn_spans = episode.num_turns, policy.spans
         rollout.num_thinking = policy.num_thinking
         rollout.metrics = dict(episode.metrics)
-        if self._environment.tools:
-            rollout.metrics["tool_calls"] = float(policy.num_tool_calls)
-            rollout.metrics["tool_failures"] = float(policy.num_tool_failures)
+        rollout.metrics |= self._tool_metrics(policy)
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
+
+    def _tool_metrics(self, policy: RecordingPolicy) -> dict[str, float]:
+        if not self._environment.tools:
+            return {}
+        return {"tool_calls": float(policy.num_tool_calls), "tool_failures": float(policy.num_tool_failures)}
+
+    def _keep_unfinished(self, task: Task, policy: RecordingPolicy, rollout: Rollout) -> None:
+        """What there is of an episode that failed, for people to read."""
+        rollout.turns = policy.conversation[len(task.prompt) :]
+        rollout.completion = rollout.completion or policy.last_text
+        rollout.num_turns, rollout.turn_spans = max(1, policy.num_turns), policy.spans
+        rollout.metrics |= self._tool_metrics(policy)
 
     async def _close_episode(self, task: Task, state: Any) -> None:
         if type(self._environment).close_episode is Environment.close_episode:
@@ -221,7 +245,8 @@ class RolloutRunner:
                 raise
             self._num_not_closed += 1  # the rollout's own end is worth more
             if self._num_not_closed == 1:
-                why = f"did not return within {_CLOSE_S:g} s" if limit.expired() else one_line(error)
+                text = str(error) if isinstance(error, EnvironmentRaised) else one_line(error)
+                why = f"did not return within {_CLOSE_S:g} s" if limit.expired() else text
                 self._warn(f"close_episode() of environment {self._environment.name} failed: {why}")
 
     async def _grade(self, task: Task, episode: Episode, grades: Scorer | Place, rollout: Rollout) -> None:

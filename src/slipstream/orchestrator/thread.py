@@ -18,6 +18,7 @@ import uvloop
 
 from slipstream.errors import DeadlineError, Interrupted
 from slipstream.orchestrator.event_loop_watch import LoopWatch
+from slipstream.patience import passing_tasks
 
 T = TypeVar("T")
 POLL_S = 0.5
@@ -104,8 +105,7 @@ class EventLoopThread:
         """Cancel all work, run `last` and end the thread; returns whether that succeeded within the deadline."""
 
         async def cancel_all() -> None:
-            current = asyncio.current_task()
-            others = [task for task in asyncio.all_tasks() if task is not current]
+            others = passing_tasks()
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)

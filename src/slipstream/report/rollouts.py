@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slipstream.records import TRAINABLE_OUTCOMES
 from slipstream.report.headline import setting
 from slipstream.report.markup import Child, Html, h, join, number
 from slipstream.runlog import RunRecord
@@ -28,7 +29,8 @@ def rollouts(record: RunRecord) -> Html:
     samples = [sample for sample in record.samples if isinstance(sample.get("completion"), str)]
     if not samples:
         return h("p", "This run kept no rollouts.", class_="missing")
-    return join(_before_and_after(samples), h("h3", "All kept rollouts"), _browser(samples, _threshold(record)))
+    graded = [sample for sample in samples if sample.get("outcome", "done") in TRAINABLE_OUTCOMES]
+    return join(_before_and_after(graded), h("h3", "All kept rollouts"), _browser(samples, _threshold(record)))
 
 
 def _threshold(record: RunRecord) -> float:
@@ -93,10 +95,13 @@ def _browser(samples: Sequence[Sample], threshold: float) -> Html:
     limit = min(_MAX_CHARACTERS, max(_MIN_CHARACTERS, _ALL_CHARACTERS // (2 * len(ordered))))
     steps = dict.fromkeys(sample["step"] for sample in ordered)
     kinds = [name for name in ("held-out", "training") if any(_kind(sample) == name for sample in ordered)]
+    grades = ["right", "wrong", *(["failed"] if any(_has_failed(sample) for sample in ordered) else [])]
+    has_failed_calls = any(_tools(sample) for sample in ordered)
     filters = [
         _choice("step", [(str(step), f"step {step}") for step in steps], "all steps"),
         _choice("kind", [(name, name) for name in kinds], "held-out and training") if len(kinds) > 1 else None,
-        _choice("grade", [("right", "right"), ("wrong", "wrong")], "right and wrong"),
+        _choice("grade", [(name, name) for name in grades], " and ".join(grades)),
+        _choice("tools", [("failed", "calls that failed")], "all calls of tools") if has_failed_calls else None,
         h("input", type="search", placeholder="search", aria_label="search prompts, completions and answers"),
         h("button", "previous", type="button", data_move=-1),
         h("button", "next", type="button", data_move=1),
@@ -105,6 +110,8 @@ def _browser(samples: Sequence[Sample], threshold: float) -> Html:
     shared = _shared_start([str(sample.get("prompt", "")) for sample in ordered])
     entries = [_entry(sample, threshold, limit, shared) for sample in ordered]
     note = f"Right: a reward of at least {number(threshold)}."
+    if "failed" in grades:
+        note += " Failed: neither graded nor trained on."
     return join(
         h("p", note, class_="note"),
         h(
@@ -129,7 +136,8 @@ def _shared_start(prompts: Sequence[str]) -> int:
 
 
 def _entry(sample: Sample, threshold: float, limit: int, shared: int) -> Html:
-    grade = "right" if isinstance(reward := sample.get("reward"), int | float) and reward >= threshold else "wrong"
+    is_right = isinstance(reward := sample.get("reward"), int | float) and reward >= threshold
+    grade = "failed" if _has_failed(sample) else "right" if is_right else "wrong"
     summary = h(
         "summary",
         h("span", f"step {sample['step']}, {_kind(sample)}", class_="when"),
@@ -143,10 +151,11 @@ def _entry(sample: Sample, threshold: float, limit: int, shared: int) -> Html:
         [_turn(turn, limit) for turn in turns] if isinstance(turns, list) else None,
         h("div", _block("completion", sample["completion"], limit),
           _block("right answer", sample.get("answer"), limit), class_="pair"),
+        _block("error", sample.get("error"), limit),
         h("p", _facts(sample), class_="note"),
     )  # fmt: skip
     return h("details", summary, h("div", body, class_="entry"), name="rollout", data_step=sample["step"],
-             data_kind=_kind(sample), data_grade=grade)  # fmt: skip
+             data_kind=_kind(sample), data_grade=grade, data_tools=_tools(sample))  # fmt: skip
 
 
 def _excerpt(text: str) -> str:
@@ -156,6 +165,17 @@ def _excerpt(text: str) -> str:
 
 def _kind(sample: Sample) -> str:
     return "held-out" if sample.get("split") == "eval" else "training"
+
+
+def _has_failed(sample: Sample) -> bool:
+    """Whether it was lost, and so neither graded nor trained on."""
+    return sample.get("outcome", "done") not in TRAINABLE_OUTCOMES
+
+
+def _tools(sample: Sample) -> str:
+    """`failed` if a call of a tool failed in it."""
+    metrics = sample.get("metrics")
+    return "failed" if isinstance(metrics, dict) and metrics.get("tool_failures") else ""
 
 
 def _turn(turn: Any, limit: int) -> Html | None:
@@ -187,9 +207,10 @@ def _facts(sample: Sample) -> Child:
     reward, parts, turns = sample.get("reward"), sample.get("metrics"), sample.get("num_turns")
     measured = parts.items() if isinstance(parts, dict) else ()
     facts = [
-        f"reward {number(float(reward))}" if isinstance(reward, int | float) else "",
+        f"reward {number(float(reward))}" if isinstance(reward, int | float) and not _has_failed(sample) else "",
         *(f"{name} {number(float(value))}" for name, value in measured if isinstance(value, int | float)),
         "" if sample.get("outcome") == "done" else str(sample.get("outcome", "")),
+        "" if sample.get("stop", "answer") == "answer" else f"stop: {sample['stop']}",
         f"{turns} turns" if isinstance(turns, int) and turns > 1 else "",
         f"advantage {number(float(gain))}" if isinstance(gain := sample.get("advantage"), int | float) else "",
         sample_id(str(sample.get("id", "")), sample["step"]),

@@ -116,7 +116,15 @@ def samples_of(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> lis
     resumed = _resumed_from(events)
     held_out = [line for line in lines if line.get("split") == "eval"]
     trained = [line for line in lines if line.get("split") != "eval"]
-    return _surviving(trained, resumed) + _surviving(held_out, _after(resumed))
+    return _latest(_surviving(trained, resumed)) + _latest(_surviving(held_out, _after(resumed)))
+
+
+def _latest(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each rollout once: one that was kept when it ended, because a tool failed, may have been kept again with its
+    advantage."""
+    early = {(line.get("step"), line.get("id")) for line in samples if line.get("kept") == "failure"}
+    again = {key for line in samples if "kept" not in line and (key := (line.get("step"), line.get("id"))) in early}
+    return [line for line in samples if "kept" not in line or (line.get("step"), line.get("id")) not in again]
 
 
 def read_events(

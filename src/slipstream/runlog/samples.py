@@ -14,6 +14,8 @@ from slipstream.records import Message, Rollout, Sequence, Ticket
 from slipstream.runlog.files import disk_errors, write_whole
 
 TICKETS = "tickets"
+_MAX_ERROR = 20_000
+"""Characters of an error's end."""
 _KEEP_TICKETS = 2
 """A receiver may still hold the version before the latest."""
 
@@ -32,6 +34,7 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
         **({"metrics": rollout.metrics} if rollout.metrics else {}),
         "outcome": rollout.outcome,
         **({"stop": rollout.stop} if rollout.stop else {}),
+        **({"error": rollout.error[-_MAX_ERROR:]} if rollout.error else {}),
         **({"turn_rewards": rollout.turn_rewards} if rollout.turn_rewards else {}),
         **({"num_turns": rollout.num_turns} if rollout.num_turns > 1 else {}),
         **({"turns": [_turn_of(message) for message in rollout.turns]} if rollout.turns else {}),

@@ -55,6 +55,10 @@ class EventLog(Protocol):
         """See `RunLog`."""
         ...
 
+    def sample(self, record: Mapping[str, Any]) -> None:
+        """See `RunLog`."""
+        ...
+
 
 class RunLog:
     """Writes one run folder. Methods may be called from any thread.

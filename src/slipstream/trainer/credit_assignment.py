@@ -95,14 +95,15 @@ def assign_credit(
     has_signal = bool(advantages_S.any())
     if gives_turns:
         has_signal = bool(turn_advantages(rollouts, rewards_S, group_ids_S, config.scale_rewards, baseline).any())
-    if kl_penalties is not None:
-        sums = [sum(penalty.sum().item() for penalty in kl_penalties[i]) for i in usable]
+    earned_S, of_usable = rewards_S, None if kl_penalties is None else [kl_penalties[i] for i in usable]
+    if of_usable is not None:
+        sums = [sum(penalty.sum().item() for penalty in penalties) for penalties in of_usable]
         rewards_S = rewards_S - torch.tensor(sums, dtype=torch.float64)
         advantages_S = group_advantages(rewards_S, group_ids_S, config.scale_rewards, baseline)
     _check_finite(advantages_S, batch, config)
     best_S = _carries_loss(rewards_S, group_ids_S, config)
     if gives_turns:
-        advantages_K = turn_advantages(rollouts, rewards_S, group_ids_S, config.scale_rewards, baseline)
+        advantages_K = turn_advantages(rollouts, earned_S, group_ids_S, config.scale_rewards, baseline, of_usable)
         _check_finite(advantages_K, batch, config)
         write_turn_advantages(rollouts, advantages_K, best_S)
         advantages_S = torch.zeros_like(advantages_S)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream import records
 from slipstream.algo.advantages import Baseline, group_advantages
+from slipstream.algo.readiness import turn_returns
 from slipstream.errors import TrainingError
 
 
@@ -34,27 +35,28 @@ def check_turns(rollouts: Sequence[records.Rollout], credit: Literal["episode", 
     return credit == "turn"
 
 
-def turn_returns(reward: float, turn_rewards: Sequence[float]) -> list[float]:
-    """The return of each turn, undiscounted. `reward`: the sum of all the episode's rewards."""
-    before = accumulate(turn_rewards[:-1], initial=0.0) if turn_rewards else ()
-    return [reward - earlier for earlier in before]
-
-
 def turn_advantages(
     rollouts: Sequence[records.Rollout],
     rewards_S: Tensor,
     group_ids_S: Tensor,
     scale: Literal["std", "batch", "whiten", "none"],
     baseline: Baseline,
+    penalties: Sequence[Sequence[Tensor]] | None = None,
 ) -> Tensor:
     """An advantage for each turn `[K]` of all rollouts in order: its return against those of the group's other episodes
     from the same turn on. An episode that ended before that turn is not in its baseline. Where one episode of a group
-    alone has the turn, baselines of groups give 0."""
+    alone has the turn, baselines of groups give 0. `penalties`: of each rollout's sampled tokens, by sequence `[N]`; a
+    turn's return has those of its own tokens and of later turns subtracted."""
     numbers: dict[tuple[int, int], int] = {}
     returns: list[float] = []
     groups: list[int] = []
-    for rollout, reward, group in zip(rollouts, rewards_S.tolist(), group_ids_S.tolist(), strict=True):
+    for place, (rollout, reward, group) in enumerate(
+        zip(rollouts, rewards_S.tolist(), group_ids_S.tolist(), strict=True)
+    ):
         own = turn_returns(reward, _turn_rewards(rollout))
+        if penalties is not None:
+            following = [*accumulate(reversed(_of_turns(rollout, penalties[place])))][::-1]
+            own = [value - penalty for value, penalty in zip(own, following, strict=True)]
         returns += own
         groups += [numbers.setdefault((group, turn), len(numbers)) for turn in range(len(own))]
     return group_advantages(torch.tensor(returns, dtype=torch.float64), torch.tensor(groups), scale, baseline)
@@ -80,6 +82,16 @@ def turn_ends(rollout: records.Rollout) -> Iterator[tuple[int, float]]:
     for span, reward in zip(rollout.turn_spans, _turn_rewards(rollout), strict=True):
         if span.end > span.start:
             yield starts[span.sequence] + sum(rollout.sequences[span.sequence].mask[: span.end]) - 1, reward
+
+
+def _of_turns(rollout: records.Rollout, penalties: Sequence[Tensor]) -> list[float]:
+    """The sum of the penalties of each turn's tokens."""
+    found: list[float] = []
+    for span in rollout.turn_spans:
+        mask = rollout.sequences[span.sequence].mask
+        first = sum(mask[: span.start])
+        found.append(penalties[span.sequence][first : first + sum(mask[span.start : span.end])].sum().item())
+    return found
 
 
 def _turn_rewards(rollout: records.Rollout) -> list[float]:

@@ -1,15 +1,19 @@
 """A user's environment whose `run` is played in a process of its own (`environment.apart`).
 
-Code that blocks there holds up neither the engine nor other work of the run. When an episode has done nothing for
-`environment.run_timeout_s` and its process does not answer, the process is killed; its stacks are in the error, and its
-episodes count as failed. Tasks, rewards and tools stay where they are.
+Code that blocks there holds up neither the engine nor other work of the run. A synchronous call that blocks for half of
+`environment.run_timeout_s` is interrupted: its episode fails, with the line in the error. Where that does not help and
+an episode has done nothing for all that time, the process is killed; its stacks are in the error, and all its episodes
+count as failed. Tasks, rewards and tools stay where they are.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import sys
+import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,16 +21,58 @@ import msgspec
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
 from slipstream.envs.base import ContextFull, Environment, Episode, Policy, Score, Split
-from slipstream.envs.hosted.keeper import EnvironmentRaised, Keeper
+from slipstream.envs.hosted.environment import Verifiers
+from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed
+from slipstream.envs.lifetime import CLOSE_S
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Task, ToolCall
 
 LOG = "environment.log"
+_HOOKS = ("run", "setup", "close", "setup_episode", "close_episode")
+"""What happens in the process."""
+_ANSWER_S = 5.0
+"""How long the process may take to answer, beside the time that the environment's code has."""
+_SPACE = (
+    "it is played in a process of its own (environment.apart), in which tasks() was not called and which has the "
+    "variables of environment.variables only"
+)
+
+
+def placement(environment: Environment) -> tuple[bool, str]:
+    """Whether episodes are played in a process of their own where nothing else is said, and why."""
+    if isinstance(environment, Verifiers):
+        return False, "an environment of verifiers has a process of its own anyway"
+    own = [name for name in _HOOKS if name in vars(environment) or _is_users(type(environment), name)]
+    if not own:
+        return False, "episodes run no code of the environment's own between turns"
+    named = ", ".join(f"{name}()" for name in own)
+    return True, f"{named} of {environment.name} may block, which would hold up the run"
+
+
+def plays_own_turns(environment: Environment) -> bool:
+    """Whether what is said between the policy's turns is up to a `run` of the environment's own."""
+    return isinstance(environment, Verifiers) or "run" in vars(environment) or _is_users(type(environment), "run")
+
+
+def _is_users(kind: type[Environment], name: str) -> bool:
+    definer = next(each for each in kind.__mro__ if name in vars(each))
+    return definer.__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+@dataclass
+class _Playing:
+    """An episode that the environment's `close_episode` is to close: `policy.state` in the run's process."""
+
+    name: str
+    host: Host | None = None
+    """The process that plays it."""
 
 
 class Apart(Environment):
-    """`environment`, whose `run`, `setup` and `close` happen in another process."""
+    """`environment`, whose `run`, `setup` and `close` happen in another process, with their episodes' own."""
+
+    bounds_itself = True
 
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
         self.name = environment.name
@@ -39,11 +85,20 @@ class Apart(Environment):
         self.scores_groups = environment.scores_groups  # pyright: ignore[reportAttributeAccessIssue]
         self.given_settings = environment.given_settings
         self.keeper = Keeper(self.name, self._started, self._where)
+        self._closes_episodes = "close_episode" in vars(environment) or _is_users(type(environment), "close_episode")
+        self._serial = itertools.count()
+        self._held_up_since: float | None = None
 
     @property
     def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Environment`."""
         return self.keeper.hung
+
+    @property
+    def is_held_up(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Environment`. A call that goes on long after it should have been interrupted is not waited for."""
+        since = self._held_up_since
+        return since is not None and time.monotonic() - since < self._interrupt_s + _ANSWER_S
 
     @property
     def num_train_tasks(self) -> int:
@@ -80,23 +135,67 @@ class Apart(Environment):
         return self._environment.call_tool(name, arguments, task)
 
     async def setup(self) -> None:
-        """Starts the process."""
+        """Starts the process, in which the environment is set up."""
         await self.keeper.ready()
 
     async def close(self) -> None:
-        """Ends it."""
-        await self.keeper.close()
+        """Has the environment closed, and ends the process. Raises what `close` of the environment made of it."""
+        host = self.keeper.host
+        try:
+            if host is not None and host.alive:
+                await host.ask({"op": "close"}, CLOSE_S + _ANSWER_S)
+        except (HostFailed, HostDied) as failure:
+            self.on_warning(str(failure))
+        except TimeoutError:
+            self.on_warning(f"close() of {self.name} blocks, and its process was killed")
+        finally:
+            await self.keeper.close()
+
+    async def setup_episode(self, task: Task) -> _Playing | None:
+        """Nothing but a name: the environment's is called in the process."""
+        return _Playing(f"played-{next(self._serial)}") if self._closes_episodes else None
+
+    async def close_episode(self, task: Task, state: _Playing | None) -> None:
+        """Has the environment's called in the process that played the episode, if it lives."""
+        if state is None or state.host is None or state.host is not self.keeper.host or not state.host.alive:
+            return
+        frame = self._check(await self.keeper.play({"close": state.name}, _nothing))
+        if "failed" in frame:
+            raise EnvironmentRaised(frame["failed"])
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """An episode, played in the process."""
-        frame = await self.keeper.play(msgspec.to_builtins(task), lambda asked: _answer(asked, policy))
-        if frame["op"] == "raised":
-            raise EnvironmentRaised(f"in the environment process:\n{frame['details']}")
-        if frame["op"] == "cancelled":
-            raise EnvironmentRaised(f"{self.name} cancelled the episode's own task")
+        playing: _Playing | None = policy.state
+        if playing is not None:
+            playing.host = await self.keeper.ready()
+        asked = {"task": msgspec.to_builtins(task), "name": playing.name if playing else ""}
+        frame = self._check(await self.keeper.play(asked, lambda frame: _answer(frame, policy)))
         if "episode" not in frame:
             raise ContextFull(frame["context_full"])
         return msgspec.convert(frame["episode"], Episode)
+
+    def _check(self, frame: Frame) -> Frame:
+        """`frame`, unless it says that the environment failed."""
+        if frame["op"] == "cancelled":
+            raise EnvironmentRaised(f"{self.name} cancelled the episode's own task")
+        if frame["op"] == "raised":
+            kind = EnvironmentBlocked if frame["kind"] == "blocked" else EnvironmentRaised
+            raise kind(f"{frame['details'].rstrip()}\n({_SPACE})")
+        return frame
+
+    def _blocks(self, frame: Frame) -> None:
+        self._held_up_since = time.monotonic() - frame["seconds"] if frame["where"] else None
+        if not frame["is_new"]:
+            return
+        self.on_warning(
+            f"environment {self.name} blocks its other episodes: a synchronous call ({frame['where']}) has held up its "
+            f"process for {frame['seconds']:.1f} s: await there, or use asyncio.to_thread; it is interrupted after "
+            f"{self._interrupt_s:g} s, half of environment.run_timeout_s"
+        )
+
+    @property
+    def _interrupt_s(self) -> float:
+        return self._config.run_timeout_s / 2
 
     def _where(self) -> str:
         return f"; its output is in {self.log_folder / LOG}" if self.log_folder else ""
@@ -108,16 +207,39 @@ class Apart(Environment):
                 exclude={"num_train_tasks", "reward_workers"}
             ),
             "passed": base64.b64encode(msgspec.msgpack.encode(passed)).decode() if passed is not None else "",
+            "interrupt_s": self._interrupt_s,
         }
         log = self.log_folder and self.log_folder / LOG
         namespace = self._config.user_namespace
         try:
-            return await Host.start(
+            host = await Host.start(
                 sys.executable, setup, variables=self._config.variables, log=log, user_namespace=namespace
             )
         except (HostFailed, HostDied, TimeoutError, OSError) as error:
             reason = str(error) or "it was not loaded in time"
             raise EnvironmentFault(f"the process of {self.name} did not start: {reason}{self._where()}") from error
+        host.on_blocks, self._held_up_since = self._blocks, None
+        try:
+            await host.ask({"op": "serve"}, self._config.run_timeout_s + _ANSWER_S)
+        except BaseException as error:
+            await host.kill()
+            match error:
+                case HostFailed():
+                    raise EnvironmentFault(str(error)) from error
+                case HostDied():
+                    raise EnvironmentFault(f"setup() of {self.name} ended its process: {error}") from error
+                case TimeoutError():
+                    raise EnvironmentFault(
+                        f"setup() of {self.name} blocks, for {self._config.run_timeout_s:g} s already "
+                        f"(environment.run_timeout_s): correct it{host.last_lines()}"
+                    ) from error
+                case _:
+                    raise
+        return host
+
+
+async def _nothing(frame: Frame) -> Frame:
+    raise EnvironmentRaised(f"close_episode() asked for {frame['op']}: the episode is over")
 
 
 async def _answer(frame: Frame, policy: Policy) -> Frame:

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.envs.hosted.process import LAST, Frame, Host, HostDied
 from slipstream.errors import EnvironmentFault
+from slipstream.patience import lasting
 
 MAX_DEATHS = 3
 """Processes that may end one after another without having ended an episode."""
@@ -18,6 +19,10 @@ _CANCEL_S = 5.0
 
 class EnvironmentRaised(Exception):
     """The environment raised, or its process ended; the text says what is known."""
+
+
+class EnvironmentBlocked(EnvironmentRaised):
+    """A synchronous call of the episode blocked its process for too long, and was interrupted."""
 
 
 class Keeper:
@@ -60,7 +65,7 @@ class Keeper:
             raise EnvironmentRaised(str(death)) from None
         except BaseException:
             # Confirmed even if this coroutine is cancelled again, so that a process that hangs is found out.
-            await asyncio.shield(asyncio.create_task(self._give_up(host, name)))
+            await asyncio.shield(lasting(self._give_up(host, name)))
             raise
         host.finished(name)
         self._deaths = 0

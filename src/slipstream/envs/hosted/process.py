@@ -12,13 +12,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from slipstream.envs.hosted import inside
 from slipstream.envs.scoring import guard
 from slipstream.envs.scoring.process import worker_environment
+from slipstream.patience import lasting
 
 LOAD_TIMEOUT_S = 600.0
 """Time limit of loading an environment, which may fetch data."""
@@ -80,8 +81,10 @@ class Host:
         """What it said of the environment when it had loaded it."""
         self.num_ended = 0
         """Episodes that it has ended."""
-        self._drain = asyncio.create_task(self._keep_output())
-        self._reading = asyncio.create_task(self._read())
+        self.on_blocks: Callable[[Frame], None] = lambda frame: None
+        """Told where a synchronous call blocks it, and when that has ended."""
+        self._drain = lasting(self._keep_output())
+        self._reading = lasting(self._read())
 
     @classmethod
     async def start(
@@ -180,6 +183,9 @@ class Host:
                 if length > _MAX_FRAME_BYTES:
                     raise ValueError(length)
                 frame = cast("Frame", json.loads(await self._stdout.readexactly(length)))
+                if frame.get("op") == "blocks":
+                    self.on_blocks(frame)
+                    continue
                 queue = self._frames.get(frame.get("id", ""))
                 if queue is not None:  # an episode that was given up may still say something
                     queue.put_nowait(frame)

@@ -153,6 +153,8 @@ class OrchestratorProcess:
             _show(progress, notice)
         elif isinstance(notice, remote.Counted):
             run.log.count(notice.values)
+        elif isinstance(notice, remote.Sampled):
+            run.log.sample(notice.fields)
         elif notice.kind == "warning":
             run.log.warning(**notice.fields)
         else:

@@ -116,6 +116,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         builder.derive_auto("environment.num_train_tasks", made, "all that the environment has, or enough of them")
     if config.environment is not None and uses_engine(config):
         builder.derive_auto("environment.max_turns", facts.data.max_turns, "what the environment says")
+        builder.derive_auto("environment.apart", *facts.data.apart)
         workers = usual_reward_workers(facts.num_cpus)
         builder.derive_auto("environment.reward_workers", workers, "one less than the cores, which the rest needs, too")
     builder.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")

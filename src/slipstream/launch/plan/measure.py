@@ -68,6 +68,7 @@ def gather_facts(
     eval_lengths: Sequence[int] = (),
     gold: Gold = answer_turns,
     max_turns: int = 1,
+    apart: tuple[bool, str] = DataFacts.apart,
     num_requested_tasks: int | None = None,
     thinks: bool = False,
     tools: ToolFacts | None = None,
@@ -75,7 +76,7 @@ def gather_facts(
     """Measure the machine, the model at `config.model.path` and the tasks.
 
     `lengths` and `eval_lengths` are the tokens of SFT's conversations and of the held-out ones. `thinks`: see
-    `ModelFacts`. `tools`: see `Facts`; the model's type is filled in.
+    `ModelFacts`. `apart`: see `DataFacts`. `tools`: see `Facts`; the model's type is filled in.
     Raises ConfigError when the model cannot be read.
     """
     num_gpus, gpu_memory_bytes = measure_gpus()
@@ -91,6 +92,7 @@ def gather_facts(
         data=dataclasses.replace(
             measure_data(config, tasks, tokenizer, eval_tasks, lengths, eval_lengths, gold),
             max_turns=max_turns,
+            apart=apart,
             num_requested_tasks=num_requested_tasks,
             num_eval_tasks=len(eval_tasks) or None,
         ),

@@ -13,9 +13,10 @@ from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.traits import usual_reward_workers
 from slipstream.envs.base import Environment
 from slipstream.envs.lifetime import in_use
-from slipstream.envs.registry import load_for_run
+from slipstream.envs.registry import is_apart, load_environment, played
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.envs.single_turn import make_tasks
+from slipstream.envs.store.registry import located
 from slipstream.errors import ConfigError, DataError
 from slipstream.inference.chat_server import ChatServer, MessageTokens
 from slipstream.launch.plan.machine import usable_cpus
@@ -54,7 +55,10 @@ def evaluate_address(
         raise ConfigError(
             "an evaluation needs [environment] and must not be turned off: see evaluation in the run file"
         )
-    environment = load_for_run(section)
+    section = located(section)
+    environment = load_environment(section)
+    section = section.model_copy(update={"apart": is_apart(environment, section)})
+    environment = played(environment, section) or environment
     tasks = _tasks(environment, evaluation)
     sampling = _sampling(config, evaluation)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slipstream.algo.readiness import has_signal
+from slipstream.algo.readiness import has_signal, turn_returns, turns_have_signal
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Task
 
 
@@ -24,10 +24,15 @@ class Refills:
     max_refills: int
     threshold: float | None = None
     """`algorithm.reward_threshold`: rewards count as 1 from here on, else as 0."""
+    by_turns: bool = False
+    """`algorithm.credit = "turn"`: episodes are compared turn by turn."""
 
     def has_signal(self, group: Sequence[Rollout]) -> bool:
         """Whether the rewards of a group differ, before any length penalty."""
-        rewards = [rollout.reward for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
+        usable = [rollout for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
+        if self.by_turns:
+            return turns_have_signal([_returns(rollout) for rollout in usable])
+        rewards = [rollout.reward for rollout in usable]
         return has_signal(rewards, self.threshold)
 
     def num_wanted(self, groups: Sequence[Sequence[Rollout]], size: int) -> int:
@@ -35,6 +40,10 @@ class Refills:
         0 when it has enough."""
         found = sum(map(self.has_signal, groups))
         return min(size, math.ceil((size - found) * len(groups) / found)) if 0 < found < size else size * (found == 0)
+
+
+def _returns(rollout: Rollout) -> list[float]:
+    return turn_returns(rollout.reward, rollout.turn_rewards or [0.0] * len(rollout.turn_spans))
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,13 @@ class Counted(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, float]
 
 
-Notice = Event | Progressed | Counted
+class Sampled(msgspec.Struct, frozen=True, tag=True):
+    """A rollout to be kept for people to read."""
+
+    fields: dict[str, Any]
+
+
+Notice = Event | Progressed | Counted | Sampled
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -271,6 +277,10 @@ class NoticeLog:
     def count(self, values: Mapping[str, float]) -> None:
         """See `RunLog`."""
         self._outbox.add(Counted(dict(values)))
+
+    def sample(self, record: Mapping[str, Any]) -> None:
+        """See `RunLog`."""
+        self._outbox.add(Sampled(without_surrogates(msgspec.to_builtins(record, enc_hook=str))))
 
 
 class NoticeProgress:

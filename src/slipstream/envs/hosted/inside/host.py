@@ -2,8 +2,9 @@
 
 It reads frames (four bytes of length and JSON) from its standard input and writes them to its standard output; both are
 moved away first, so that an environment may print and read. First comes the setup, which is answered with what the
-environment is, then requests: rows of its data sets, and episodes, of which many run at once on one event loop. Each
-turn of an episode is a `chat` frame, answered by `reply` or `refused`. The other end is `hosted/process.py`.
+environment is, then requests: rows of its data sets, `serve` and `close` (what is held while episodes run), and
+episodes, of which many run at once on one event loop. Each turn of an episode is a `chat` frame, answered by `reply` or
+`refused`. The other end is `hosted/process.py`.
 
 On SIGUSR1 it writes its stacks. It ends when its input closes; its guard (`scoring/guard.py`) ends its descendants.
 """
@@ -19,8 +20,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,6 +110,7 @@ class Channel:
         self._requests = requests
         self._answers = answers
         self._own = os.getpid()
+        self._writing = threading.Lock()
         self._reader: asyncio.StreamReader | None = None
 
     def read(self) -> dict[str, Any] | None:
@@ -144,37 +147,69 @@ class Channel:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"a message of {len(data)} bytes: at most {_MAX_BYTES} can be sent")
         view = memoryview(len(data).to_bytes(_LENGTH, "big") + data)
-        while view:
-            view = view[os.write(self._answers, view) :]
+        with self._writing:
+            while view:
+                view = view[os.write(self._answers, view) :]
 
 
-async def serve(channel: Channel, hosted: Hosted) -> None:
-    """Answers requests until the input ends."""
+async def serve(channel: Channel, hosted: Hosted, interrupt_s: float | None = None) -> None:
+    """Answers requests until the input ends. `interrupt_s`: how long a synchronous call of an episode may block; it may
+    for ever by default."""
+    from .watch import Watch  # this file is started as a program, which belongs to no package
+
     episodes: dict[str, tuple[Turns, asyncio.Task[None]]] = {}
+    if interrupt_s is not None:
+
+        def tell(where: str, seconds: float, is_new: bool) -> None:
+            channel.send({"op": "blocks", "where": where, "seconds": seconds, "is_new": is_new})
+
+        Watch(interrupt_s, tell)
     async with contextlib.AsyncExitStack() as stack:
         is_serving = False
         while (frame := await channel.receive()) is not None:
             op, name = frame["op"], frame.get("id", "")
+            if op in ("serve", "run") and not is_serving:
+                is_serving = await _answered(channel, op, stack.enter_async_context(hosted.serving()))
             if op == "rows":
                 channel.send(_rows(hosted, frame))
             elif op == "run":
-                if not is_serving:
-                    await stack.enter_async_context(hosted.serving())
-                    is_serving = True
                 turns = Turns(channel, name)
                 episodes[name] = (turns, asyncio.create_task(_play(channel, hosted, frame, turns)))
                 episodes[name][1].add_done_callback(lambda _, name=name: episodes.pop(name, None))
+            elif op == "close":
+                await _cancel_all(episodes)
+                is_serving = not await _answered(channel, op, stack.aclose())
             elif name in episodes:
                 turns, task = episodes[name]
                 if op == "cancel":
                     task.cancel()
                 else:
                     turns.answered(frame)
-        under_way = [task for _, task in episodes.values()]
-        for task in under_way:
-            task.cancel()
-        if under_way:
-            await asyncio.wait(under_way)
+        await _cancel_all(episodes)
+
+
+async def _answered(channel: Channel, op: str, work: Awaitable[Any]) -> bool:
+    """Awaits `work`, and answers the request `op` by whether it ended well; a failure ends this process if no such
+    request was made."""
+    try:
+        await work
+    except Exception as error:
+        if op == "run":
+            raise
+        text = str(error) if isinstance(error, Refused) else f"it raised {_one_line(error)}"
+        channel.send({"op": "failed", "message": text, "details": _traceback(error)})
+        return False
+    if op != "run":
+        channel.send({"op": "ended"})
+    return True
+
+
+async def _cancel_all(episodes: dict[str, tuple[Turns, asyncio.Task[None]]]) -> None:
+    under_way = [task for _, task in episodes.values()]
+    for task in under_way:
+        task.cancel()
+    if under_way:
+        await asyncio.wait(under_way)
 
 
 def _rows(hosted: Hosted, frame: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +224,10 @@ def _rows(hosted: Hosted, frame: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _play(channel: Channel, hosted: Hosted, frame: dict[str, Any], turns: Turns) -> None:
+    from .watch import EPISODE, Blocked
+
     answer: dict[str, Any] = {"op": "cancelled"}
+    EPISODE.set(frame["id"])
     try:
         answer = {"op": "done", "context_full": turns.context_full, **await hosted.play(frame["task"], turns)}
         json.dumps(answer, allow_nan=True)
@@ -197,6 +235,8 @@ async def _play(channel: Channel, hosted: Hosted, frame: dict[str, Any], turns: 
         answer = {"op": "raised", "kind": "reward", "details": str(error)[-_MAX_TEXT:]}
     except asyncio.CancelledError:
         pass
+    except Blocked as error:
+        answer = {"op": "raised", "kind": "blocked", "details": _traceback(error)}
     except BaseException as error:  # noqa: BLE001 (the environment's code, whatever it raises)
         answer = {"op": "raised", "kind": "environment", "details": _traceback(error)}
     finally:
@@ -257,7 +297,7 @@ def main() -> int:
         channel.send({"op": "failed", "message": f"it raised {_one_line(error)}", "details": _traceback(error)})
         return 1
     channel.send({"op": "ready", **facts})
-    asyncio.run(serve(channel, hosted))
+    asyncio.run(serve(channel, hosted, setup.get("interrupt_s")))
     return 0
 
 

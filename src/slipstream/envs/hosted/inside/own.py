@@ -11,9 +11,10 @@ import msgspec
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import PythonObject, give
-from slipstream.envs.base import ContextFull, Environment, Episode, Reply, ToolResult
+from slipstream.envs.base import ContextFull, Environment, Reply, ToolResult, plain_numbers
+from slipstream.envs.lifetime import set_up, shut_down
 from slipstream.envs.registry import load_environment
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, one_line
 from slipstream.records import Message, Task, ToolCall
 
 from .host import Refused, Turns
@@ -24,7 +25,8 @@ def load(setup: dict[str, Any]) -> Own:
     if passed := setup["passed"]:
         give(msgspec.msgpack.decode(base64.b64decode(passed), type=PythonObject))
     try:
-        return Own(load_environment(EnvironmentConfig.model_validate_json(setup["own"])))
+        config = EnvironmentConfig.model_validate_json(setup["own"])
+        return Own(load_environment(config), config.run_timeout_s)
     except SlipstreamError as error:
         raise Refused(str(error)) from error
 
@@ -32,8 +34,11 @@ def load(setup: dict[str, Any]) -> Own:
 class Own:
     """See `host.Hosted`."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, setup_timeout_s: float) -> None:
         self._environment = environment
+        self._setup_timeout_s = setup_timeout_s
+        self._open: dict[str, tuple[Task, Any]] = {}
+        """Episodes that are to be closed: their tasks, and what `setup_episode` returned."""
 
     def facts(self) -> dict[str, Any]:
         """See `Hosted`."""
@@ -46,26 +51,41 @@ class Own:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:
         """Sets the environment up, and closes it."""
+        complaints: list[str] = []
         try:
-            await self._environment.setup()
+            try:
+                await set_up(self._environment, self._setup_timeout_s)
+            except SlipstreamError as error:
+                raise Refused(str(error)) from error
             yield
         finally:
-            await self._environment.close()
+            for task, state in [self._open.pop(name) for name in list(self._open)]:  # the run has ended without them
+                with contextlib.suppress(Exception):
+                    await self._environment.close_episode(task, state)
+            await shut_down(self._environment, complaints.append)
+        if complaints:
+            raise Refused("; ".join(complaints))
 
     async def play(self, task: Any, turns: Turns) -> dict[str, Any]:
-        """One episode, not graded."""
-        known = msgspec.convert(task, Task)
+        """An episode, not graded; or the end of one, by its name, which is the environment's `close_episode`."""
+        if "close" in task:
+            try:
+                await self._environment.close_episode(*self._open.pop(task["close"]))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code; the run is told)
+                return {"failed": one_line(error)}
+            return {}
+        known = msgspec.convert(task["task"], Task)
         policy = _Policy(turns)
         try:
+            if task["name"]:
+                self._open[task["name"]] = (known, None)
             policy.state = await self._environment.setup_episode(known)
+            if task["name"]:
+                self._open[task["name"]] = (known, policy.state)
             episode = await self._environment.run(known, policy)
         except ContextFull as full:
             return {"context_full": str(full)}
-        finally:
-            await self._environment.close_episode(known, policy.state)
-        if not isinstance(episode, Episode):  # pyright: ignore[reportUnnecessaryIsInstance]  (the user's code)
-            raise Refused(f"run() returned a {type(episode).__name__}: return an Episode")
-        return {"episode": msgspec.to_builtins(episode)}
+        return {"episode": msgspec.to_builtins(plain_numbers(episode))}
 
 
 class _Policy:

@@ -1,0 +1,44 @@
+"""Whether the chat template renders conversations as the environment continues them: some insist that user and
+assistant alternate, and refuse what a tool says after a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.envs.base import Environment
+from slipstream.envs.hosted.apart import plays_own_turns
+from slipstream.errors import ConfigError, DataError, one_line
+from slipstream.records import Message
+
+_ROUNDS = 2
+"""Turns that are followed by others: a template may refuse the second one only."""
+
+
+class Tokenizer(Protocol):
+    """The part of `data.chat_template.ChatTokenizer` that is needed."""
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt tokens, with the generation prompt."""
+        ...
+
+
+def check_turns(tokenizer: Tokenizer, environment: Environment, prompt: Sequence[Message], path: str) -> list[str]:
+    """Renders `prompt` with turns after it, as they come in an episode. Raises ConfigError if the template refuses
+    what follows a turn; returns a warning where the environment's own `run` may say something else there."""
+    if environment.max_turns == 1:
+        return []
+    between = Message("tool", "1", extra={"name": "tool"}) if environment.tools else Message("user", "1")
+    talk = [*prompt, *[Message("assistant", "1"), between] * min(_ROUNDS, environment.max_turns - 1)]
+    try:
+        tokenizer.render(talk)
+    except DataError as error:
+        reason = one_line(error.__cause__ or error)
+        text = (
+            f"the chat template of {path} refuses a message of role {between.role} after a turn of the model "
+            f"({reason}), which {environment.name} continues with in up to {environment.max_turns} turns"
+        )
+        if plays_own_turns(environment):
+            return [f"{text}, unless its run() says something else"]
+        raise ConfigError(f"{text}: use a model whose template renders it, or max_turns = 1 without tools") from error
+    return []
