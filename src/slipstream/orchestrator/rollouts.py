@@ -242,7 +242,7 @@ class RolloutRunner:
         rollout.metrics |= self._tool_metrics(policy)
 
     async def _close_episode(self, task: Task, state: Any) -> None:
-        limit = asyncio.timeout(_CLOSE_S)
+        limit = Patience(_CLOSE_S, lambda: not self._environment.is_held_up)
         try:
             async with limit:
                 await self._environment.close_episode(task, state)
@@ -252,7 +252,7 @@ class RolloutRunner:
             self._num_not_closed += 1  # the rollout's own end is worth more
             if self._num_not_closed == 1:
                 text = str(error) if isinstance(error, EnvironmentRaised) else one_line(error)
-                why = f"did not return within {_CLOSE_S:g} s" if limit.expired() else text
+                why = f"did not return within {_CLOSE_S:g} s" if limit.expired else text
                 self._warn(f"close_episode() of environment {self._environment.name} failed: {why}")
 
     async def _grade(self, task: Task, episode: Episode, grades: Scorer | Place, rollout: Rollout) -> None:
