@@ -67,6 +67,11 @@ class Patience:
             self._timer.cancel()
         await self._timeout.__aexit__(*raised)
 
+    @property
+    def expired(self) -> bool:
+        """Whether the `TimeoutError` is its own."""
+        return self._timeout.expired()
+
     def restart(self) -> None:
         """Restarts the timeout after a sign of life."""
         if self._limit_s is None or self._loop is None or self._timeout.expired():

@@ -191,7 +191,7 @@ async def test_an_episode_that_blocks_is_named_and_interrupted_and_costs_no_othe
 async def test_many_that_block_one_after_the_other_cost_no_other(config, tmp_path):
     """As a group does whose task makes `run` block: together they take longer than any deadline."""
     async with Played(config, tmp_path, 8.0) as played:
-        rollouts = [played.rollout("pause"), *(played.rollout("block") for _ in range(3)), played.rollout("pause")]
+        rollouts = [played.rollout("pause"), *(played.rollout("block") for _ in range(4)), played.rollout("pause")]
         first, *blocked, last = await asyncio.gather(*rollouts)
         assert (first.outcome, last.outcome) == ("done", "done"), first.error + last.error
         assert {rollout.outcome for rollout in blocked} == {"environment_error"}

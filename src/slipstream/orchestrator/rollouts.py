@@ -234,9 +234,9 @@ class RolloutRunner:
         rollout.metrics |= self._tool_metrics(policy)
 
     async def _close_episode(self, task: Task, state: Any) -> None:
-        if type(self._environment).close_episode is Environment.close_episode:
+        if getattr(self._environment.close_episode, "__func__", None) is Environment.close_episode:
             return  # it has nothing to close, and needs no deadline
-        limit = asyncio.timeout(_CLOSE_S)
+        limit = Patience(_CLOSE_S, self._may_go_on)
         try:
             async with limit:
                 await self._environment.close_episode(task, state)
@@ -246,7 +246,7 @@ class RolloutRunner:
             self._num_not_closed += 1  # the rollout's own end is worth more
             if self._num_not_closed == 1:
                 text = str(error) if isinstance(error, EnvironmentRaised) else one_line(error)
-                why = f"did not return within {_CLOSE_S:g} s" if limit.expired() else text
+                why = f"did not return within {_CLOSE_S:g} s" if limit.expired else text
                 self._warn(f"close_episode() of environment {self._environment.name} failed: {why}")
 
     async def _grade(self, task: Task, episode: Episode, grades: Scorer | Place, rollout: Rollout) -> None:

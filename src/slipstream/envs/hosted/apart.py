@@ -87,7 +87,7 @@ class Apart(Environment):
         self.keeper = Keeper(self.name, self._started, self._where)
         self._closes_episodes = "close_episode" in vars(environment) or _is_users(type(environment), "close_episode")
         self._serial = itertools.count()
-        self._held_up_since: float | None = None
+        self._held_up_until = 0.0
 
     @property
     def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -96,9 +96,9 @@ class Apart(Environment):
 
     @property
     def is_held_up(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Environment`. A call that goes on long after it should have been interrupted is not waited for."""
-        since = self._held_up_since
-        return since is not None and time.monotonic() - since < self._interrupt_s + _ANSWER_S
+        """See `Environment`; also shortly afterwards, when the next episode may block. A call that goes on long after
+        it should have been interrupted is not waited for."""
+        return time.monotonic() < self._held_up_until
 
     @property
     def num_train_tasks(self) -> int:
@@ -184,7 +184,8 @@ class Apart(Environment):
         return frame
 
     def _blocks(self, frame: Frame) -> None:
-        self._held_up_since = time.monotonic() - frame["seconds"] if frame["where"] else None
+        now = time.monotonic()
+        self._held_up_until = now + (self._interrupt_s - frame["seconds"] if frame["where"] else 0.0) + _ANSWER_S
         if not frame["is_new"]:
             return
         self.on_warning(
@@ -218,7 +219,7 @@ class Apart(Environment):
         except (HostFailed, HostDied, TimeoutError, OSError) as error:
             reason = str(error) or "it was not loaded in time"
             raise EnvironmentFault(f"the process of {self.name} did not start: {reason}{self._where()}") from error
-        host.on_blocks, self._held_up_since = self._blocks, None
+        host.on_blocks, host.is_held_up, self._held_up_until = self._blocks, lambda: self.is_held_up, 0.0
         try:
             await host.ask({"op": "serve"}, self._config.run_timeout_s + _ANSWER_S)
         except BaseException as error:

@@ -77,6 +77,8 @@ class Host:
         self._tail = b""
         self._frames: dict[str, asyncio.Queue[Frame | None]] = {"": asyncio.Queue()}
         self._end = ""
+        self.is_held_up: Callable[[], bool] = lambda: False
+        """Whether a call blocks it that is going to be interrupted, so that it is not taken for hanging."""
         self.facts: Frame = {}
         """What it said of the environment when it had loaded it."""
         self.num_ended = 0
@@ -149,21 +151,24 @@ class Host:
         self.num_ended += 1
 
     async def cancel(self, episode: str, within_s: float) -> bool:
-        """Cancels an episode; false if the process does not confirm it in time."""
+        """Cancels an episode; false if the process does not confirm it in time, which begins again while it is held
+        up."""
         if not self.alive:
             return True
         self._send({"op": "cancel", "id": episode})
         try:
-            async with asyncio.timeout(within_s):
-                while (await self._next(episode))["op"] not in LAST:
-                    pass
-        except TimeoutError:
-            return False
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(within_s):
+                        while (await self._next(episode))["op"] not in LAST:
+                            pass
+                    return True
+                if not self.is_held_up():
+                    return False
         except HostDied:
             return True
         finally:
             self.finished(episode)
-        return True
 
     def _send(self, frame: Frame) -> None:
         data = json.dumps(frame).encode()
