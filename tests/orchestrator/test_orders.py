@@ -140,7 +140,9 @@ async def test_where_nothing_has_signal_the_batches_are_made_and_the_trainer_see
     refills = Refills(lambda step, number: [], max_refills=2)
     batches = await train(Uneven(say("b")), order="ready", staleness=1, steps=3, refills=refills)
     assert [len(batch.rollouts) for batch in batches] == [2 * SIZE] * 3
-    assert all(batch.dropped["no_signal"] <= 2 * 2 * SIZE for batch in batches)
+    dropped = [batch.dropped.get("no_signal", 0) for batch in batches]  # which batch drops them depends on the load
+    assert max(dropped) <= 2 * 2 * SIZE
+    assert sum(dropped) > 0
 
 
 @pytest.mark.parametrize("order", ["data", "ready"])
