@@ -15,7 +15,7 @@ from slipstream.runlog.ledger import balance
 from .conftest import LETTERS
 from .test_restarts import dies_at
 
-HELPED = "from helper import tasks\n\n\ndef reward(task, completion):\n    return float(completion == task.answer)\n"
+HELPED = "from its_tasks import tasks\n\n\ndef reward(task, completion):\n    return float(completion == task.answer)\n"
 EVERY = ("--run.checkpoint_every", "1", "--evaluation", "false")
 SFT = ("--algorithm.kind", "sft", *EVERY)
 
@@ -25,7 +25,7 @@ def environment(tmp_path):
     """An environment of the user's, whose tasks come from a module beside it; and a module that it does not import."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    shutil.copy(LETTERS, folder / "helper.py")
+    shutil.copy(LETTERS, folder / "its_tasks.py")
     (folder / "other.py").write_text("raise SystemExit('never imported')\n")
     path = folder / "mine.py"
     path.write_text(HELPED)
@@ -37,7 +37,7 @@ def run(scripted):
     """Runs so many steps of SFT; `refused` is the sentence where it does not start."""
 
     def run(environment, *options, steps, resume=True):
-        sys.modules.pop("helper", None)  # each start is a process of its own
+        sys.modules.pop("its_tasks", None)  # each start is a process of its own
         name = ("--environment.name", str(environment)) if environment else ()
         return scripted.run(*SFT, *name, "--training.steps", str(steps), *options, resume=resume)
 
@@ -71,7 +71,7 @@ def test_it_is_recorded_compared_and_allowed_by_name(scripted, run, environment,
     run(environment, "--environment.variables", '["JUDGE_API_KEY"]', steps=1, resume=False)
     (first,) = attempts(scripted)
     code = {each["name"]: each for each in first["sources"] if each["kind"] == "environment"}
-    assert sorted(code) == ["helper.py", "mine.py"], "and not what it does not import"
+    assert sorted(code) == ["its_tasks.py", "mine.py"], "and not what it does not import"
     assert code["mine.py"]["path"] == str(environment)
     tokenizer = {each["name"] for each in first["sources"] if each["kind"] == "tokenizer"}
     assert tokenizer >= {"tokenizer.json", "tokenizer_config.json", "chat template"}
@@ -98,9 +98,9 @@ def test_it_is_recorded_compared_and_allowed_by_name(scripted, run, environment,
 @pytest.mark.full
 def test_a_module_that_the_environment_imports_counts(scripted, run, environment):
     run(environment, steps=1, resume=False)
-    helper = environment.with_name("helper.py")
-    helper.write_text(LETTERS.read_text().replace('{split} {i}{padding}"', '{split} no {i}{padding}"'))
-    assert f"{helper} was " in run.refused(environment, steps=2)
+    its_tasks = environment.with_name("its_tasks.py")
+    its_tasks.write_text(LETTERS.read_text().replace('{split} {i}{padding}"', '{split} no {i}{padding}"'))
+    assert f"{its_tasks} was " in run.refused(environment, steps=2)
     # What follows from it, other tasks, is allowed too.
     assert run(environment, "--run.allow_changes", '["environment"]', steps=2).status == "finished"
 
