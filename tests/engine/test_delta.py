@@ -98,6 +98,7 @@ def oracle() -> dict[str, list[Completion]]:
     return {}
 
 
+@pytest.mark.full
 @CARRIERS
 def test_several_in_a_row_leave_the_engine_as_one_started_on_the_last(live, tmp_path, oracle, carrier):
     trainer = Trainer(live, carrier, tmp_path)

@@ -79,6 +79,7 @@ def check_that_no_block_is_older_than_its_request(live: LiveEngine, tmp_path):
             assert (ours - torch.tensor(completion.logprobs)).abs().max() < 1e-3
 
 
+@pytest.mark.full
 def test_a_drained_engine_updates_between_requests(tiny_model, tmp_path):
     live = start(tiny_model, tmp_path, in_flight="drain")
     try:

@@ -166,6 +166,7 @@ def one_by_one(live: LiveEngine, tag: str) -> list[Completion]:
     return [live.sample(f"{tag}-{n}", GREEDY, [prompt])[0] for n, prompt in enumerate(PROMPTS)]
 
 
+@pytest.mark.full
 @pytest.mark.real_start
 def test_an_engine_that_died_comes_back_with_base_and_adapter_verified(lora):
     lora.update(50)

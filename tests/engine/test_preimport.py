@@ -72,6 +72,7 @@ def test_one_that_may_have_imported_something_else_is_not_taken(reason, tiny_mod
     assert ahead.take(tmp_path / "settings", environment, log) is None
 
 
+@pytest.mark.full
 def test_it_becomes_one_engine_and_is_then_that_engines(tmp_path, ahead):
     """A run's teacher, which is made by the same maker, gets another; and the engine is not ended with the context."""
     log = tmp_path / "logs" / "engine.log"

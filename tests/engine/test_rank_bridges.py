@@ -44,7 +44,8 @@ def each(live: LiveEngine) -> list[LiveEngine]:
     return [dataclasses.replace(live, engine=engine) for engine in getattr(live.engine, "each", [live.engine])]
 
 
-@pytest.mark.parametrize(("replicas", "workers"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("replicas", "workers"), [(2, 1), (1, 2)])
 def test_engines_answer_as_ones_started_on_what_ranks_publish(replicas: int, workers: int, tmp_path: Path):
     architecture = ARCHITECTURES["tied"]
     dtype, model = architecture.dtype, architecture.build(tmp_path / "model", architecture.dtype)

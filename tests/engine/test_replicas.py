@@ -192,6 +192,7 @@ def test_one_is_killed_while_it_takes_a_version(several):
     assert several.requests() == [8, 8]
 
 
+@pytest.mark.full
 @pytest.mark.real_start
 def test_without_files_the_other_goes_on_alone_until_the_next_version(several):
     for _ in range(2):
@@ -211,6 +212,7 @@ def test_without_files_the_other_goes_on_alone_until_the_next_version(several):
     assert several.requests() == [8, 8]
 
 
+@pytest.mark.full
 @pytest.mark.real_start
 def test_one_is_killed_in_the_middle_of_a_collective(several):
     several.publish("broadcast")

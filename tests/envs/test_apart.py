@@ -188,6 +188,7 @@ async def test_an_episode_that_blocks_is_named_and_interrupted_and_costs_no_othe
     assert [bool(re.match(where + "has held up its process for", text)) for text in warnings] == [True, True], warnings
 
 
+@pytest.mark.full
 async def test_many_that_block_one_after_the_other_cost_no_other(config, tmp_path):
     """As a group does whose task makes `run` block: together they take longer than any deadline."""
     async with Played(config, tmp_path, 8.0) as played:
@@ -198,6 +199,7 @@ async def test_many_that_block_one_after_the_other_cost_no_other(config, tmp_pat
         assert all("a synchronous call blocked all episodes" in rollout.error for rollout in blocked)
 
 
+@pytest.mark.full
 async def test_what_cannot_be_interrupted_is_killed(config, tmp_path):
     async with Played(config, tmp_path, 2.0) as played:
         blocks = await played.rollout("block for ever")

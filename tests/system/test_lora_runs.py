@@ -125,6 +125,7 @@ def test_dora_is_refused_where_the_adapter_travels_alone(run_file, bridge):
         load_config(run_file, (*LORA, "--lora.dora", "true", "--weights.bridge", bridge))
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_dora_with_a_live_engine_then_evaluated_from_its_folder(command, run_file, tmp_path):
     """bfloat16, from memory to memory, only what changed."""

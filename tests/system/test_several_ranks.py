@@ -76,6 +76,7 @@ def test_the_loss_of_held_out_rows_is_that_of_one_rank(command, model, tmp_path)
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.real_start
 def test_a_rank_that_is_killed_ends_the_run(command, run_file, meetings, tmp_path):
     folder = tmp_path / "run"

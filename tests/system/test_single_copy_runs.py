@@ -70,6 +70,7 @@ def test_sft_whose_engine_stands_still_between_two_evaluations(command, run_file
     assert [row["step"] for row in read_metrics(folder) if "eval/accuracy" in row] == [0, 2, 4, 5]
 
 
+@pytest.mark.full
 def test_an_adapter_on_a_base_that_both_share(command, run_file, model, tmp_path):
     folder = tmp_path / "run"
     run = command(
@@ -109,6 +110,7 @@ def test_killed_at_any_moment_it_leaves_nothing_and_can_be_resumed(command, run_
     assert all(row["probe/abs_logprob_diff"] < 0.001 for row in read_metrics(folder))
 
 
+@pytest.mark.full
 @pytest.mark.real_start
 def test_a_run_whose_engine_is_killed_goes_on_by_itself_and_makes_the_same_steps_again(command, run_file, tmp_path):
     folder, environment = tmp_path / "run", tmp_path / "parity.py"

@@ -115,6 +115,7 @@ def test_a_terminal(model):
         os.close(ours)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_an_adapter_answers_at_an_openai_compatible_address(adapter_run, monkeypatch, command):
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "a-key")
