@@ -211,11 +211,14 @@ class SupervisedEngine:
                 return
             why = self._process.describe()
             if self._in_memory_by:
-                raise EngineError(
-                    f"the engine died, and no file holds the weights that it had by {self._in_memory_by}: continue the "
-                    f"run with --resume, or use weights.bridge = disk, which can restart it: {why}"
-                )
+                raise self._lost_weights(why)
             await self._start_again(why)
+
+    def _lost_weights(self, why: str) -> EngineError:
+        return EngineError(
+            f"the engine died, and no file holds the weights that it had by {self._in_memory_by}: continue the run with "
+            f"--resume, or use weights.bridge = disk, which can restart it: {why}"
+        )
 
     async def replace(self) -> None:
         """Start a dead engine again on the weights of its first start, where no file holds its last ones. It must get a
@@ -248,10 +251,12 @@ class SupervisedEngine:
         num_restarts = self.num_restarts
         try:
             report = await self._process.client.apply(ticket, timeout_s)
-        except EngineError:
+        except EngineError as error:
             has_died = not self._process.is_alive() or self.num_restarts != num_restarts
             # A new process cannot join the running collective: the trainer has to send the version again.
             if not has_died or ticket.bridge == "broadcast":
+                if self._in_memory_by and not self._process.is_alive():
+                    raise self._lost_weights(str(error)) from error
                 raise
             await self.revive()
             report = await self._process.client.apply(ticket, timeout_s)
