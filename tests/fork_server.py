@@ -83,6 +83,7 @@ ENVIRONMENT = {
         "SLIPSTREAM_ENGINE": "1",
         "VLLM_PLUGINS": "slipstream",
         "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
         **child_process.OFFLINE,
     },
     "trainer": {},
@@ -96,6 +97,8 @@ READ_EARLY = re.compile(
 READ_LATER = {
     "TORCHINDUCTOR_CACHE_DIR",
     "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_CACHE_ROOT",
+    "TRITON_CACHE_DIR",
     "VLLM_API_KEY",
     "PYTHONSAFEPATH",
     *ENVIRONMENT["engine"],

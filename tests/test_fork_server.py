@@ -13,6 +13,8 @@ import pytest
 
 from slipstream.inference import child_process
 from slipstream.inference.engine_process import EngineProcess
+from slipstream.inference.preimport import engine_environment
+from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.records import GenerateRequest, SamplingParams
 
 from . import fork_server
@@ -110,6 +112,15 @@ def test_what_libraries_read_early_has_to_be_the_same():
     assert fork_server.forks(COMMAND, environment | {"VLLM_USE_V1": "0"}) is None
     assert fork_server.forks([sys.executable, "-c", "pass"], environment) is None
     assert fork_server.forks(["sh", "-m", "slipstream.cli"], environment) is None
+
+
+def test_what_tests_start_is_forked(monkeypatch):
+    """Otherwise nothing fails, and the tests take half as long again."""
+    monkeypatch.setenv("OMP_NUM_THREADS", fork_server.NUM_THREADS)
+    with persistent_caches(pytest.fail):
+        environment = engine_environment(os.environ, 1)
+        assert fork_server.forks([sys.executable, "-m", "slipstream.inference.plugin.main"], environment) == "engine"
+        assert fork_server.forks(COMMAND, {**os.environ, "TOKENIZERS_PARALLELISM": "false"}) == "trainer"
 
 
 @pytest.mark.real_start

@@ -6,7 +6,8 @@ import pytest
 
 from slipstream import errors
 from slipstream.inference import engine
-from slipstream.launch.recovery.restarts import Restart, earlier_attempts, has_lost_weights, next_restart
+from slipstream.launch.recovery.restarts import has_lost_weights
+from slipstream.launch.recovery.retry_policy import Restart, earlier_attempts, next_restart
 
 from ..orchestrator.executors import executor_of
 

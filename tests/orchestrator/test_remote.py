@@ -30,6 +30,10 @@ class Sides:
         self.should_stop = threading.Event()
         self.thread = None
 
+    def silent(self, seconds):
+        self.reason = OrchestratorError(f"silent for {seconds:g} s")
+        return self.reason
+
     def serve(self, executor):
         async def main():
             with contextlib.suppress(TransportLost):  # tests raise it themselves
@@ -42,6 +46,7 @@ class Sides:
             self.messages[0],
             on_notice=self.heard.append,
             ended=lambda: self.reason,
+            silent=self.silent,
             should_stop=self.should_stop.is_set,
         )
         return self.caller
@@ -219,6 +224,23 @@ def test_the_other_sides_end_fails_what_waits_and_what_comes(sides):
     with pytest.raises(OrchestratorError, match="code -9"):
         caller.call(commands.AskHeld(), commands.Held, 20.0, "it")
     assert caller.engine_state(settles=True) == commands.EngineState(False, True)
+
+
+def test_silence_is_blamed_only_where_no_sign_of_life_comes(sides, monkeypatch):
+    monkeypatch.setattr(remote, "_SILENCE_S", 1.5)
+    monkeypatch.setattr(remote, "_BEAT_S", 0.2)
+    caller = sides.serve(executor_of(Engine(), Versions()))
+    with remote.Beats(sides.messages[1]):
+        time.sleep(2.5)
+        assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
+    assert caller.activity() == 0
+    asked = caller.submit(commands.AskHeld()).result(20.0)
+    assert asked.version == Version(0, 2, "dd"), "a reply is a sign of life, too"
+    until = time.monotonic() + 20.0
+    while sides.reason is None and time.monotonic() < until:
+        time.sleep(0.05)
+    with pytest.raises(OrchestratorError, match=r"silent for 1.5 s"):
+        caller.call(commands.AskHeld(), commands.Held, 20.0, "it")
 
 
 def test_a_close_cancels_what_goes_on_and_writes_the_rest(sides):

@@ -50,7 +50,8 @@ def counted(inputs):
 """
 
 
-def test_after_the_first_update_the_garbage_collector_looks_at_new_objects_only(scripted, tmp_path):
+def test_after_the_first_update_the_garbage_collector_looks_at_new_objects_only(scripted, freezing, tmp_path):
+    gc.unfreeze()
     loss = tmp_path / "losses.py"
     loss.write_text(LOSS)
     report = scripted.run("--algorithm.loss", f"{loss}:counted")

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sqlite3
 import subprocess
 import threading
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from slipstream.config import PlannedConfig, RunConfig
 from slipstream.errors import ConfigError, DataError, OrchestratorError, StartsAgain
 from slipstream.launch.parts import child, process
-from slipstream.launch.recovery import restarts
+from slipstream.launch.recovery import retry_policy
 from slipstream.launch.startup.stages import Stage
 from slipstream.orchestrator.control import remote
 from slipstream.runlog import read_events, read_exit, read_metrics
@@ -42,6 +43,7 @@ def beside(monkeypatch, scripted):
             str(run.folder.absolute()),
             run.log.lineage,
             run.stages.began,
+            self._number,
         )
 
         def serve():
@@ -87,14 +89,62 @@ def test_with_staleness_none_is_too_old(scripted, beside, order):
     assert balance(scripted.folder).num("trained") == 20
 
 
+TWO = ("--run.orchestrators", "2")
+
+
+@pytest.mark.parametrize("options", [(), ("--algorithm.max_refills", "2")], ids=["lock-step", "refills"])
+def test_two_orchestrators_make_the_batches_of_one(scripted, beside, options, tmp_path):
+    first = scripted.run(*OPTIONS, *options)
+    alone = numbers(scripted.metrics)
+    assert (first.status, scripted.error) == ("finished", None)
+    scripted.folder = tmp_path / "apart"
+    run_apart(scripted, beside, *TWO, *options)
+    if not options:  # the parts fill their gaps one by one
+        assert numbers(scripted.metrics) == alone
+    assert (scripted.folder / "ledger-1.sqlite").exists()
+
+
+def test_two_orchestrators_use_each_draw_once_and_resume(scripted, beside, monkeypatch):
+    monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
+    options = (*OPTIONS, *FILES, "--training.staleness", "2", "--training.order", "ready")
+
+    def change(engine):
+        def on_request(request):
+            if engine.version is not None and engine.version.step == 3:
+                beside[1][0].kill()
+                threading.Event().wait(1.0)
+
+        engine.on_request = on_request
+
+    with pytest.raises(StartsAgain):
+        scripted.run(*options, *TWO, change=change)
+    (told,) = scripted.events("restart")
+    assert "orchestrator 1 ended with code -9" in told["reason"]
+    report = scripted.run(*options, *TWO, resume=True)
+    assert (report.status, report.step) == ("finished", 5)
+    assert balance(scripted.folder).num_open == 0
+    assert max(row.get("staleness/max", 0) for row in scripted.metrics) <= 2
+    drawn = []
+    for path in sorted(scripted.folder.glob("ledger*.sqlite")):
+        with sqlite3.connect(path) as data:
+            drawn += data.execute("SELECT id, step FROM groups WHERE state = 'trained'").fetchall()
+    final = [group for group, step in drawn]
+    assert len(set(final)) == len(final) == 20
+    assert {int(group.split(".")[1]) // 2 for group in final} == {0, 1}
+    # With one again, what the second had left is nobody's.
+    again = scripted.run(*options, "--training.steps", "6", resume=True)
+    assert (again.status, again.step) == ("finished", 6)
+    assert balance(scripted.folder).num_open == 0
+
+
 def run_apart(scripted, beside, *options):
     report = scripted.run(*OPTIONS, *options, *FILES)
     assert (report.status, scripted.error) == ("finished", None)
-    assert len(beside) == 1
+    assert len(beside) == 1 + ("--run.orchestrators" in options)
     assert [row["step"] for row in scripted.metrics] == list(range(6))
     assert balance(scripted.folder).num_open == 0
     assert not (scripted.folder / "streams").exists()
-    assert not beside[0][1].is_alive()
+    assert not any(thread.is_alive() for _, thread in beside)
 
 
 def test_its_failures_are_the_runs(scripted, beside):
@@ -112,7 +162,7 @@ def test_its_failures_are_the_runs(scripted, beside):
 
 
 def test_its_death_begins_the_run_again_from_the_last_checkpoint(scripted, beside, monkeypatch):
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
 
     def change(engine):
         def on_request(request):
@@ -256,6 +306,22 @@ def test_however_the_trainer_ends_nothing_outlives_it(command, run_file, tmp_pat
 
 @pytest.mark.engine
 @pytest.mark.full
+@pytest.mark.parametrize("how", [("disk", "1"), ("broadcast", "2")], ids="-".join)
+def test_two_orchestrators_with_real_engines(command, run_file, tmp_path, how):
+    folder, (bridge, replicas) = tmp_path / "run", how
+    several = (*TWO, "--inference.replicas", replicas, "--weights.bridge", bridge, "--training.staleness", "1")
+    run = command("train", run_file, *COIN, *FILES, "--training.steps", "6", *several, "--run.folder", folder)
+    run.until(lambda: num_steps(folder) >= 1)
+    assert len(run.engines()) == 2 * int(replicas)
+    code, _, err = run.wait()
+    assert code == 0, err
+    check_run(folder, steps=6)
+    assert balance(folder).num_open == 0
+    assert run.left_behind() == []
+
+
+@pytest.mark.engine
+@pytest.mark.full
 @pytest.mark.parametrize("bridge", ["broadcast", "single_copy", "lora", "restart"])
 def test_every_bridge(command, run_file, tmp_path, bridge):
     folder = tmp_path / "run"
@@ -274,7 +340,7 @@ def test_every_bridge(command, run_file, tmp_path, bridge):
 @pytest.mark.parametrize("comes_back", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_redis_server_that_is_killed(scripted, beside, tmp_path, monkeypatch, comes_back):
     """Empty when it is back: what it held is made again, and counted once."""
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(remote, "_SILENCE_S", 3.0)
     (tmp_path / "redis").mkdir()
     server = Server(tmp_path / "redis")

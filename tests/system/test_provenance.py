@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from slipstream.errors import ConfigError, DataError, StartsAgain
-from slipstream.launch.recovery import restarts
+from slipstream.launch.recovery import retry_policy
 from slipstream.runlog.ledger import balance
 
 from .conftest import LETTERS
@@ -151,7 +151,7 @@ def test_other_versions_warn_once_and_the_checkpoints_attempt_counts(scripted, r
 
 
 def test_an_automatic_restart_survives_an_edit_and_uses_nothing_of_the_old_code(scripted, environment, monkeypatch):
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
     name = ("--environment.name", str(environment), "--training.steps", "5")
     ahead = ("--training.staleness", "1")
     with pytest.raises(StartsAgain):

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.errors import EngineError, StartsAgain
-from slipstream.launch.recovery import restarts
+from slipstream.launch.recovery import retry_policy
 from slipstream.runlog import read_exit, read_settings
 
 STEPS = ("--training.steps", "6", "--run.checkpoint_every", "2", "--evaluation", "false")
@@ -11,7 +11,7 @@ STEPS = ("--training.steps", "6", "--run.checkpoint_every", "2", "--evaluation",
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
 
 
 def dies_at(step):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +17,7 @@ from slipstream.cli.output import Json, ignore_closed_pipe, print_error, print_j
 from slipstream.errors import ConfigError, StartsAgain
 
 if TYPE_CHECKING:
+    from slipstream.config.schema import RunSection
     from slipstream.launch.start import ResumeMode
     from slipstream.progress import Progress
 
@@ -51,9 +53,26 @@ def train(
     """Train a model by SFT or reinforcement learning, as the run file says.
 
     Writes metrics, events, sampled rollouts and checkpoints to the run folder. Prints that folder, the folder of the
-    final weights and, if the run evaluates, the accuracy on held-out tasks.
+    final weights and, if the run evaluates, the accuracy on held-out tasks. With run.streams = "files" or "redis" this
+    is the supervisor of a process that does so, `slipstream trainer`, which it starts again if it is killed.
     """
-    return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json)
+    return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json, supervises=True)
+
+
+def trainer(
+    run_file: RunFile,
+    /,
+    *overrides: Overrides,
+    resume: Resume = False,
+    plain: Plain = False,
+    json: Json = False,
+    supervised_by: Annotated[int, Parameter(show=False)] = -1,
+) -> int:
+    """Do what `train` does without a supervisor: for a run that systemd, Kubernetes or a script starts again.
+
+    Use --resume=auto, so that the same command begins the run and continues it.
+    """
+    return _train(run_file, overrides, None, resume=resume, plain=plain, as_json=json, supervised_by=supervised_by)
 
 
 def sft(
@@ -75,12 +94,28 @@ def sft(
 
 
 def _train(
-    run_file: Path, overrides: tuple[str, ...], algorithm: str | None, *, resume: ResumeMode, plain: bool, as_json: bool
+    run_file: Path,
+    overrides: tuple[str, ...],
+    algorithm: str | None,
+    *,
+    resume: ResumeMode,
+    plain: bool,
+    as_json: bool,
+    supervises: bool = False,
+    supervised_by: int = -1,
 ) -> int:
     from slipstream.config import load_config
 
     run_file = Path(run_file)
     loaded = load_config(run_file, overrides, algorithm=algorithm)
+    flags = [*(["--plain"] if plain else []), *(["--json"] if as_json else [])]
+    if supervises and loaded.config.run.streams != "memory":
+        return _supervise(run_file, overrides, loaded.config.run, resume, flags)
+    watch = None
+    if supervised_by >= 0:
+        from slipstream.launch.parts.supervised import SupervisorWatch
+
+        watch = SupervisorWatch(supervised_by)
     from slipstream.launch.start import run_training
 
     def make_progress() -> Progress:
@@ -95,10 +130,14 @@ def _train(
             resume=resume,
             make_progress=make_progress,
             last_words=lambda error: print_error(error, str(error), error.exit_code, as_json=as_json),
+            supervisor=watch,
         )
     except StartsAgain as again:
+        if supervised_by >= 0:
+            from slipstream.launch.parts.supervisor import AGAIN
+
+            return AGAIN
         where = () if loaded.config.run.folder is not None else ("--run.folder", str(again.folder))
-        flags = [*(["--plain"] if plain else []), *(["--json"] if as_json else [])]
         again.arguments = [algorithm or "train", str(run_file), *overrides, *where, "--resume", *flags]
         raise
     with ignore_closed_pipe():
@@ -120,6 +159,25 @@ def _train(
         if result.held_out_loss:
             print(_loss_line(result.folder))
     return 0
+
+
+def _supervise(
+    run_file: Path, overrides: tuple[str, ...], section: RunSection, resume: ResumeMode, flags: list[str]
+) -> int:
+    from slipstream.launch.parts.supervisor import Supervisor
+    from slipstream.launch.start import new_run_folder
+
+    folder = section.folder
+    if folder is None and not resume:
+        folder = new_run_folder(run_file.stem)
+        overrides = (*overrides, "--run.folder", str(folder))
+
+    def say(text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    arguments = ["trainer", str(run_file), *overrides, *flags]
+    supervisor = Supervisor(arguments, folder or Path(), max_restarts=section.max_restarts, say=say)
+    return supervisor.run({False: (), True: ("--resume",), "auto": ("--resume=auto",)}[resume])
 
 
 def _gain_line(folder: Path) -> str:

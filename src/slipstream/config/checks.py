@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 
 from slipstream.config.batch_checks import batch_problems
 from slipstream.config.parse.keys import keys_of
-from slipstream.config.python_objects import is_python_object
+from slipstream.config.process_checks import process_problems
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
-from slipstream.config.traits import bridge_of, num_replicas, shares_weights, uses_critic, uses_engine
+from slipstream.config.traits import bridge_of, uses_critic, uses_engine
 
 OPTIONS_WITH_OWN_KEY = {
     "model": "model.path",
@@ -147,18 +147,6 @@ def reason_against(path: str, reasons: Mapping[str, str]) -> str:
     return next((reasons[name] for name in above if name in reasons), "")
 
 
-def _streams(config: RunConfig) -> Iterator[tuple[str, str]]:
-    streams, environment = config.run.streams, config.environment
-    if streams == "redis" and config.redis is None:
-        yield "run.streams", 'run.streams = "redis" needs a server: set redis.url, or use "files"'
-    if streams != "memory" and environment is not None and is_python_object(environment.name):
-        yield (
-            "run.streams",
-            f'run.streams = "{streams}" generates in a process of its own, which has no object of the Python caller: '
-            "put the environment into a file and give its path",
-        )
-
-
 def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, sentence) for each combination of settings that cannot be run."""
     yield from _sources(config)
@@ -166,7 +154,6 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _engine(config)
     if config.evaluation is not None and config.environment is not None:
         yield from config.evaluation.problems(config.sampling.temperature)
-    yield from _streams(config)
     if not config.model.path.strip():
         yield "model.path", 'model.path = "" is empty: give a local folder or a hub id'
     yield from _optimizer(config)
@@ -182,7 +169,7 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config.algorithm, RLConfig):
         yield from _policy_gradient(config.algorithm)
     yield from _delta(config)
-    yield from _ranks(config)
+    yield from process_problems(config)
     if config.weights.probe_stop <= config.weights.probe_warn:
         yield (
             "weights.probe_stop",
@@ -349,73 +336,6 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from config.data.problems()
 
 
-def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Checks for one copy of the weights that trainer and engine share."""
-    if not shares_weights(config):
-        return
-    size, ranks = config.inference.tensor_parallel_size, config.training.ranks
-    if size != ranks:
-        yield (
-            "inference.tensor_parallel_size" if size > 1 else "training.ranks",
-            f'weights.bridge = "single_copy" has each rank of the trainer train what one worker of the engine has, and '
-            f"there are training.ranks = {ranks} and inference.tensor_parallel_size = {size}: make them equal, or use "
-            "another bridge",
-        )
-    if (replicas := num_replicas(config)) > 1:
-        yield (
-            "inference.replicas",
-            f"inference.replicas = {replicas} keeps the weights {replicas} times, and weights.bridge = "
-            '"single_copy" has one engine whose memory the trainer trains: use 1, or another bridge',
-        )
-    if config.run.placement == "separate":
-        yield (
-            "run.placement",
-            'run.placement = "separate" gives trainer and engine a GPU each, and weights.bridge = "single_copy" has '
-            'them share one memory: use "shared", or another bridge',
-        )
-    if config.inference.sleep is True:
-        yield (
-            "inference.sleep",
-            "inference.sleep = true frees the engine's weights, which are the trainer's under weights.bridge = "
-            '"single_copy": turn it off, or use another bridge',
-        )
-
-
-def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Checks for settings that do not work with several trainer processes."""
-    ranks, optimizer, bridge = config.training.ranks, config.training.optimizer, config.weights.bridge
-    if ranks == 1:
-        return
-    spread = f"training.ranks = {ranks} gives each process a part of every weight"
-    whole = {
-        "muon": "whole matrices",
-        "adamw_8bit": "whole weights, in blocks of 256",
-        "adamw_paged": "moments in memory that the CUDA driver moves, of whole weights",
-    }
-    if optimizer in whole:
-        yield (
-            "training.optimizer",
-            f'{spread}, and training.optimizer = "{optimizer}" works on {whole[optimizer]}: use "adamw" or '
-            '"adamw_bf16"',
-        )
-    if config.model.fp32_head:
-        yield "model.fp32_head", f"{spread}, and the float32 head needs the whole one: turn model.fp32_head off"
-    if config.lora is not None and config.lora.dora:
-        yield "lora.dora", f"{spread}, and DoRA's norms are those of whole weights: use LoRA, or one rank"
-    if config.lora is not None and shares_weights(config):
-        yield (
-            "weights.bridge",
-            f'{spread}, and under [lora] weights.bridge = "single_copy" shares the base with one process: use "lora", '
-            "or one rank",
-        )
-    elif config.lora is not None and uses_engine(config) and bridge not in ("auto", "lora"):
-        yield (
-            "weights.bridge",
-            f'{spread}, and weights.bridge = "{bridge}" publishes an adapter merged into whole weights: use "lora", or '
-            "one rank",
-        )
-
-
 def _delta(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Checks that `weights.delta` is used with a bridge that sends whole models."""
     bridge = bridge_of(config)
@@ -447,7 +367,6 @@ def _engine(config: RunConfig) -> Iterator[tuple[str, str]]:
             'inference.sleep = true frees the engine\'s GPU for the trainer, which run.placement = "separate" has on '
             "another: turn off one of them",
         )
-    yield from _single_copy(config)
     if "" in sampling.stop:
         yield (
             "sampling.stop",

@@ -386,6 +386,10 @@ class RunSection(Section):
     """How batches and commands travel between trainer and orchestrator. `memory`: they share a process. `files`: the
     orchestrator has a process of its own, so that environments and tokenizers do not slow the trainer; over files in
     the run folder. `redis`: the same over the server of [redis]."""
+    orchestrators: bounds.Processes = 1
+    """Processes that generate rollouts, each with `inference.replicas` engines, reward workers and a ledger of its own,
+    and with an equal part of the prompts of each batch. More than one need `streams`, where the event loop of one is
+    too slow for its environments or its engines. The first one also makes the evaluations."""
     placement: Literal["auto", "shared", "separate"] = "auto"
     """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
     first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where

@@ -93,9 +93,14 @@ def uses_critic(config: RunConfig) -> bool:
 
 
 def num_replicas(config: RunConfig) -> int:
-    """How many engines there are; 1 while nobody has decided."""
+    """How many engines each orchestrator has; 1 while nobody has decided."""
     replicas = config.inference.replicas
     return replicas if isinstance(replicas, int) else 1
+
+
+def num_engines(config: RunConfig) -> int:
+    """How many engines all orchestrators have."""
+    return num_replicas(config) * config.run.orchestrators
 
 
 def starts_teacher(config: RunConfig) -> bool:
@@ -105,7 +110,7 @@ def starts_teacher(config: RunConfig) -> bool:
 
 def engine_workers(config: RunConfig) -> int:
     """How many GPUs, or processes on a CPU, all engines have together."""
-    return num_replicas(config) * config.inference.tensor_parallel_size
+    return num_engines(config) * config.inference.tensor_parallel_size
 
 
 def update_phase(config: RunConfig) -> str:

@@ -216,8 +216,8 @@ class SupervisedEngine:
 
     def _lost_weights(self, why: str) -> EngineError:
         return EngineError(
-            f"the engine died, and no file holds the weights that it had by {self._in_memory_by}: continue the run with "
-            f"--resume, or use weights.bridge = disk, which can restart it: {why}"
+            f"the engine died, and no file holds the weights that it had by {self._in_memory_by}: continue the run "
+            f"with --resume, or use weights.bridge = disk, which can restart it: {why}"
         )
 
     async def replace(self) -> None:

@@ -261,11 +261,11 @@ class EngineReplicas:
                 self._homes.clear()
                 if has_ended or ticket.bridge != "broadcast":  # a broken collective is repeated: requests wait
                     self._settled.set()
-            return _worst(reports)
+            return worst_report(reports)
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `TakesWeights`."""
-        return _worst(await self._all(lambda engine: engine.verify(ticket, timeout_s)))
+        return worst_report(await self._all(lambda engine: engine.verify(ticket, timeout_s)))
 
     async def held(self) -> Version | None:
         """The version that all engines have verified and serve; None when they differ."""
@@ -337,7 +337,7 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _worst(reports: Sequence[ApplyReport]) -> ApplyReport:
+def worst_report(reports: Sequence[ApplyReport]) -> ApplyReport:
     """One report of all engines: all mismatches, and the largest times."""
 
     def named(names: Callable[[ApplyReport], tuple[str, ...]]) -> tuple[str, ...]:

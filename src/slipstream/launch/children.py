@@ -41,6 +41,8 @@ class Context:
     stages: Stages
     should_stop: StopRequest
     make_engine: EngineMaker
+    orchestrator: int = 0
+    """Which of several this process is (`run.orchestrators`)."""
 
     @property
     def config(self) -> PlannedConfig:
@@ -115,11 +117,11 @@ class Children:
 
             run, config = self._run, self._run.config
             folder, on_cpu = resolve_folder(config.model.path), not torch.cuda.is_available()
-            plan = engine_plan(config, str(folder), on_cpu=on_cpu)
+            plan = engine_plan(config, str(folder), on_cpu=on_cpu, orchestrator=run.orchestrator)
             self.engine = run.make_engine(plan, run.folder / "logs", run.log.event)
             self.at_exit(self.engine.kill)
             run.stages.watch(self.engine)
-            for replica, path in enumerate(self.engine.sockets):
+            for replica, path in enumerate(self.engine.sockets, plan.first_number):
                 run.log.event("engine_socket", path=path, replica=replica)
         return self.engine
 

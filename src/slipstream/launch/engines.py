@@ -12,7 +12,7 @@ import msgspec
 
 from slipstream.config import PlannedConfig
 from slipstream.config.bounds import GIB
-from slipstream.config.traits import engine_workers, num_replicas, publishes_adapter
+from slipstream.config.traits import engine_workers, num_engines, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, RunEngine, SupervisedEngine
 from slipstream.inference.preimport import EngineAhead
@@ -35,6 +35,10 @@ class EnginePlan:
     max_restarts: int = 1
     gpus: tuple[tuple[str, ...], ...] = ((),)
     """Of each engine, see `EngineSettings.gpus`."""
+    first_number: int = 0
+    """The number of the first of them among the engines of all orchestrators."""
+    is_only: bool = True
+    """Whether there is no other engine than the first of them."""
     num_sequences: int = 0
     """How many are generated at once at most, by all engines together."""
 
@@ -43,11 +47,12 @@ EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
 """Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
 
 
-def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool) -> EnginePlan:
-    """The plan of the run's engines on the folder `model`."""
+def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool, orchestrator: int = 0) -> EnginePlan:
+    """The plan of the engines of an orchestrator on the folder `model`."""
     inference, visible = config.inference, os.environ.get("CUDA_VISIBLE_DEVICES")
     lora = config.lora if publishes_adapter(config) else None
-    replicas = range(num_replicas(config))
+    first = orchestrator * num_replicas(config)
+    replicas = range(first, first + num_replicas(config))
     gpus = tuple(() if on_cpu else engine_gpus(config, visible, replica) for replica in replicas)
     settings = EngineSettings(
         model=model,
@@ -60,6 +65,7 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool) -> EnginePla
         kv_cache_bytes=int(inference.kv_cache_gib * GIB),
         gpu_memory_utilization=inference.gpu_memory_utilization,
         gpus=gpus[0],
+        first_rank=1 + first * inference.tensor_parallel_size,
         in_flight=config.weights.in_flight,
         can_sleep=inference.sleep,
         fp32_head=config.model.fp32_head,
@@ -78,6 +84,8 @@ def engine_plan(config: PlannedConfig, model: str, *, on_cpu: bool) -> EnginePla
         request_timeout_s=inference.request_timeout_s,
         max_restarts=inference.max_restarts,
         gpus=gpus,
+        first_number=first,
+        is_only=num_engines(config) == 1,
         num_sequences=config.training.prompts_per_batch * getattr(config.algorithm, "group_size", 1),
     )
 
@@ -86,9 +94,9 @@ def engine_gpus(config: PlannedConfig, visible: str | None, replica: int = 0) ->
     """Return the GPUs of one replica, named as in `visible` (CUDA_VISIBLE_DEVICES); empty for all of them, where the
     only engine shares the trainer's."""
     size, separate = config.inference.tensor_parallel_size, config.run.placement == "separate"
-    if not separate and num_replicas(config) == 1:
+    ranks, replicas = config.training.ranks, num_engines(config)
+    if not separate and replicas == 1:
         return ()
-    ranks, replicas = config.training.ranks, num_replicas(config)
     gpus = place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate).engines[replica]
     named = [name.strip() for name in visible.split(",")] if visible else None
     return tuple(named[gpu] if named else str(gpu) for gpu in gpus)
@@ -115,12 +123,18 @@ def create_engine(
 
     settings = plan.settings
     if len(plan.gpus) == 1:
-        return create(settings, "engine.log", on_event, ahead)
+        return create(settings, "engine.log" if plan.is_only else _log_of(plan.first_number), on_event, ahead)
     engines: list[SupervisedEngine] = []
     for number, gpus in enumerate(plan.gpus):
         first_rank = settings.first_rank + number * settings.tensor_parallel_size
         own = msgspec.structs.replace(settings, gpus=gpus, first_rank=first_rank)
         first = ahead if number == 0 else None
-        engines.append(create(own, f"engine-{number}.log", functools.partial(on_event, replica=number), first))
+        engines.append(
+            create(own, _log_of(plan.first_number + number), functools.partial(on_event, replica=number), first)
+        )
     per_engine = min(settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
     return EngineReplicas(engines, num_places=per_engine, on_event=on_event)
+
+
+def _log_of(number: int) -> str:
+    return f"engine-{number}.log"

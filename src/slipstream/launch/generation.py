@@ -24,6 +24,7 @@ from slipstream.launch.provenance.collect import code_digest
 from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.orchestrator.batches.batcher import Batcher
 from slipstream.orchestrator.batches.orders import InDataOrder, MakesBatches, ReadyFirst
+from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.executor import Executor
@@ -34,7 +35,7 @@ from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.versions import Versions
 from slipstream.records import Batch, Rollout
-from slipstream.runlog.ledger import Ledger
+from slipstream.runlog.ledger import Ledger, end_ledgers
 from slipstream.runlog.samples import sample_of
 from slipstream.transport import Transport
 from slipstream.weights import receiver_of
@@ -91,6 +92,8 @@ class _Generation:
         await all_of(starts)
 
     def _open_ledger(self, first: int) -> None:
+        if self._context.orchestrator == 0:
+            end_ledgers(self._context.folder, self._context.config.run.orchestrators, self._context.log.lineage, first)
         self._ledger = _ledger(self._context, first, lambda: self.executor.saved_step)
 
     async def _make_batches(self, command: commands.MakeBatches) -> None:
@@ -99,7 +102,8 @@ class _Generation:
         batcher = _batcher(self._context, self._children, self._runner, self._order, hooks, self._ledger)
         made: MakesBatches = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
         if config.training.order == "ready":
-            size, draws = config.training.prompts_per_batch, Draws.of_state(command.draws)
+            size = config.training.prompts_per_batch // config.run.orchestrators
+            draws = Draws.of_state(command.draws)
             made = ReadyFirst(batcher, self._versions, self._order.tasks, hooks, size, draws)
 
         async def put(batch: Batch) -> None:
@@ -194,7 +198,9 @@ def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledg
             "seed": config.run.seed,
             "tasks": tasks_digest(context.prepared.train_tasks),
             "code": code_digest(context.prepared),
+            "orchestrators": config.run.orchestrators,
         },
+        orchestrator=context.orchestrator,
         saved_step=saved_step,
     )
 
@@ -217,6 +223,7 @@ def _batcher(
         teacher=children.teacher,
         hooks=hooks,
         ledger=ledger,
+        share=Share(context.orchestrator, config.run.orchestrators),
     )
 
 

@@ -6,7 +6,6 @@ starts while the trainer loads, so that neither waits for the other's imports.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from slipstream.launch.children import Children, RunContext
 from slipstream.launch.engines import EngineMaker, create_engine
 from slipstream.launch.messages import title_of, trainer_logs_as_events
 from slipstream.launch.parts.start import Generation, start_generation
+from slipstream.launch.parts.supervised import SupervisorWatch
 from slipstream.launch.plan.memory.last_run import record_memory
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.provenance.stock import take_stock
@@ -34,8 +34,9 @@ from slipstream.launch.ranks.processes import rank_threads
 from slipstream.launch.recovery.fallbacks import with_fallbacks
 from slipstream.launch.recovery.grace import GraceEnd, LastWords
 from slipstream.launch.recovery.out_of_memory import reports_out_of_memory
-from slipstream.launch.recovery.restarts import WeightsLost, earlier_attempts, has_lost_weights, start_again
+from slipstream.launch.recovery.restarts import WeightsLost, has_lost_weights, start_again
 from slipstream.launch.recovery.resume import changed_settings, identity_of, refuse_to_resume
+from slipstream.launch.recovery.retry_policy import earlier_attempts
 from slipstream.launch.recovery.shortages import memory_at_start
 from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup.compile_caches import persistent_caches
@@ -72,12 +73,6 @@ class RunResult:
     """With `evaluation.patience`: those of the most accurate step."""
 
 
-def run_folder_of(prepared: Prepared, name: str) -> Path:
-    """`run.folder`, or a new one below `runs/` named after the run file and the time."""
-    folder = prepared.config.run.folder
-    return folder if folder is not None else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
 def train(
     prepared: Prepared,
     folder: Path,
@@ -87,23 +82,27 @@ def train(
     make_engine: EngineMaker = create_engine,
     stages: Stages | None = None,
     last_words: LastWords = lambda error: None,
+    supervisor: SupervisorWatch | None = None,
 ) -> RunResult:
     """Carry out the plan in `folder`. Raises the error that ended the run early, after everything was stopped, or
     `StartsAgain` where the caller is to start the run again. `stages`: those recorded so far. `last_words` is called in
-    the place of raising, from another thread, where the process ends by itself at `run.grace_s`."""
+    the place of raising, from another thread, where the process ends by itself at `run.grace_s`. `supervisor`: what
+    watches the process that started this one and passes signals on."""
     stages, step = stages or Stages(), refuse_to_resume(folder, prepared.config) if resume else 0
     with stages.stage("compute digests"):
         stock = take_stock(prepared, folder, progress, resume=resume)
     grace = GraceEnd(prepared.config.run.grace_s, progress, last_words)
     with (
         MetricsServer(prepared.config.run.metrics_port) as server,
-        StopRequest(on_first=grace.say_first, grace=grace) as stop,
+        StopRequest(on_first=grace.say_first, grace=grace, comes_twice=supervisor is not None) as stop,
         RunLog.create(folder, resume=resume) as log,
         Beating(log),
         stacks.kept_in(folder),
         trainer_logs_as_events(log),
     ):
         grace.log = log
+        if supervisor is not None:
+            supervisor.warn = log.warning
         log.on_warning(lambda text: progress.message(text, "warning"))
         before = read_settings(folder) if resume else {}
         log.resolved(dump_resolved(prepared.loaded, prepared.plan.derived))
@@ -136,7 +135,8 @@ def train(
                     return with_fallbacks(
                         prepared,
                         lambda planned: _carry_out(
-                            RunContext(planned, log, progress, stages, stop, make_engine, stock.may_differ), resume
+                            RunContext(planned, log, progress, stages, stop, make_engine, may_differ=stock.may_differ),
+                            resume,
                         ),
                         log,
                     )

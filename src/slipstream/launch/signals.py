@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn, Protocol, Self
@@ -23,6 +24,7 @@ _BOUNDED = frozenset({signal.SIGTERM, signal.SIGUSR1})
 _LEFT = 0
 """Written to the watching thread's pipe when the context is left; no signal has this number."""
 _JOIN_S = 2.0
+_SAME_S = 1.0
 
 
 class Grace(Protocol):
@@ -47,12 +49,17 @@ class StopRequest:
         at_once: Callable[[], None] = lambda: None,
         on_first: Callable[[int], None] = lambda number: None,
         grace: Grace | None = None,
+        comes_twice: bool = False,
     ) -> None:
+        """`comes_twice`: a SIGTERM may come from the scheduler, which signals all processes of a job, and again from
+        the supervisor; within `_SAME_S` that is one."""
         self.at_once = at_once
         self.on_first = on_first
         self._grace = grace
         self._requested = threading.Event()
         self._only_warned = True
+        self._same_s = _SAME_S if comes_twice else 0.0
+        self._last_term = -_SAME_S
         self._before: dict[int, object] = {}
         self._watch: _Watch | None = None
 
@@ -61,6 +68,10 @@ class StopRequest:
         return self._requested.is_set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            last, self._last_term = self._last_term, time.monotonic()
+            if self._last_term - last < self._same_s:
+                return
         is_first, only_warned = not self._requested.is_set(), self._only_warned
         self._only_warned = only_warned and number == signal.SIGUSR1
         if is_first:

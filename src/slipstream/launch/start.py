@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -17,12 +18,18 @@ from slipstream.launch.startup.stages import Stages
 from slipstream.runlog import holds_run, read_metrics, refuse_used
 
 if TYPE_CHECKING:
+    from slipstream.launch.parts.supervised import SupervisorWatch
     from slipstream.launch.run import RunResult
     from slipstream.progress import Progress
 
 
 ResumeMode = bool | Literal["auto"]
 """Whether to continue a run; `auto`: where there is one. One that is complete is left as it is."""
+
+
+def new_run_folder(name: str) -> Path:
+    """A new folder below `runs/`, named after the run file and the time."""
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def run_training(
@@ -32,10 +39,12 @@ def run_training(
     resume: ResumeMode,
     make_progress: Callable[[], Progress],
     last_words: Callable[[Interrupted], None] = lambda error: None,
+    supervisor: SupervisorWatch | None = None,
 ) -> tuple[RunResult, dict[str, Any]]:
     """Read, plan and train, in `run.folder` or a new folder named after `name`; the result, and its summary.
 
-    Raises what ends the run early, and `StartsAgain` where it goes on in another process. `last_words`: see `train`.
+    Raises what ends the run early, and `StartsAgain` where it goes on in another process. `last_words`, `supervisor`:
+    see `train`.
     """
     folder = loaded.config.run.folder
     if resume and folder is None:
@@ -54,19 +63,20 @@ def run_training(
         with stages.stage("read model and data"):
             from slipstream.launch.engines import create_engine
             from slipstream.launch.prepare import prepare
-            from slipstream.launch.run import run_folder_of, train
+            from slipstream.launch.run import train
 
             prepared = prepare(same_commit(loaded) if resume else loaded)
         if folder is not None and may_be_complete and is_complete(folder, prepared.config):  # steps derived from epochs
             return _finished(folder)
         result = train(
             prepared,
-            run_folder_of(prepared, name),
+            prepared.config.run.folder or new_run_folder(name),
             make_progress(),
             resume=resume,
             make_engine=partial(create_engine, ahead=ahead),
             stages=stages,
             last_words=last_words,
+            supervisor=supervisor,
         )
     metrics = {} if result.evaluation is None else result.evaluation.metrics()
     return result, _summary(result, {**metrics, **result.held_out_loss}) | {"startup": stages.summary()}

@@ -22,12 +22,11 @@ from slipstream.launch.children import RunContext
 from slipstream.launch.engine_sleep import SleepWake
 from slipstream.launch.startup.stages import WAIT
 from slipstream.orchestrator.control import commands
-from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader
+from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader, Takes
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.hooks import TrainerHooks
-from slipstream.records import ApplyReport, Batch, Ticket, Version
+from slipstream.records import ApplyReport, Ticket, Version
 from slipstream.runlog import sample_of
-from slipstream.transport import Transport
 from slipstream.weights import Announce, Publisher, create_adapter_publisher, create_publisher
 from slipstream.weights.base import NamedWeights
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.trainer.loop import TrainingLoop
 
 
-def attach_engine(run: RunContext, caller: Caller, batches: Transport[Batch], loop: TrainingLoop) -> Publisher:
+def attach_engine(run: RunContext, caller: Caller, batches: Takes, loop: TrainingLoop) -> Publisher:
     """Give `loop` its engine and, under RL, the reader of rollouts, whose making begins; returns the publisher, which
     the caller closes."""
     config, log, waits = run.config, run.log, waits_of(run.config)

@@ -38,7 +38,7 @@ from slipstream.runlog.reader import (
 from slipstream.runlog.record import RunRecord, Setting, read_run
 from slipstream.runlog.redaction import REDACTED
 from slipstream.runlog.samples import read_tickets, sample_of
-from slipstream.runlog.writer import EventLog, RunLog, exit_code_of, refuse_used, versions
+from slipstream.runlog.writer import EventLog, RunLog, append_event, exit_code_of, refuse_used, versions
 
 __all__ = [
     "ACCURACY",
@@ -52,6 +52,7 @@ __all__ = [
     "RunStatus",
     "RunSummary",
     "Setting",
+    "append_event",
     "exit_code_of",
     "holds_run",
     "is_running",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from slipstream.records import Rollout
 from slipstream.runlog.files import cannot_write
 
 FILE = "ledger.sqlite"
+"""Of the only orchestrator, or the first; that of the second is `ledger-1.sqlite`."""
+_OTHERS = "ledger-[0-9]*.sqlite"
 _FORMAT = 1
 _ENDED = ("cancelled", "run ended")
 _OPEN = ("running", "ready", "batched", "kept")
@@ -81,12 +84,13 @@ class Ledger:
         staleness: int,
         shape: Mapping[str, object],
         saved_step: Callable[[], int] = lambda: 0,
+        orchestrator: int = 0,
     ) -> None:
         """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
         `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
-        on, is the same. `saved_step`: the step of the newest whole checkpoint."""
+        on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is."""
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
-        self._path = path = folder / FILE
+        self._path = path = _path_of(folder, orchestrator)
         path.touch(0o600)
         self._data = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         with self._reported():
@@ -233,18 +237,38 @@ class Ledger:
             yield
 
 
+def end_ledgers(folder: Path, number: int, lineage: int, first_step: int) -> None:
+    """Drop what orchestrators from `number` on have left, of which an earlier attempt had more."""
+    for path in folder.glob(_OTHERS):
+        if (other := int(path.stem.rpartition("-")[2])) >= number:
+            Ledger(folder, lineage, first_step, staleness=0, shape={}, orchestrator=other).close(first_step)
+
+
+def _path_of(folder: Path, orchestrator: int) -> Path:
+    return folder / (f"ledger-{orchestrator}.sqlite" if orchestrator else FILE)
+
+
 def balance(folder: Path) -> Balance | None:
     """Where the groups of the run in `folder` are; None without a ledger. Raises DataError if it cannot be read."""
-    path = folder / FILE
-    if not path.is_file():
+    paths = [folder / FILE, *sorted(folder.glob(_OTHERS))]
+    if not paths[0].is_file():
         return None
+    found: Counter[tuple[str, str]] = Counter()
+    tokens: Counter[tuple[str, str]] = Counter()
+    for path in paths:
+        for state, reason, num_groups, num_tokens in _read(path):
+            found[state, reason] += num_groups
+            tokens[state, reason] += num_tokens
+    return Balance(tuple(Entry(*key, found[key], tokens[key]) for key in sorted(found)))
+
+
+def _read(path: Path) -> list[tuple[str, str, int, int]]:
     query = "SELECT state, reason, COUNT(*), SUM(tokens) FROM groups GROUP BY state, reason ORDER BY state, reason"
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as data:
-            rows = data.execute(query).fetchall()
+            return data.execute(query).fetchall()
     except sqlite3.Error as error:
         raise DataError(f"{path} cannot be read ({error}): it is no ledger, or was not begun") from error
-    return Balance(tuple(Entry(*row) for row in rows))
 
 
 def _step_of(version: str) -> int:

@@ -315,6 +315,20 @@ class RunLog:
         return cast(dict[str, Any], map_text(fields, lambda text: scrub(text, self._secrets)))
 
 
+def append_event(folder: Path, lineage: int, kind: str, **fields: Any) -> None:
+    """Writes an event of an attempt whose process was killed. Raises `ConfigError` if another process is using the
+    folder."""
+    lock = FolderLock(folder)
+    try:
+        file = LineFile(folder / _EVENTS)
+        try:
+            file.append(_encode({"time": _now(), "lineage": lineage, "kind": kind, **fields}))
+        finally:
+            file.close()
+    finally:
+        lock.release()
+
+
 def versions() -> dict[str, str]:
     """Versions of the run's dependencies from the package metadata; imports none of them."""
     found = {"python": platform.python_version()}

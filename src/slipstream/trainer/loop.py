@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from slipstream import records
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import RLConfig
-from slipstream.config.traits import num_replicas, update_phase
+from slipstream.config.traits import num_engines, update_phase
 from slipstream.data.draws import Draws
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError
 from slipstream.progress import Progress
@@ -400,7 +400,7 @@ class TrainingLoop:
         row = max(map(len, sequences)) if self.config.inference.sleep is True else None
         ours = self.learner.forward(sequences, self.sampling, micro_batch_tokens=row).logprobs
         differences = [logprob_differences(s, logprobs) for s, logprobs in zip(sequences, ours, strict=True)]
-        mean = worst_engine_mean(differences, num_replicas(self.config))
+        mean = worst_engine_mean(differences, num_engines(self.config))
         limits = self.config.weights
         if not mean <= limits.probe_stop:
             raise MismatchError(

@@ -26,7 +26,7 @@ from slipstream.launch.signals import StopRequest
 from slipstream.launch.startup import preimport_vllm
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import Stages
-from slipstream.orchestrator.control.remote import NoticeLog, NoticeProgress, Outbox, serve
+from slipstream.orchestrator.control.remote import Beats, NoticeLog, NoticeProgress, Outbox, serve
 from slipstream.runlog import stacks
 
 _NEVER_S = 365 * 24 * 3600.0
@@ -39,9 +39,11 @@ def main(path: str) -> int:
     lifeline.follow_stdin()
     settings = msgspec.json.decode(Path(path).read_bytes(), type=Settings)
     config = RunConfig.model_validate_json(settings.config)
+    planned = PlannedConfig.model_validate_json(settings.planned)
     try:
         with persistent_caches(lambda text: None), preimport_vllm(config) as ahead:
-            prepared = plan_again(config, PlannedConfig.model_validate_json(settings.planned), settings.tasks)
+            with Beats(_queues(planned, settings).messages):
+                prepared = plan_again(config, planned, settings.tasks)
             carry_out(settings, prepared, partial(create_engine, ahead=ahead))
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,11 +74,11 @@ def carry_out(settings: Settings, prepared: Prepared, make_engine: EngineMaker) 
     """Start the generating side of the run in `settings.folder`, and serve."""
     folder, outbox, stages = Path(settings.folder), Outbox(), Stages(settings.began)
     log, progress = NoticeLog(outbox, folder, settings.lineage), NoticeProgress(outbox)
-    queues = Queues(prepared.config, folder, settings.lineage)
+    queues = _queues(prepared.config, settings)
     stages.attach(log, progress)
-    context = Context(prepared, log, progress, stages, StopRequest(), make_engine)
+    context = Context(prepared, log, progress, stages, StopRequest(), make_engine, settings.orchestrator)
     try:
-        with Children(context) as children:
+        with Beats(queues.messages), Children(context) as children:
             begin(context, children)
             executor = build_executor(context, children, queues.batches)
             serving = serve(executor, queues.requests, queues.messages, outbox)
@@ -86,6 +88,10 @@ def carry_out(settings: Settings, prepared: Prepared, make_engine: EngineMaker) 
         # The trainer reads no more notices: those of the end are in this process's log.
         for warning in outbox.take_warnings():
             print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _queues(config: PlannedConfig, settings: Settings) -> Queues:
+    return Queues(config, Path(settings.folder), settings.lineage, settings.orchestrator)
 
 
 if __name__ == "__main__":

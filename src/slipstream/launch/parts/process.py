@@ -34,6 +34,7 @@ from slipstream.orchestrator.control import commands, remote
 from slipstream.orchestrator.control.remote import Message, RemoteCaller, Request
 from slipstream.progress import Progress
 from slipstream.records import Batch
+from slipstream.runlog import stacks
 from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.transport import FileStreams, RedisStreams, Transport, open_transport
 
@@ -58,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True):
     lineage: int
     began: float
     """When the command began, by `time.monotonic`."""
+    orchestrator: int = 0
+    """Which of several it is."""
 
 
 def tasks_of(prepared: Prepared) -> str:
@@ -66,21 +69,26 @@ def tasks_of(prepared: Prepared) -> str:
 
 
 class Queues:
-    """The three queues between trainer and orchestrator."""
+    """The three queues between trainer and one orchestrator."""
 
-    def __init__(self, config: PlannedConfig, folder: Path, lineage: int) -> None:
+    def __init__(self, config: PlannedConfig, folder: Path, lineage: int, number: int = 0) -> None:
         self._streams = streams = _streams(config, folder, lineage)
-        trainer, orchestrator = "the trainer", "the orchestrator"
-        places = remote.PLACES
+        trainer, orchestrator = "the trainer", name_of(config, number)
+        suffix, places = f"-{number}" if number else "", remote.PLACES
         self.requests: Transport[Request] = open_transport(
-            streams, "requests", Request, capacity=places, producer=trainer, consumer=orchestrator
+            streams, f"requests{suffix}", Request, capacity=places, producer=trainer, consumer=orchestrator
         )
         self.messages: Transport[Message] = open_transport(
-            streams, "messages", Message, capacity=places, producer=orchestrator, consumer=trainer
+            streams, f"messages{suffix}", Message, capacity=places, producer=orchestrator, consumer=trainer
         )
         # Every slot's batch fits, so that groups begin while a batch waits for the trainer.
         self.batches: Transport[Batch] = open_transport(
-            streams, "batches", Batch, capacity=config.training.staleness + 1, producer=orchestrator, consumer=trainer
+            streams,
+            f"batches{suffix}",
+            Batch,
+            capacity=config.training.staleness + 1,
+            producer=orchestrator,
+            consumer=trainer,
         )
 
     def remove(self) -> None:
@@ -94,15 +102,21 @@ class Queues:
                 continue
 
 
+def name_of(config: PlannedConfig, number: int) -> str:
+    """What an orchestrator is called in messages."""
+    return f"orchestrator {number}" if config.run.orchestrators > 1 else "the orchestrator"
+
+
 class OrchestratorProcess:
     """The process, and the caller that brings it commands."""
 
-    def __init__(self, run: RunContext) -> None:
-        self._run = run
-        self._log = run.folder / "logs" / "orchestrator.log"
+    def __init__(self, run: RunContext, number: int = 0) -> None:
+        self._run, self._number = run, number
+        self._name = name_of(run.config, number)
+        self._log = run.folder / "logs" / f"orchestrator{f'-{number}' if run.config.run.orchestrators > 1 else ''}.log"
         for earlier in range(run.log.lineage):  # what an attempt that was killed has left
-            Queues(run.config, run.folder, earlier).remove()
-        self._queues = Queues(run.config, run.folder, run.log.lineage)
+            Queues(run.config, run.folder, earlier, number).remove()
+        self._queues = Queues(run.config, run.folder, run.log.lineage, number)
         self._folder = make_temporary("orchestrator")
         try:
             self._process = self._launch()
@@ -115,6 +129,7 @@ class OrchestratorProcess:
             self._queues.messages,
             on_notice=self._on_notice,
             ended=self._ended,
+            silent=self._silent,
             should_stop=run.should_stop,
         )
 
@@ -134,6 +149,7 @@ class OrchestratorProcess:
             str(run.folder.absolute()),
             run.log.lineage,
             run.stages.began,
+            self._number,
         )
         path = self._folder / "settings.json"
         path.write_bytes(msgspec.json.encode(settings))
@@ -145,12 +161,22 @@ class OrchestratorProcess:
         if code is None:
             return None
         kind = next((kind for kind in _FINAL if kind.exit_code == code), OrchestratorError)
-        return kind(f"the orchestrator {child_process.ending(code, self._log)}")
+        return kind(f"{self._name} {child_process.ending(code, self._log)}")
+
+    def _silent(self, seconds: float) -> SlipstreamError:
+        """Kill a process that gives no sign of life, and say what it was doing."""
+        folder = stacks.folder_of(self._run.folder)
+        what = stacks.sentence(folder, stacks.ask(folder, only_group=self._process.pid))
+        self.kill()
+        return OrchestratorError(
+            f"{self._name}, process {self._process.pid}, gave no sign of life for {seconds:g} s and was killed"
+            f"{f': {what}' if what else ''}"
+        )
 
     def _on_notice(self, notice: remote.Notice) -> None:
         run, progress = self._run, self._run.progress
         if isinstance(notice, remote.Progressed):
-            _show(progress, notice)
+            _show(progress, notice, self._number, run.config.run.orchestrators)
         elif isinstance(notice, remote.Counted):
             run.log.count(notice.values)
         elif isinstance(notice, remote.Sampled):
@@ -166,7 +192,7 @@ class OrchestratorProcess:
         """End it: it writes how the last groups ended, and stops its engines."""
         try:
             if self._process.poll() is None:
-                waits_for = "the orchestrator to write how the last groups of rollouts ended"
+                waits_for = f"{self._name} to write how the last groups of rollouts ended"
                 self.caller.call(commands.Close(step), commands.Done, _CLOSE_S, waits_for, may_stop=False)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(_END_S)
@@ -185,15 +211,17 @@ class OrchestratorProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _show(progress: Progress, notice: remote.Progressed) -> None:
-    """Call the method of `progress` that the other process has called."""
+def _show(progress: Progress, notice: remote.Progressed, number: int = 0, of: int = 1) -> None:
+    """Call the method of `progress` that one of several other processes has called. Phases are those of the first."""
     match notice.method, notice.arguments:
         case "phase", [str(name), int() | None as total]:
-            progress.phase(name, total)
+            if number == 0:
+                progress.phase(name, of * total if name == "generate" and total is not None else total)
         case "advance", [int(count)]:
             progress.advance(count)
         case "end_phase", []:
-            progress.end_phase()
+            if number == 0:
+                progress.end_phase()
         case "message", [str(text), str(level)]:
             progress.message(text, level)
         case _:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slipstream.config.traits import num_replicas
 from slipstream.launch.children import Children, Context, RunContext
 from slipstream.launch.generation import build_executor
 from slipstream.launch.parts.process import OrchestratorProcess
 from slipstream.launch.teacher import agreement_warning
-from slipstream.orchestrator.control.handle import Caller, LocalCaller
+from slipstream.orchestrator.control.handle import Caller, LocalCaller, Takes
+from slipstream.orchestrator.control.several import JoinedBatches, SeveralCallers
 from slipstream.records import Batch
-from slipstream.transport import MemoryTransport, Transport
+from slipstream.transport import MemoryTransport
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Generation:
     """The generating side of a run."""
 
     caller: Caller
-    batches: Transport[Batch]
+    batches: Takes
 
 
 def start_generation(run: RunContext, children: Children, step: Callable[[], int]) -> Generation:
@@ -28,10 +30,12 @@ def start_generation(run: RunContext, children: Children, step: Callable[[], int
     if run.config.teacher is not None:
         run.log.listen(agreement_warning(run.log))
     if run.config.run.streams != "memory":
-        process = OrchestratorProcess(run)
-        children.killed_by(process.kill)
-        children.at_exit(lambda: process.close(step()))
-        return Generation(process.caller, process.batches)
+        processes = [_start_process(run, children, step, number) for number in range(run.config.run.orchestrators)]
+        if len(processes) == 1:
+            return Generation(processes[0].caller, processes[0].batches)
+        callers = [process.caller for process in processes]
+        joined = JoinedBatches([process.batches for process in processes])
+        return Generation(SeveralCallers(callers, num_replicas(run.config)), joined)
     begin(run, children)
     batches: MemoryTransport[Batch] = MemoryTransport(
         run.config.training.staleness + 1, producer="the rollouts of the next batch", consumer="the trainer"
@@ -39,6 +43,13 @@ def start_generation(run: RunContext, children: Children, step: Callable[[], int
     executor = build_executor(run, children, batches)
     children.at_exit(lambda: executor.close(step()))  # after the thread has ended, which begins later
     return Generation(LocalCaller(children.event_loop(), executor), batches)
+
+
+def _start_process(run: RunContext, children: Children, step: Callable[[], int], number: int) -> OrchestratorProcess:
+    process = OrchestratorProcess(run, number)
+    children.killed_by(process.kill)
+    children.at_exit(lambda: process.close(step()))
+    return process
 
 
 def begin(context: Context, children: Children) -> None:

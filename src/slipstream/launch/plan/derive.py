@@ -117,8 +117,12 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if config.environment is not None and uses_engine(config):
         builder.derive_auto("environment.max_turns", facts.data.max_turns, "what the environment says")
         builder.derive_auto("environment.apart", *facts.data.apart)
-        workers = usual_reward_workers(facts.num_cpus)
-        builder.derive_auto("environment.reward_workers", workers, "one less than the cores, which the rest needs, too")
+        orchestrators = config.run.orchestrators
+        workers = max(1, usual_reward_workers(facts.num_cpus) // orchestrators)
+        reason = "one less than the cores, which the rest needs, too"
+        if orchestrators > 1:
+            reason = f"one less than the cores, divided among {orchestrators} orchestrators"
+        builder.derive_auto("environment.reward_workers", workers, reason)
     builder.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
     if config.evaluation is not None and uses_engine(config):
         builder.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")

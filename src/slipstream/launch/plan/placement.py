@@ -20,7 +20,8 @@ def plan_placement(builder: PlanBuilder) -> None:
     """Derive `inference.replicas` and `run.placement`."""
     num_gpus, ranks = builder.facts.num_gpus, builder.original.training.ranks
     size, asked = builder["inference.tensor_parallel_size"], builder["inference.replicas"]
-    least = 1 if asked == "auto" else asked
+    orchestrators = builder.original.run.orchestrators
+    least = (1 if asked == "auto" else asked) * orchestrators
     needed = least * size if uses_engine(builder.original) else 0
     shares = shares_weights(builder.original) or _ranks_share_gpus(builder, needed)
     beside = ranks > 1 and not builder.on_cpu and not shares
@@ -54,12 +55,13 @@ def plan_placement(builder: PlanBuilder) -> None:
         )
     if not builder.on_cpu and together > num_gpus:
         raise ConfigError(
-            f"inference.replicas = {least} with inference.tensor_parallel_size = {size} needs {together} GPUs, and "
+            f"inference.replicas = {least // orchestrators} {for_each(orchestrators)}with "
+            f"inference.tensor_parallel_size = {size} needs {together} GPUs, and "
             f"there {'is' if num_gpus == 1 else 'are'} {num_gpus}: "
             + ("lower training.ranks and it together" if ranks > 1 else "lower one of them")
         )
     _plan_replicas(builder, separate)
-    replicas = builder["inference.replicas"]
+    replicas = builder["inference.replicas"] * orchestrators
     used = num_gpus_needed(place(ranks=ranks, replicas=replicas, tensor_parallel_size=size, separate=separate))
     used += starts_teacher(builder.original) and num_gpus > used
     if used < num_gpus:
@@ -101,6 +103,8 @@ def one_copy_obstacle(builder: PlanBuilder) -> str:
     own = next((name for name in options if name.replace("-", "_") in OWN_LAYOUT), "")
     if config.lora is not None and config.lora.dora:
         return "DoRA's engine gets the whole model with the adapter in it"
+    if (orchestrators := config.run.orchestrators) > 1:
+        return f"each of run.orchestrators = {orchestrators} has engines of its own"
     if isinstance(replicas, int) and replicas > 1:
         return f"each of inference.replicas = {replicas} engines has weights of its own"
     if ranks != size:
@@ -117,25 +121,35 @@ def one_copy_obstacle(builder: PlanBuilder) -> str:
 def _plan_replicas(builder: PlanBuilder, separate: bool) -> None:
     prompts, size = builder["training.prompts_per_batch"], builder["inference.tensor_parallel_size"]
     num_gpus, ranks = builder.facts.num_gpus, builder.original.training.ranks
+    orchestrators = builder.original.run.orchestrators
     if starts_teacher(builder.original) and num_gpus > size + ranks:
         num_gpus -= 1
-    beside = replicas_that_fit(num_gpus, ranks=ranks, tensor_parallel_size=size) if separate else 1
+    beside = replicas_that_fit(num_gpus, ranks=ranks, tensor_parallel_size=size) // orchestrators if separate else 1
     count, reason = beside, f"as many as the {num_gpus - ranks} GPUs hold that are left to them"
+    if orchestrators > 1:
+        reason += f", of each of {orchestrators} orchestrators"
     if not separate:
         where = "one GPU" if ranks == 1 else f"the same {ranks} GPUs"
         reason = "one engine uses all cores" if builder.on_cpu else f"trainer and engine are on {where}"
     elif builder.original.algorithm.kind == "sft":
         count, reason = 1, "the engine has only evaluations to make"
-    elif prompts < beside:
-        count, reason = prompts, f"a batch has {prompts} prompts, and each is one engine's"
+    elif prompts // orchestrators < beside:
+        count = prompts // orchestrators
+        reason = f"a batch has {prompts} prompts, and each is one engine's"
     builder.derive_auto("inference.replicas", count, reason)
+
+
+def for_each(orchestrators: int) -> str:
+    """Part of a sentence on what several orchestrators have each; empty for one."""
+    return f"for each of run.orchestrators = {orchestrators} " if orchestrators > 1 else ""
 
 
 def teacher_bytes(builder: PlanBuilder, *, trainer: bool) -> int:
     """Bytes that the teacher takes of the trainer's GPU (`trainer`) or of the engine's; 0 if it is elsewhere."""
     separate = builder["run.placement"] == "separate"
     length = builder["inference.max_model_len"]
-    engines = builder["inference.replicas"] * builder["inference.tensor_parallel_size"]
+    replicas = builder["inference.replicas"] * builder.original.run.orchestrators
+    engines = replicas * builder["inference.tensor_parallel_size"]
     used = engines + separate * builder.original.training.ranks
     teacher = teacher_memory(
         builder.original,

@@ -11,6 +11,7 @@ from slipstream.config.traits import (
     engine_workers,
     keeps_copy,
     measures_loss,
+    num_engines,
     num_replicas,
     shares_weights,
     uses_critic,
@@ -233,7 +234,7 @@ def _memory(config: PlannedConfig, facts: Facts) -> tuple[_Side, _Side | None]:
     cache, size = int(config.inference.kv_cache_gib * GIB), config.inference.tensor_parallel_size
     if on_gpu:
         return trainer, _Side(-(-weights_bytes(facts.model, dtype) // size), cache, ENGINE_RESERVE)
-    replicas = num_replicas(config)
+    replicas = num_engines(config)
     return trainer, _Side(replicas * weights_bytes(facts.model, dtype), replicas * size * cache, 0)
 
 

@@ -8,9 +8,8 @@ are not retried. Earlier attempts are read from the run folder alone, and every 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 from slipstream.errors import (
     ConfigError,
@@ -24,13 +23,12 @@ from slipstream.errors import (
     StartsAgain,
     TrainingError,
 )
+from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events
 from slipstream.transport import TransportLost
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0
-"""Wait before the first restart, doubled for each further one, and its maximum."""
 _POLL_S = 0.1
 _FINAL = (ConfigError, DataError, EnvironmentFault, IntegrityError, TrainingError, Interrupted)
 """Errors whose cause is not the engine, even where it has died too."""
@@ -46,14 +44,6 @@ class WeightsLost(Exception):
         """Seconds of training of this command so far, as `training.max_seconds` counts them."""
 
 
-@dataclass(frozen=True)
-class Restart:
-    """The next attempt."""
-
-    number: int
-    wait_s: float
-
-
 def has_lost_weights(error: Exception, caller: Caller | None) -> bool:
     """Whether the engine behind `caller` died, which caused `error`, and no file holds its weights; or the process in
     which rollouts are generated did, and its engine with it; or what carries its records lost them."""
@@ -65,26 +55,6 @@ def has_lost_weights(error: Exception, caller: Caller | None) -> bool:
     if state.is_in_memory_only and isinstance(error, EngineError) and not isinstance(error, DeadlineError):
         state = caller.engine_state(settles=True)
     return state.is_in_memory_only and not state.is_up
-
-
-def earlier_attempts(events: Sequence[dict[str, Any]], lineage: int) -> list[dict[str, Any]]:
-    """Return the `restart` events of the attempts of the same command before `lineage`, newest first: the consecutive
-    lineages whose last event is a restart."""
-    last = {event.get("lineage"): event for event in events}
-    found: list[dict[str, Any]] = []
-    while last.get(lineage - 1, {}).get("kind") == "restart":
-        lineage -= 1
-        found.append(last[lineage])
-    return found
-
-
-def next_restart(step: int, attempts: Sequence[dict[str, Any]], max_restarts: int) -> Restart | str:
-    """Decide what follows the death of an engine at `step` after these attempts: a restart, or the reason for none."""
-    if len(attempts) >= max_restarts:
-        return f"run.max_restarts = {max_restarts} allows no {'further ' if max_restarts else ''}restart"
-    if any(attempt["step"] == step for attempt in attempts):
-        return f"an engine died at step {step} before, and would again"
-    return Restart(len(attempts) + 1, min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** len(attempts)))
 
 
 def start_again(

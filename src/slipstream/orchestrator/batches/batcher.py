@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
+from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.hooks import Hooks
@@ -49,19 +50,21 @@ class Batcher:
     """Scores each rollout as soon as it has ended."""
     hooks: Hooks = field(default_factory=Hooks)
     ledger: Ledger | None = None
+    share: Share = field(default_factory=Share)
+    """Which groups of each batch are made here."""
 
     async def make(self, step: int, version: Version, tasks: Sequence[Task]) -> Batch:
         """Generate a group for every task concurrently; under dynamic sampling, in further rounds too."""
         started = time.monotonic()
-        size, groups = len(tasks), await self._round(step, version, 0, tasks)
+        size, groups = len(tasks), await self._round(step, version, 0, tasks, len(tasks))
         chosen, left_out, metrics = groups, dict[str, int](), dict[str, float]()
         if self.refills is not None:
             number = 0
             while number < self.refills.max_refills and (wanted := self.refills.num_wanted(groups, size)):
                 number += 1
-                further = self.refills.tasks(step, number)[:wanted]
+                further = self.share.part(self.refills.tasks(step, number))[:wanted]
                 self.hooks.round_began(len(further))
-                groups += await self._round(step, version, number * size, further)
+                groups += await self._round(step, version, number * size, further, size)
             choice = choose(self.refills, groups, size, number)
             chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
             for group, reason in choice.reasons.items():
@@ -144,14 +147,18 @@ class Batcher:
         survivors = self.ledger.survivors if self.ledger is not None else {}
         refuse_stale(rollouts, step, version.lineage, self.staleness, survivors)
 
-    async def _round(self, step: int, version: Version, first: int, tasks: Sequence[Task]) -> list[list[Rollout]]:
-        """A group for each task; `first` is the index of the first group among all of this step."""
+    async def _round(
+        self, step: int, version: Version, first: int, tasks: Sequence[Task], size: int
+    ) -> list[list[Rollout]]:
+        """A group for each task; `first` is the index of the first group among all that are made here of this step, and
+        `size` the number of groups in a batch."""
 
         async def group(place: int, task: Task) -> list[Rollout]:
             kept = self.kept(group_name(step, place), step)
             return kept[1] if kept is not None else await self.group(step, place, task)
 
-        groups = await all_of(group(place, task) for place, task in enumerate(tasks, first))
+        places = (self.share.place(own, size) for own in range(first, first + len(tasks)))
+        groups = await all_of(group(place, task) for place, task in zip(places, tasks, strict=True))
         self.check(step, version, groups)
         return groups
 

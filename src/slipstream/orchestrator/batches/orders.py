@@ -51,7 +51,7 @@ class InDataOrder:
             # No deadline: when the trainer ends, so does this wait.
             version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
             self._batcher.trained(self._versions.released)
-            tasks = self._tasks_of_step(step)
+            tasks = self._batcher.share.part(self._tasks_of_step(step))
             self._hooks.round_began(len(tasks))
             async with self._versions.generating():
                 batch = await self._batcher.make(step, version, tasks)
@@ -71,13 +71,16 @@ class ReadyFirst:
         size: int,
         draws: Draws,
     ) -> None:
-        """`size`: groups in a batch. `draws`: which draws of the task order an earlier attempt has used up."""
+        """`size`: groups of a batch that are made here. `draws`: which draws of the task order an earlier attempt has
+        used up."""
         self._batcher = batcher
         self._versions = versions
         self._tasks_of_step = tasks_of_step
         self._hooks = hooks
         self._size = size
-        self._draws = draws.unused()
+        self._whole = size * batcher.share.of
+        """Groups in a batch, of all orchestrators."""
+        self._draws = batcher.share.draws(draws.unused(), size)
         self._began: dict[int, Version] = {}
         self._finished: dict[int, list[Rollout]] = {}
         self._silent: dict[int, list[Rollout]] = {}
@@ -115,7 +118,7 @@ class ReadyFirst:
         """Generate the group of a draw, unless an earlier attempt has finished it."""
         version = self._versions.current
         assert version is not None
-        step, place = divmod(number, self._size)
+        step, place = divmod(number, self._whole)
         kept = self._batcher.kept(group_name(step, place), slots.step)
         if kept is not None:
             oldest, group = kept
@@ -128,7 +131,7 @@ class ReadyFirst:
             tasks.create_task(self._group(slots, number, self._tasks_of_step(step)[place]))
 
     async def _group(self, slots: Slots, number: int, task: Task) -> None:
-        self._end(slots, number, await self._batcher.group(*divmod(number, self._size), task))
+        self._end(slots, number, await self._batcher.group(*divmod(number, self._whole), task))
 
     def _end(self, slots: Slots, number: int, group: list[Rollout]) -> None:
         """A group has finished: it is ready, or dropped for want of signal."""

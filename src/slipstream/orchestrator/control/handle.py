@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError, Interrupted, WeightsError
 from slipstream.orchestrator.control import commands
@@ -21,7 +21,7 @@ from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.orchestrator.thread import POLL_S, EventLoopThread, Silence, wait_for
 from slipstream.records import Batch, Ticket
 from slipstream.records import Sequence as TokenSequence
-from slipstream.transport import Transport, TransportClosed
+from slipstream.transport import Receipt, TransportClosed
 from slipstream.weights import Announce
 
 A = TypeVar("A", bound=commands.Answer)
@@ -193,13 +193,25 @@ class Orchestrator:
         self._hooks.version_released()
 
 
+class Takes(Protocol):
+    """The reader's end of a transport of batches."""
+
+    def take(self, timeout_s: float) -> tuple[Receipt, Batch]:
+        """See `Transport`."""
+        ...
+
+    def ack(self, receipt: Receipt) -> bool:
+        """See `Transport`."""
+        ...
+
+
 class RolloutReader:
     """Implements the training loop's `Reader`: batches of rollouts that are made in the background, in order."""
 
     def __init__(
         self,
         caller: Caller,
-        transport: Transport[Batch],
+        transport: Takes,
         *,
         waits: Waits,
         hooks: TrainerHooks,

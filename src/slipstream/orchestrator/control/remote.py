@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -30,7 +30,9 @@ from slipstream.runlog.writer import without_surrogates
 from slipstream.transport import Transport, TransportClosed, TransportLost, Unreachable
 
 _SILENCE_S = 60.0
-"""How long the place of the queues may be out of reach."""
+"""How long the other side may give no sign of life, or the place of the queues be out of reach."""
+_LONGEST_POLL_S = 5.0
+_BEAT_S = 2.0
 _CANCEL_S = 15.0
 """How long cancelled work may take to end."""
 _NOTICE_S = 0.05
@@ -95,8 +97,8 @@ class Message(msgspec.Struct, frozen=True):
     """What has happened since the last message and, after that, a reply."""
 
     notices: list[Notice]
-    num_ended: int
-    """Turns and rollouts that have ended."""
+    num_ended: int | None
+    """Turns and rollouts that have ended; None in a sign of life (`Beats`)."""
     reply: Reply | None = None
 
 
@@ -110,10 +112,13 @@ class RemoteCaller(Caller):
         *,
         on_notice: Callable[[Notice], None],
         ended: Callable[[], SlipstreamError | None],
+        silent: Callable[[float], SlipstreamError],
         should_stop: Callable[[], bool],
     ) -> None:
-        """`on_notice` is called in order. `ended`: why the other side has ended; None while it lives."""
+        """`on_notice` is called in order. `ended`: why the other side has ended; None while it lives. `silent` ends it,
+        after it has said nothing for the given seconds, and returns what the run is told."""
         super().__init__(should_stop)
+        self._silent = silent
         self._requests = requests
         self._messages = messages
         self._on_notice = on_notice
@@ -179,20 +184,23 @@ class RemoteCaller(Caller):
             thread.join(2 * POLL_S)
 
     def _listen(self) -> None:
-        heard = time.monotonic()
+        silence_s = 0.0
         try:
             while not self._closed.is_set():
+                began = time.monotonic()
                 try:
                     receipt, message = self._messages.take(POLL_S)
                 except DeadlineError as error:
                     if (why := self._ended()) is not None:
                         raise why from None
-                    if not isinstance(error.__cause__, Unreachable):
-                        heard = time.monotonic()
-                    elif time.monotonic() - heard > _SILENCE_S:
+                    # Time for which this process itself was stopped does not count.
+                    silence_s += min(time.monotonic() - began, _LONGEST_POLL_S)
+                    if silence_s < _SILENCE_S:
+                        continue
+                    if isinstance(error.__cause__, Unreachable):
                         raise OrchestratorError(f"nothing was heard for {_SILENCE_S:g} s: {error}") from None
-                    continue
-                heard = time.monotonic()
+                    raise self._silent(_SILENCE_S) from None
+                silence_s = 0.0
                 self._hear(message)
                 self._messages.ack(receipt)
         except Exception as error:  # noqa: BLE001 (whoever waits learns of it)
@@ -201,7 +209,8 @@ class RemoteCaller(Caller):
     def _hear(self, message: Message) -> None:
         for notice in message.notices:
             self._on_notice(notice)
-        self._num_ended = message.num_ended
+        if message.num_ended is not None:
+            self._num_ended = message.num_ended
         if (reply := message.reply) is None:
             return
         with self._guard:
@@ -222,6 +231,32 @@ class RemoteCaller(Caller):
         for future in waiting:
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(error)
+
+
+class Beats:
+    """In this context a thread sends a sign of life every two seconds, whatever the other threads do: it needs the
+    interpreter for an instant only, during imports, loading and compilation too."""
+
+    def __init__(self, messages: Transport[Message]) -> None:
+        self._messages = messages
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_S):
+            with contextlib.suppress(DeadlineError):
+                try:
+                    self._messages.put(Message([], None), POLL_S)
+                except (TransportLost, TransportClosed):  # the trainer has ended
+                    return
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        self._thread.join(2 * POLL_S)
 
 
 class Outbox:

@@ -67,7 +67,7 @@ def _sequences(builder: PlanBuilder) -> tuple[int, str]:
         tasks, samples = builder["evaluation.num_tasks"], builder.original.evaluation.samples_per_task
         each = f", {samples} completions of each" if samples > 1 else ""
         wanted[tasks * samples] = f"the tasks of an evaluation{each}"
-    most, replicas = max(wanted), builder["inference.replicas"]
+    most, replicas = max(wanted), builder["inference.replicas"] * builder.original.run.orchestrators
     each, reason = -(-most // replicas), wanted[most] + (f", divided among {replicas} engines" if replicas > 1 else "")
     if each > MAX_SEQUENCES:
         each, reason = MAX_SEQUENCES, f"at most {MAX_SEQUENCES}; there are {each}: {reason}"
@@ -83,7 +83,8 @@ def plan_cpu_cache(builder: PlanBuilder) -> None:
     builder.derive_auto("inference.sleep", False, "there is no GPU")
     builder.derive_auto("inference.gpu_memory_utilization", 0.45, "has no effect on a CPU")
     memory, length = builder.facts.memory_bytes, builder["inference.max_model_len"]
-    size, replicas = builder["inference.tensor_parallel_size"], builder["inference.replicas"]
+    size = builder["inference.tensor_parallel_size"]
+    replicas = builder["inference.replicas"] * builder.original.run.orchestrators
     each = kv_bytes_per_sequence(builder.facts.model, builder["model.dtype"], length, tensor_parallel_size=size)
     # vLLM keeps one block to itself.
     spare = each * CPU_BLOCK_TOKENS // round_up(length, CPU_BLOCK_TOKENS)

@@ -1,0 +1,127 @@
+"""Checks of settings that say on how many processes and engines a run is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.config.python_objects import is_python_object
+from slipstream.config.schema import RunConfig
+from slipstream.config.traits import num_replicas, shares_weights, uses_engine
+
+
+def process_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """See `checks.contradictions`."""
+    yield from _streams(config)
+    yield from _single_copy(config)
+    yield from _orchestrators(config)
+    yield from _ranks(config)
+
+
+def _streams(config: RunConfig) -> Iterator[tuple[str, str]]:
+    streams, environment = config.run.streams, config.environment
+    if streams == "redis" and config.redis is None:
+        yield "run.streams", 'run.streams = "redis" needs a server: set redis.url, or use "files"'
+    if streams != "memory" and environment is not None and is_python_object(environment.name):
+        yield (
+            "run.streams",
+            f'run.streams = "{streams}" generates in a process of its own, which has no object of the Python caller: '
+            "put the environment into a file and give its path",
+        )
+
+
+def _single_copy(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Checks for one copy of the weights that trainer and engine share."""
+    if not shares_weights(config):
+        return
+    size, ranks = config.inference.tensor_parallel_size, config.training.ranks
+    if size != ranks:
+        yield (
+            "inference.tensor_parallel_size" if size > 1 else "training.ranks",
+            f'weights.bridge = "single_copy" has each rank of the trainer train what one worker of the engine has, and '
+            f"there are training.ranks = {ranks} and inference.tensor_parallel_size = {size}: make them equal, or use "
+            "another bridge",
+        )
+    if (replicas := num_replicas(config)) > 1:
+        yield (
+            "inference.replicas",
+            f"inference.replicas = {replicas} keeps the weights {replicas} times, and weights.bridge = "
+            '"single_copy" has one engine whose memory the trainer trains: use 1, or another bridge',
+        )
+    if (orchestrators := config.run.orchestrators) > 1:
+        yield (
+            "run.orchestrators",
+            f"run.orchestrators = {orchestrators} have an engine each, and weights.bridge = "
+            '"single_copy" has one engine whose memory the trainer trains: use 1, or another bridge',
+        )
+    if config.run.placement == "separate":
+        yield (
+            "run.placement",
+            'run.placement = "separate" gives trainer and engine a GPU each, and weights.bridge = "single_copy" has '
+            'them share one memory: use "shared", or another bridge',
+        )
+    if config.inference.sleep is True:
+        yield (
+            "inference.sleep",
+            "inference.sleep = true frees the engine's weights, which are the trainer's under weights.bridge = "
+            '"single_copy": turn it off, or use another bridge',
+        )
+
+
+def _orchestrators(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Checks for several processes that generate rollouts."""
+    number, prompts = config.run.orchestrators, config.training.prompts_per_batch
+    if number == 1:
+        return
+    what = f"run.orchestrators = {number}"
+    if config.run.streams == "memory":
+        yield (
+            "run.orchestrators",
+            f'{what} are processes of their own, and with run.streams = "memory" there is none: use "files" or "redis"',
+        )
+    if config.algorithm.kind == "sft":
+        yield "run.orchestrators", f"{what} generate rollouts to train on, and SFT needs none: leave it out"
+    if prompts % number:
+        yield (
+            "training.prompts_per_batch",
+            f"training.prompts_per_batch = {prompts} prompts cannot be divided equally among {what}: use a multiple",
+        )
+    if config.teacher is not None and config.teacher.path is not None:
+        yield (
+            "run.orchestrators",
+            f"{what} would start a teacher each: use 1, or a teacher that is served (teacher.url)",
+        )
+
+
+def _ranks(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Checks for settings that do not work with several trainer processes."""
+    ranks, optimizer, bridge = config.training.ranks, config.training.optimizer, config.weights.bridge
+    if ranks == 1:
+        return
+    spread = f"training.ranks = {ranks} gives each process a part of every weight"
+    whole = {
+        "muon": "whole matrices",
+        "adamw_8bit": "whole weights, in blocks of 256",
+        "adamw_paged": "moments in memory that the CUDA driver moves, of whole weights",
+    }
+    if optimizer in whole:
+        yield (
+            "training.optimizer",
+            f'{spread}, and training.optimizer = "{optimizer}" works on {whole[optimizer]}: use "adamw" or '
+            '"adamw_bf16"',
+        )
+    if config.model.fp32_head:
+        yield "model.fp32_head", f"{spread}, and the float32 head needs the whole one: turn model.fp32_head off"
+    if config.lora is not None and config.lora.dora:
+        yield "lora.dora", f"{spread}, and DoRA's norms are those of whole weights: use LoRA, or one rank"
+    if config.lora is not None and shares_weights(config):
+        yield (
+            "weights.bridge",
+            f'{spread}, and under [lora] weights.bridge = "single_copy" shares the base with one process: use "lora", '
+            "or one rank",
+        )
+    elif config.lora is not None and uses_engine(config) and bridge not in ("auto", "lora"):
+        yield (
+            "weights.bridge",
+            f'{spread}, and weights.bridge = "{bridge}" publishes an adapter merged into whole weights: use "lora", or '
+            "one rank",
+        )

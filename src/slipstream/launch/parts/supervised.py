@@ -1,0 +1,47 @@
+"""The trainer's end of its bond with a supervisor (`supervisor.py`), which writes a byte into a pipe every second.
+
+Guarantees: the trainer is killed, and with it all that it has started, when its supervisor has ended; a supervisor that
+is stopped is named once for each time.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from slipstream.launch.parts.supervisor import POLL_S
+
+SILENT_POLLS = 15
+"""How many waits of `POLL_S` the pipe may be silent before the supervisor is looked for."""
+
+
+class SupervisorWatch:
+    """Watches the pipe from a thread, from the first moment of this process on."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._descriptor = descriptor
+        self._supervisor = os.getppid()
+        self.warn: Callable[[str], None] = lambda text: print(f"warning: {text}", file=sys.stderr)
+        """Tells the user of a supervisor that is stopped."""
+        threading.Thread(target=self._watch, name="supervisor-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        num_silent = 0
+        while True:
+            if not select.select([self._descriptor], [], [], POLL_S)[0]:
+                num_silent += 1
+                if num_silent == SILENT_POLLS:
+                    self.warn(
+                        f"the supervisor, process {self._supervisor}, has said nothing for {POLL_S * num_silent:.0f} "
+                        "s, as if it were stopped: the run goes on, but nobody would start it again"
+                    )
+            elif os.read(self._descriptor, 4096):
+                num_silent = 0
+            else:
+                print("error: the supervisor has ended, and the run with it: continue with --resume", file=sys.stderr)
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,204 @@
+"""`slipstream train` where the run is several processes (`run.streams`): it starts `slipstream trainer`, and starts it
+again when it was killed or is stopped for long.
+
+Guarantees: the trainer ends with its supervisor (`supervised.py`); what a killed trainer had started has ended before
+the next attempt begins; at most `run.max_restarts` attempts follow, each after a longer wait; a signal to the
+supervisor is passed on to the trainer, and no restart follows it; the trainer is not blamed for time in which the
+supervisor itself was stopped. Needs neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from slipstream.errors import ConfigError
+from slipstream.inference import child_process
+from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
+from slipstream.runlog import append_event, holds_run, read_events, read_metrics
+from slipstream.runlog.heartbeat import read_heartbeat
+
+AGAIN = 75
+"""Exit code of a supervised trainer that has said in its log why it is to be started again."""
+POLL_S = 1.0
+STOPPED_POLLS = 30
+"""How many looks may find the trainer stopped (SIGSTOP) before it is killed."""
+SILENT_POLLS = 600
+"""How many looks may find no new heartbeat of a trainer that is not stopped."""
+_ORPHANS_S = 30.0
+"""How long what a killed trainer had started may take to end."""
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP, signal.SIGCONT)
+MEMORY = ", as the kernel does when memory is short"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Supervisor:
+    """Starts the trainer of the run in `folder` by the command `slipstream` with `arguments`, as often as needed."""
+
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, *, max_restarts: int, say: Callable[[str], None]
+    ) -> None:
+        """`say` tells the user something while no trainer runs."""
+        self._arguments = arguments
+        self._folder = folder
+        self._max_restarts = max_restarts
+        self._say = say
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stop_requested = False
+        self._num_early = 0
+        """Attempts that were killed before they had opened the run folder."""
+
+    def run(self, resume: Sequence[str]) -> int:
+        """Run the first attempt with the options `resume`, and those that follow. Returns the run's exit code."""
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        with self._passing_signals_on():
+            while True:
+                code = self._attempt(resume)
+                if code != AGAIN and (code >= 0 or not self._starts_again(-code)):
+                    return code if code >= 0 else 128 - code
+                resume = ("--resume=auto",)
+
+    def _attempt(self, resume: Sequence[str]) -> int:
+        """Run the trainer to its end; its exit code, or minus the signal that ended it."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        try:
+            command = [sys.executable, "-m", "slipstream.cli", *self._arguments, *resume]
+            self._child = child_process.popen(
+                [*command, "--supervised-by", str(read_end)],
+                pass_fds=[read_end],
+                env={**os.environ, **child_process.SAFE_PATH},
+                start_new_session=True,
+            )
+            if self._stop_requested:  # while there was nobody to pass it on to
+                self._child.terminate()
+            os.close(read_end)
+            read_end = -1
+            self._watch(self._child, write_end)
+            return self._child.returncode
+        finally:
+            self._child = None
+            for end in {read_end, write_end} - {-1}:
+                os.close(end)
+            _end_orphans()
+
+    def _watch(self, child: subprocess.Popen[bytes], write_end: int) -> None:
+        """Wait for the trainer's end, and kill it when it stands still. Counts looks and not seconds: while this
+        process is stopped, it does not look."""
+        num_silent, num_stopped, last = 0, 0, 0.0
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(POLL_S)
+                return
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it does not read, or has just ended
+                os.write(write_end, b".")
+            beat, state = read_heartbeat(self._folder), _state_of(child.pid)
+            now = beat.time if beat is not None and beat.pid == child.pid else 0.0
+            num_silent, last = (num_silent + 1 if now and now == last else 0), now
+            num_stopped = num_stopped + 1 if state and state in "Tt" else 0
+            if num_stopped >= STOPPED_POLLS or num_silent >= SILENT_POLLS:
+                seconds = POLL_S * (num_stopped or num_silent)
+                what = f"is stopped (state {state})" if num_stopped else f"gives no sign of life (state {state})"
+                self._say(f"the trainer, process {child.pid}, {what} for {seconds:.0f} s: it is killed")
+                child.kill()
+
+    def _starts_again(self, number: int) -> bool:
+        """Whether another attempt follows one that a signal has ended; writes why, and waits."""
+        if self._stop_requested:
+            return False
+        name = signal.Signals(number).name
+        how = f"the trainer was ended by {name}{MEMORY if number == signal.SIGKILL else ''}"
+        events = read_events(self._folder) if holds_run(self._folder) else []
+        lineage = max((int(event["lineage"]) for event in events), default=-1)
+        kinds = [event["kind"] for event in events if event.get("lineage") == lineage]
+        has_opened = bool(kinds) and kinds[-1] not in ("restart", "exit")
+        self._num_early += not has_opened
+        attempts = earlier_attempts(events, lineage if has_opened else lineage + 1)
+        num_before = self._num_early - (not has_opened)
+        found = next_restart(None, attempts, self._max_restarts - num_before)
+        if isinstance(found, str):
+            self._say(f"{how}, and the run is not started again: {found}; continue with --resume")
+            return False
+        checkpoints = sorted(path.name for path in self._folder.glob("checkpoints/step-*"))
+        if has_opened:
+            rows = [row for row in read_metrics(self._folder) if row.get("lineage") == lineage]
+            trained_s = float(attempts[0]["trained_s"]) if attempts else 0.0
+            fields = {
+                "number": found.number,
+                "step": int(rows[-1]["step"]) if rows else 0,
+                "checkpoint": checkpoints[-1] if checkpoints else None,
+                "wait_s": found.wait_s,
+                "signal": name,
+                "trained_s": trained_s + (float(rows[-1]["time"]) - float(rows[0]["time"]) if rows else 0.0),
+                "reason": how,
+            }
+            try:
+                append_event(self._folder, lineage, "restart", **fields)
+            except ConfigError as error:  # somebody else resumes the run
+                self._say(f"{how}, and the run is not started again: {error}")
+                return False
+        after = f"from checkpoint {checkpoints[-1]}" if checkpoints else "from the beginning, as there is no checkpoint"
+        which = f"restart {found.number + num_before} of run.max_restarts = {self._max_restarts}"
+        self._say(f"{how}; the run starts again {after} ({which}) in {found.wait_s:g} s")
+        until = time.monotonic() + found.wait_s
+        while time.monotonic() < until and not self._stop_requested:
+            time.sleep(0.1)
+        return not self._stop_requested
+
+    @contextlib.contextmanager
+    def _passing_signals_on(self) -> Generator[None]:
+        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """The trainer has a session of its own, so that a terminal's signals come from here alone."""
+        is_stop = number not in (signal.SIGTSTP, signal.SIGCONT)
+        self._stop_requested |= is_stop
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.send_signal(signal.SIGSTOP if number == signal.SIGTSTP else number)
+        if number == signal.SIGTSTP:  # stop as the terminal asked
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _state_of(pid: int) -> str:
+    """The state of a process in one letter, as /proc has it; empty when it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def _end_orphans() -> None:
+    """Wait for the end of what a trainer has left, which this process has inherited; kill what does not end in time."""
+    until = time.monotonic() + _ORPHANS_S
+    while children := _children():
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() > until:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > until + _ORPHANS_S:  # a driver holds it
+            return
+        time.sleep(0.05)
+
+
+def _children() -> list[int]:
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        return [int(pid) for pid in text.split()]
+    return []

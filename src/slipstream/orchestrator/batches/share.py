@@ -1,0 +1,73 @@
+"""The part of each batch that one of several orchestrators makes, and the batch that is made of their parts. Pure.
+
+A group keeps the place in the order of the tasks that it would have with one orchestrator, and with it its id and its
+seeds: in the order of the data several make the same batches as one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from slipstream.orchestrator.batches.staleness import staleness_metrics
+from slipstream.records import Batch
+
+T = TypeVar("T")
+_LONGEST = "time/"
+_OF_GROUPS = "reward/drawn_mean"
+"""A mean over the rollouts of the groups that were drawn."""
+_DRAWN = "rollout/drawn_groups"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of every `of * size` groups in the order of the tasks, those from `number * size` on are this orchestrator's."""
+
+    number: int = 0
+    of: int = 1
+
+    def part(self, items: Sequence[T]) -> list[T]:
+        """Its part of a batch's items."""
+        size = len(items) // self.of
+        return list(items[self.number * size : (self.number + 1) * size])
+
+    def place(self, place: int, size: int) -> int:
+        """The place in the whole order of what is at `place` among its own; `size`: groups in its part of a batch."""
+        batch, own = divmod(place, size)
+        return (batch * self.of + self.number) * size + own
+
+    def draws(self, numbers: Iterator[int], size: int) -> Iterator[int]:
+        """Those of the draws of the whole order that are its own."""
+        return (number for number in numbers if number // size % self.of == self.number)
+
+
+def join(parts: Sequence[Batch]) -> Batch:
+    """The batch of one step, of the parts of all orchestrators in their order. Times are the longest, rates and counts
+    are summed up."""
+    if len(parts) == 1:
+        return parts[0]
+    if len(steps := {part.step for part in parts}) > 1:
+        raise ValueError(f"parts of the batches of several steps, {sorted(steps)}, make no batch")
+    step, rollouts = parts[0].step, [rollout for part in parts for rollout in part.rollouts]
+    names = {name: None for part in parts for name in part.metrics}
+    metrics: dict[str, float] = {}
+    for name in names:
+        values = [part.metrics[name] for part in parts if name in part.metrics]
+        metrics[name] = max(values) if name.startswith(_LONGEST) else sum(values)
+    if _OF_GROUPS in names:
+        weighed = [part for part in parts if _OF_GROUPS in part.metrics]
+        num_drawn = sum(part.metrics[_DRAWN] for part in weighed)
+        metrics[_OF_GROUPS] = sum(part.metrics[_OF_GROUPS] * part.metrics[_DRAWN] for part in weighed) / num_drawn
+    dropped: Counter[str] = Counter()
+    for part in parts:
+        dropped.update(part.dropped)
+    return Batch(
+        step=step,
+        version=min((part.version for part in parts), key=lambda version: version.step),
+        rollouts=rollouts,
+        dropped=dict(dropped),
+        metrics=metrics | staleness_metrics(step, rollouts),
+        draws=sorted(draw for part in parts for draw in part.draws),
+    )

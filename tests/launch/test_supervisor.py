@@ -1,0 +1,260 @@
+"""The supervisor of `slipstream train`, with programs of a few lines in the trainer's place."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.launch.parts import supervisor
+from slipstream.launch.recovery import retry_policy
+from slipstream.runlog import read_events
+
+pytestmark = pytest.mark.real_start
+TRAINER = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from slipstream.launch.parts.supervised import SupervisorWatch
+from slipstream.runlog import RunLog
+from slipstream.runlog.heartbeat import Beating
+
+folder, calls, resume = Path({folder!r}), Path({calls!r}), "--resume=auto" in sys.argv
+watch = SupervisorWatch(int(sys.argv[sys.argv.index("--supervised-by") + 1]))
+number = len(calls.read_text().splitlines()) if calls.exists() else 0
+with calls.open("a") as file:
+    file.write(json.dumps([os.getpid(), sys.argv[1:]]) + "\\n")
+{before}
+with RunLog.create(folder, resume=resume and folder.exists()) as log, Beating(log, 0.1):
+    log.metrics(1, {{"loss/total": 1.0}})
+    log.metrics(2 + number, {{"loss/total": 1.0}})
+    watch.warn = log.warning
+{body}
+"""
+
+
+class Supervised:
+    """A supervisor in a process of its own, and the programs that it has started."""
+
+    def __init__(self, tmp_path, body, before="", max_restarts=3, resume=(), options=""):
+        self.folder, self.calls = tmp_path / "run", tmp_path / "calls"
+        program = tmp_path / "trainer.py"
+        body = textwrap.indent(textwrap.dedent(body), "    ")
+        program.write_text(TRAINER.format(folder=str(self.folder), calls=str(self.calls), before=before, body=body))
+        start = f"""
+            import subprocess, sys
+            from pathlib import Path
+            from slipstream.inference import child_process
+            from slipstream.launch.parts import supervisor
+            from slipstream.launch.recovery import retry_policy
+            def popen(command, **options):
+                return subprocess.Popen([sys.executable, {str(program)!r}, *command[3:]], **options)
+            child_process.popen, retry_policy.FIRST_WAIT_S, supervisor.POLL_S = popen, 0.01, 0.1
+            {options}
+            say = lambda text: print(text, file=sys.stderr, flush=True)
+            made = supervisor.Supervisor(["trainer", "run.toml"], Path({str(self.folder)!r}),
+                                         max_restarts={max_restarts}, say=say)
+            sys.exit(made.run({resume!r}))
+        """
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(start)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def attempts(self):
+        return [json.loads(line) for line in self.calls.read_text().splitlines()] if self.calls.exists() else []
+
+    def until(self, condition, timeout_s=60.0):
+        until = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < until
+            assert self.process.poll() is None, self.process.stderr.read()
+            time.sleep(0.02)
+
+    def has_begun(self, number=1):
+        return lambda: len(self.attempts) == number and (self.folder / "heartbeat.json").exists()
+
+    def kinds(self, kind):
+        return [event for event in read_events(self.folder) if event["kind"] == kind]
+
+    def wait(self):
+        _, err = self.process.communicate(timeout=60)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def supervised(tmp_path):
+    started = []
+
+    def start(*arguments, **options):
+        started.append(Supervised(tmp_path, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait(20)
+        for pid, _ in each.attempts:
+            with_pid = Path(f"/proc/{pid}")
+            until = time.monotonic() + 20
+            while with_pid.exists() and time.monotonic() < until:
+                time.sleep(0.02)
+            assert not with_pid.exists(), "a trainer ends with its supervisor"
+
+
+def test_the_trainers_end_is_the_runs(supervised):
+    run = supervised("sys.exit(7)", resume=("--resume",))
+    assert run.wait()[0] == 7
+    ((_, arguments),) = run.attempts
+    assert arguments[:3] == ["trainer", "run.toml", "--resume"]
+    assert run.kinds("restart") == []
+
+
+def test_a_trainer_that_is_killed_is_started_again_and_the_last_attempt_counts(supervised):
+    left = 'subprocess.Popen(["sleep", "1000"], start_new_session=True) if number == 0 else None\n'
+    run = supervised(left + "os.kill(os.getpid(), signal.SIGSEGV if number else signal.SIGKILL) if number < 2 else 0")
+    run.process.send_signal(signal.SIGCONT)
+    code, err = run.wait()
+    assert code == 0, err
+    assert [arguments[2:-2] for _, arguments in run.attempts] == [[], ["--resume=auto"], ["--resume=auto"]]
+    first, second = run.kinds("restart")
+    assert (first["number"], first["lineage"], first["step"], first["signal"]) == (1, 0, 2, "SIGKILL")
+    assert (second["number"], second["lineage"], second["step"], second["signal"]) == (2, 1, 3, "SIGSEGV")
+    assert second["trained_s"] >= first["trained_s"] >= 0
+    assert [event["previous"] for event in run.kinds("opened")] == ["none", "restart", "restart"]
+    assert "ended by SIGKILL, as the kernel does when memory is short; the run starts again from the beginning" in err
+
+
+def test_what_it_had_started_has_ended_before_the_next_attempt(supervised, tmp_path):
+    pids = tmp_path / "pids"
+    body = f"""
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        with open({str(pids)!r}, "a") as file:
+            print(child.pid, os.path.exists("/proc/" + str(number)), file=file)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    run = supervised(body, max_restarts=1, options="supervisor._ORPHANS_S = 0.5")
+    code, err = run.wait()
+    assert code == 128 + signal.SIGKILL
+    assert "run.max_restarts = 1 allows no further restart" in err
+    assert len(run.attempts) == 2
+    for line in pids.read_text().splitlines():
+        assert not psutil.pid_exists(int(line.split()[0]))
+
+
+def test_killed_before_it_has_opened_the_run(supervised):
+    run = supervised(
+        "sys.exit(0)", before="os.kill(os.getpid(), signal.SIGKILL) if number < 2 else None", max_restarts=2
+    )
+    code, err = run.wait()
+    assert code == 0, err
+    assert len(run.attempts) == 3
+    assert "restart 2 of run.max_restarts = 2" in err
+    run = supervised("sys.exit(0)", before="os.kill(os.getpid(), signal.SIGKILL)", max_restarts=2)
+    run.calls.unlink()
+    assert run.wait()[0] == 128 + signal.SIGKILL
+
+
+def test_a_restart_that_the_trainer_has_written_itself(supervised):
+    run = supervised(
+        """
+        if number == 0:
+            log.event("restart", number=1, step=2, trained_s=4.0)
+            log.leave_open()
+            sys.exit(75)
+        """
+    )
+    assert supervisor.AGAIN == 75
+    assert run.wait()[0] == 0
+    assert len(run.attempts) == 2
+    assert len(run.kinds("restart")) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
+    body = f"""
+        got = []
+        signal.signal({int(number)}, lambda *_: got.append(1))
+        (folder / "ready").touch()
+        while not got:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL) if got == [1] else sys.exit(9)
+    """
+    run = supervised(body)
+    run.until((run.folder / "ready").exists)
+    run.process.send_signal(number)
+    assert run.wait()[0] == 128 + signal.SIGKILL
+    assert len(run.attempts) == 1
+
+
+def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
+    run = supervised("time.sleep(1000) if number == 0 else None", options="supervisor.STOPPED_POLLS = 10")
+    run.until(run.has_begun())
+    os.kill(run.attempts[0][0], signal.SIGSTOP)
+    code, err = run.wait()
+    assert code == 0, err
+    assert f"the trainer, process {run.attempts[0][0]}, is stopped (state T) for 1 s: it is killed" in err
+    assert len(run.attempts) == 2
+
+
+def test_a_trainer_without_a_sign_of_life(supervised):
+    body = """
+        if number == 0:
+            import slipstream.runlog.heartbeat as heartbeat
+            heartbeat.write_whole = lambda *values, **options: None
+            time.sleep(1000)
+    """
+    run = supervised(body, options="supervisor.SILENT_POLLS = 20")
+    code, err = run.wait()
+    assert code == 0, err
+    assert "gives no sign of life (state S)" in err
+
+
+def test_nobody_is_blamed_while_all_stand(supervised):
+    run = supervised("time.sleep(4)", options="supervisor.STOPPED_POLLS = 10")
+    run.until(run.has_begun())
+    run.process.send_signal(signal.SIGTSTP)
+    time.sleep(2.0)
+    states = {psutil.Process(pid).status() for pid in (run.process.pid, run.attempts[0][0])}
+    assert states == {psutil.STATUS_STOPPED}
+    run.process.send_signal(signal.SIGCONT)
+    code, err = run.wait()
+    assert (code, len(run.attempts)) == (0, 1), err
+
+
+def test_a_stopped_supervisor_is_named_by_the_trainer(supervised):
+    body = """
+        while not (folder / "ready").exists():
+            time.sleep(0.01)
+    """
+    short = "import slipstream.launch.parts.supervised as supervised; supervised.SILENT_POLLS = 5"
+    run = supervised(body, before=short)
+    run.until(run.has_begun())
+    run.process.send_signal(signal.SIGSTOP)
+    run_until = time.monotonic() + 30
+    while not run.kinds("warning") and time.monotonic() < run_until:
+        time.sleep(0.05)
+    (warning,) = run.kinds("warning")
+    assert f"the supervisor, process {run.process.pid}, has said nothing for 5 s" in warning["message"]
+    (run.folder / "ready").touch()
+    run.process.send_signal(signal.SIGCONT)
+    assert run.wait()[0] == 0
+
+
+def test_a_trainer_ends_with_its_supervisor(supervised):
+    run = supervised("time.sleep(1000)")
+    run.until(run.has_begun())
+    run.process.kill()
+    trainer = psutil.Process(run.attempts[0][0])
+    trainer.wait(20)
+    assert retry_policy.LONGEST_WAIT_S == 120.0
