@@ -7,6 +7,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -76,6 +77,8 @@ class Scripted:
         self._run_file = run_file
         self._tokenizer = ChatTokenizer(model)
         self._load = functools.lru_cache(4)(lambda location: PolicyModel.load(location, "float32"))
+        self._loading = threading.Lock()
+        """transformers loads one model at a time."""
         self.engine = None
 
     def say(self, text):
@@ -93,7 +96,9 @@ class Scripted:
         sequence = records.Sequence([*given, *tokens], [False] * len(given) + [True] * len(tokens))
         if not tokens:
             return []
-        scores = score(self._load(location), [sequence], request.sampling, micro_batch_tokens=256)
+        with self._loading:
+            model = self._load(location)
+        scores = score(model, [sequence], request.sampling, micro_batch_tokens=256)
         return scores.logprobs[0].tolist()
 
     def run(self, *overrides, script=None, change=lambda engine: None, resume=False, view=None):

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from slipstream.config import Derived, PlannedConfig, RLConfig, RunConfig
-from slipstream.config.batch_checks import warmup_problems
-from slipstream.config.checks import inapplicable, reason_against
+from slipstream.config.checks import inapplicable, reason_against, warmup_problems
 from slipstream.config.recipes import choices
 from slipstream.config.traits import planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
@@ -117,12 +116,7 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
     if config.environment is not None and uses_engine(config):
         builder.derive_auto("environment.max_turns", facts.data.max_turns, "what the environment says")
         builder.derive_auto("environment.apart", *facts.data.apart)
-        orchestrators = config.run.orchestrators
-        workers = max(1, usual_reward_workers(facts.num_cpus) // orchestrators)
-        reason = "one less than the cores, which the rest needs, too"
-        if orchestrators > 1:
-            reason = f"one less than the cores, divided among {orchestrators} orchestrators"
-        builder.derive_auto("environment.reward_workers", workers, reason)
+        builder.derive_auto("environment.reward_workers", *_reward_workers(facts.num_cpus, config.run.orchestrators))
     builder.derive_auto("run.threads", facts.num_cpus, "all cores that this process may use")
     if config.evaluation is not None and uses_engine(config):
         builder.derive_auto("evaluation.temperature", config.sampling.temperature, "the same as sampling.temperature")
@@ -149,6 +143,14 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
         planned_teacher(planned, facts),
         facts.notices,
     )
+
+
+def _reward_workers(num_cpus: int, orchestrators: int) -> tuple[int, str]:
+    """How many of each orchestrator, and why."""
+    workers = max(1, usual_reward_workers(num_cpus) // orchestrators)
+    if orchestrators > 1:
+        return workers, f"one less than the cores, divided among {orchestrators} orchestrators"
+    return workers, "one less than the cores, which the rest needs, too"
 
 
 def _decided(config: RunConfig) -> PlannedConfig:

@@ -112,7 +112,10 @@ def _all_of(
             elif (error := part.exception()) is not None:
                 whole.set_exception(error)
             elif is_last:
-                whole.set_result(join_answers([each.result() for each in parts]))
+                try:
+                    whole.set_result(join_answers([each.result() for each in parts]))
+                except TypeError as error:
+                    whole.set_exception(error)
 
     def on_whole(done: Future[Any]) -> None:
         if done.cancelled() or done.exception() is not None:

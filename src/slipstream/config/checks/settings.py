@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from slipstream.config.batch_checks import batch_problems
+from slipstream.config.checks.batches import batch_problems
+from slipstream.config.checks.processes import process_problems
 from slipstream.config.parse.keys import keys_of
-from slipstream.config.process_checks import process_problems
 from slipstream.config.recipes import BUILT_IN, resolved
 from slipstream.config.schema import RLConfig, RunConfig
 from slipstream.config.traits import bridge_of, uses_critic, uses_engine
