@@ -120,8 +120,12 @@ def test_the_trainers_end_is_the_runs(supervised):
 
 
 def test_a_trainer_that_is_killed_is_started_again_and_the_last_attempt_counts(supervised):
+    quickly = "supervisor._ORPHANS_S = 0.5"
     left = 'subprocess.Popen(["sleep", "1000"], start_new_session=True) if number == 0 else None\n'
-    run = supervised(left + "os.kill(os.getpid(), signal.SIGSEGV if number else signal.SIGKILL) if number < 2 else 0")
+    run = supervised(
+        left + "os.kill(os.getpid(), signal.SIGSEGV if number else signal.SIGKILL) if number < 2 else 0",
+        options=quickly,
+    )
     run.process.send_signal(signal.SIGCONT)
     code, err = run.wait()
     assert code == 0, err
@@ -211,6 +215,8 @@ def test_a_trainer_without_a_sign_of_life(supervised):
     body = """
         if number == 0:
             import slipstream.runlog.heartbeat as heartbeat
+            while not (folder / "heartbeat.json").exists():
+                time.sleep(0.01)
             heartbeat.write_whole = lambda *values, **options: None
             time.sleep(1000)
     """

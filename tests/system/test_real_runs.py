@@ -88,7 +88,8 @@ def test_the_restart_bridge(command, run_file, tmp_path):
 
 
 @pytest.mark.real_start
-@pytest.mark.parametrize("max_restarts", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("max_restarts", [1, 0])
 def test_an_engine_that_is_killed(command, run_file, tmp_path, max_restarts):
     folder = tmp_path / "run"
     run = command("train", run_file, *COIN, *LONG, "--run.folder", folder, "--inference.max_restarts", max_restarts)
