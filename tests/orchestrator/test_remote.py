@@ -63,7 +63,9 @@ class Sides:
 
 
 @pytest.fixture(params=["memory", "files"])
-def sides(request, tmp_path):
+def sides(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "POLL_S", 0.1)
+
     def both(topic, kind):
         if request.param == "memory":
             queue = MemoryTransport(remote.PLACES)
@@ -227,11 +229,11 @@ def test_the_other_sides_end_fails_what_waits_and_what_comes(sides):
 
 
 def test_silence_is_blamed_only_where_no_sign_of_life_comes(sides, monkeypatch):
-    monkeypatch.setattr(remote, "_SILENCE_S", 1.5)
-    monkeypatch.setattr(remote, "_BEAT_S", 0.2)
+    monkeypatch.setattr(remote, "_SILENCE_S", 1.0)
+    monkeypatch.setattr(remote, "_BEAT_S", 0.1)
     caller = sides.serve(executor_of(Engine(), Versions()))
     with remote.Beats(sides.messages[1]):
-        time.sleep(2.5)
+        time.sleep(1.5)
         assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
     assert caller.activity() == 0
     asked = caller.submit(commands.AskHeld()).result(20.0)
@@ -239,7 +241,7 @@ def test_silence_is_blamed_only_where_no_sign_of_life_comes(sides, monkeypatch):
     until = time.monotonic() + 20.0
     while sides.reason is None and time.monotonic() < until:
         time.sleep(0.05)
-    with pytest.raises(OrchestratorError, match=r"silent for 1.5 s"):
+    with pytest.raises(OrchestratorError, match=r"silent for 1 s"):
         caller.call(commands.AskHeld(), commands.Held, 20.0, "it")
 
 
