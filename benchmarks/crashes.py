@@ -110,6 +110,7 @@ class Fault:
     moment: str
     step: int
     """Steps made before."""
+    began: float
     recovered_s: float = 0.0
     """Until a further step was made, or the run had ended."""
     named_s: float = 0.0
@@ -217,38 +218,38 @@ def wait_until(condition: Callable[[], object], timeout_s: float, run: Run) -> b
     return True
 
 
-def wait_for_moment(run: Run, moment: str, chance: random.Random) -> None:
-    """Until the moment, or the run's end."""
-    if moment == "start":
+def wait_for_moment(run: Run, moment: str, chance: random.Random) -> bool:
+    """Until the moment; False where it does not come."""
+    if moment == "start":  # of the command, or of what the last fault has ended
         time.sleep(chance.uniform(0.5, 15.0))
-        return
+        return True
     reached = run.step
     wait_until(lambda: run.step > reached, TIMEOUT_S, run)  # in the middle of its work
     if moment == "any":
         time.sleep(chance.uniform(0.0, 2.0))
-        return
+        return True
     looks: dict[str, Callable[[], int]] = {
         "publish": lambda: run.num_events("publish"),
         "checkpoint": lambda: len([*run.folder.glob("checkpoints/*")]) + len([*run.folder.glob("checkpoints/.*")]),
         "step": lambda: run.size("metrics.jsonl"),
     }
     before = looks[moment]()
-    wait_until(lambda: looks[moment]() != before, 60.0, run)
+    came = wait_until(lambda: looks[moment]() != before, 60.0, run)
     time.sleep(chance.uniform(0.0, 0.05))
+    return came
 
 
 def strike(run: Run, kind: str, part: str, moment: str, chance: random.Random) -> Fault | None:
-    """One fault, and the wait for the step after it; None where the run had ended before."""
-    wait_for_moment(run, moment, chance)
-    if not wait_until(lambda: run.pid_of(part), TIMEOUT_S, run):
+    """One fault; None where the run ended before, or the moment did not come."""
+    if not wait_for_moment(run, moment, chance) or not wait_until(lambda: run.pid_of(part), TIMEOUT_S, run):
         return None
-    pid, fault, began = run.pid_of(part), Fault(part, moment, run.step), time.monotonic()
+    pid, fault = run.pid_of(part), Fault(part, moment, run.step, time.monotonic())
     if pid is None or run.process.poll() is not None:
         return None
     run.family()
     os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     if kind == "freeze":
-        fault.named_s = wait_for_name(run, part, pid, began)
+        fault.named_s = wait_for_name(run, part, pid, fault.began)
     elif part == "redis":
         run.redis.process.wait(30)
         run.redis.start()
@@ -256,11 +257,18 @@ def strike(run: Run, kind: str, part: str, moment: str, chance: random.Random) -
         run.process.wait(30)
         psutil.wait_procs([*run.seen.values()], timeout=30)
         run.start()
-    until = time.monotonic() + TIMEOUT_S
-    while run.step <= fault.step and run.process.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
-    fault.recovered_s = time.monotonic() - began
     return fault
+
+
+def wait_for_recovery(run: Run, faults: list[Fault]) -> None:
+    """Until a step after each of the faults was made, or the run has ended."""
+    for fault in faults:
+        while not fault.recovered_s:
+            run.family()
+            is_over = run.process.poll() is not None or time.monotonic() > fault.began + TIMEOUT_S
+            if run.step > fault.step or is_over:
+                fault.recovered_s = time.monotonic() - fault.began
+            time.sleep(0.05)
 
 
 def wait_for_name(run: Run, part: str, pid: int, began: float) -> float:
@@ -325,9 +333,15 @@ def run_once(
     try:
         while len(result.faults) < num and run.process.poll() is None:
             part, moment = next(plan)
+            if moment != "start":
+                wait_for_recovery(run, result.faults)
             fault = strike(run, kind, part, moment, chance)
             if fault is not None:
                 result.faults.append(fault)
+        wait_for_recovery(run, result.faults)
+        while run.process.poll() is None and time.monotonic() < began + 2 * TIMEOUT_S:
+            run.family()
+            time.sleep(0.1)
         check_end(run, result, shared)
     finally:
         for each in (*run.seen.values(),):

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.launch.parts import supervisor
 from slipstream.launch.recovery import retry_policy
-from slipstream.runlog import read_events
+from slipstream.runlog import read_events, read_exit
 
 pytestmark = pytest.mark.real_start
 TRAINER = """
@@ -59,7 +59,9 @@ class Supervised:
             say = lambda text: print(text, file=sys.stderr, flush=True)
             made = supervisor.Supervisor(["trainer", "run.toml"], Path({str(self.folder)!r}),
                                          max_restarts={max_restarts}, say=say)
-            sys.exit(made.run({resume!r}))
+            code = made.run({resume!r})
+            say(f"{{type(made.error).__name__}}: {{made.error}}") if made.error else None
+            sys.exit(code)
         """
         self.process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(start)],
@@ -114,6 +116,7 @@ def supervised(tmp_path):
 def test_the_trainers_end_is_the_runs(supervised):
     run = supervised("sys.exit(7)", resume=("--resume",))
     assert run.wait()[0] == 7
+    assert run.kinds("restart") == []
     ((_, arguments),) = run.attempts
     assert arguments[:3] == ["trainer", "run.toml", "--resume"]
     assert run.kinds("restart") == []
@@ -197,8 +200,9 @@ def test_signals_are_passed_on_and_nothing_is_started_again(supervised, number):
     run = supervised(body)
     run.until((run.folder / "ready").exists)
     run.process.send_signal(number)
-    assert run.wait()[0] == 128 + signal.SIGKILL
-    assert len(run.attempts) == 1
+    code, err = run.wait()
+    assert (code, len(run.attempts)) == (130, 1)
+    assert "stopped, but the trainer was ended by SIGKILL: continue with --resume" in err
 
 
 def test_a_stopped_trainer_is_named_killed_and_started_again(supervised):
@@ -257,10 +261,28 @@ def test_a_stopped_supervisor_is_named_by_the_trainer(supervised):
     assert run.wait()[0] == 0
 
 
-def test_a_trainer_ends_with_its_supervisor(supervised):
+def test_a_stop_while_it_waits_for_the_next_attempt_ends_the_run_as_any_stop(supervised):
+    run = supervised("os.kill(os.getpid(), signal.SIGKILL)", options="retry_policy.FIRST_WAIT_S = 60")
+    run.until(lambda: run.folder.exists() and run.kinds("restart"))
+    run.process.send_signal(signal.SIGINT)
+    code, err = run.wait()
+    assert code == 130
+    assert "Interrupted: stopped before the run was started again: continue with --resume" in err
+    report = read_exit(run.folder)
+    assert (report.status, report.step, len(run.attempts)) == ("interrupted", 2, 1)
+    assert retry_policy.earlier_attempts(read_events(run.folder), 2) == [], "a resume begins to count anew"
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_trainer_ends_with_its_supervisor_and_terminal(supervised, is_stopped):
     run = supervised("time.sleep(1000)")
     run.until(run.has_begun())
-    run.process.kill()
     trainer = psutil.Process(run.attempts[0][0])
+    if is_stopped:
+        run.process.send_signal(signal.SIGTSTP)
+        until = time.monotonic() + 20
+        while trainer.status() != psutil.STATUS_STOPPED and time.monotonic() < until:
+            time.sleep(0.02)
+    run.process.stderr.close()  # nobody reads what it says
+    run.process.kill()
     trainer.wait(20)
-    assert retry_policy.LONGEST_WAIT_S == 120.0

@@ -60,7 +60,7 @@ def test_a_batch_of_two_parts():
     assert made.dropped == {"timeout": 4, "no_signal": 2}
     assert made.metrics == {
         "time/generate_s": 5.0,
-        "throughput/rollouts_per_s": 7.0,
+        "throughput/rollouts_per_s": (2 * 3.0 + 5 * 4.0) / 5,
         "rollout/drawn_groups": 4.0,
         "reward/drawn_mean": 0.75,
         "staleness/mean": 1.0,
@@ -129,7 +129,7 @@ def test_commands_go_to_all_and_their_answers_are_one():
     assert not future.done()
     callers[0].answer(applied(1))
     made = future.result(1)
-    assert made.report.mismatched == ("w (replica 1)",)
+    assert made.report.mismatched == ("w (orchestrator 1)",)
     assert made.report.transfer_s == 2.0
     assert [sequence.token_ids for sequence in made.probe] == [[1], [2]]
     assert made.metrics == {

@@ -138,7 +138,8 @@ def _train(
 
             return AGAIN
         where = () if loaded.config.run.folder is not None else ("--run.folder", str(again.folder))
-        again.arguments = [algorithm or "train", str(run_file), *overrides, *where, "--resume", *flags]
+        command = algorithm or ("train" if supervises else "trainer")
+        again.arguments = [command, str(run_file), *overrides, *where, "--resume", *flags]
         raise
     with ignore_closed_pipe():
         if as_json:
@@ -173,11 +174,15 @@ def _supervise(
         overrides = (*overrides, "--run.folder", str(folder))
 
     def say(text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live view of a killed trainer had hidden the cursor
+        print(f"{shown}warning: {text}", file=sys.stderr, flush=True)
 
     arguments = ["trainer", str(run_file), *overrides, *flags]
     supervisor = Supervisor(arguments, folder or Path(), max_restarts=section.max_restarts, say=say)
-    return supervisor.run({False: (), True: ("--resume",), "auto": ("--resume=auto",)}[resume])
+    code = supervisor.run({False: (), True: ("--resume",), "auto": ("--resume=auto",)}[resume])
+    if supervisor.error is not None:
+        print_error(supervisor.error, str(supervisor.error), code, as_json="--json" in flags)
+    return code
 
 
 def _gain_line(folder: Path) -> str:

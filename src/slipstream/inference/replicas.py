@@ -337,11 +337,11 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def worst_report(reports: Sequence[ApplyReport]) -> ApplyReport:
-    """One report of all engines: all mismatches, and the largest times."""
+def worst_report(reports: Sequence[ApplyReport], of: str = "replica") -> ApplyReport:
+    """One report of all engines: all mismatches, and the largest times. `of`: what each report is of."""
 
     def named(names: Callable[[ApplyReport], tuple[str, ...]]) -> tuple[str, ...]:
-        return tuple(f"{name} (replica {n})" for n, report in enumerate(reports) for name in names(report))
+        return tuple(f"{name} ({of} {n})" for n, report in enumerate(reports) for name in names(report))
 
     return ApplyReport(
         version=next(

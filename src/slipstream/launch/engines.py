@@ -127,11 +127,10 @@ def create_engine(
     engines: list[SupervisedEngine] = []
     for number, gpus in enumerate(plan.gpus):
         first_rank = settings.first_rank + number * settings.tensor_parallel_size
+        own_number = plan.first_number + number
         own = msgspec.structs.replace(settings, gpus=gpus, first_rank=first_rank)
         first = ahead if number == 0 else None
-        engines.append(
-            create(own, _log_of(plan.first_number + number), functools.partial(on_event, replica=number), first)
-        )
+        engines.append(create(own, _log_of(own_number), functools.partial(on_event, replica=own_number), first))
     per_engine = min(settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
     return EngineReplicas(engines, num_places=per_engine, on_event=on_event)
 

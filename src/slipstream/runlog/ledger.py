@@ -244,6 +244,11 @@ def end_ledgers(folder: Path, number: int, lineage: int, first_step: int) -> Non
             Ledger(folder, lineage, first_step, staleness=0, shape={}, orchestrator=other).close(first_step)
 
 
+def num_ledgers(folder: Path) -> int:
+    """How many orchestrators have kept a ledger in the run folder, at most."""
+    return (folder / FILE).is_file() + len([*folder.glob(_OTHERS)])
+
+
 def _path_of(folder: Path, orchestrator: int) -> Path:
     return folder / (f"ledger-{orchestrator}.sqlite" if orchestrator else FILE)
 

@@ -35,6 +35,7 @@ from slipstream.orchestrator.control.remote import Message, RemoteCaller, Reques
 from slipstream.progress import Progress
 from slipstream.records import Batch
 from slipstream.runlog import stacks
+from slipstream.runlog.ledger import num_ledgers
 from slipstream.runlog.temporary import make_temporary, remove_temporary
 from slipstream.transport import FileStreams, RedisStreams, Transport, open_transport
 
@@ -114,8 +115,10 @@ class OrchestratorProcess:
         self._run, self._number = run, number
         self._name = name_of(run.config, number)
         self._log = run.folder / "logs" / f"orchestrator{f'-{number}' if run.config.run.orchestrators > 1 else ''}.log"
-        for earlier in range(run.log.lineage):  # what an attempt that was killed has left
-            Queues(run.config, run.folder, earlier, number).remove()
+        further = range(run.config.run.orchestrators, num_ledgers(run.folder)) if number == 0 else ()
+        for earlier in range(run.log.lineage):  # what an attempt that was killed has left, with more of them, too
+            for other in (number, *further):
+                Queues(run.config, run.folder, earlier, other).remove()
         self._queues = Queues(run.config, run.folder, run.log.lineage, number)
         self._folder = make_temporary("orchestrator")
         try:
@@ -176,7 +179,8 @@ class OrchestratorProcess:
     def _on_notice(self, notice: remote.Notice) -> None:
         run, progress = self._run, self._run.progress
         if isinstance(notice, remote.Progressed):
-            _show(progress, notice, self._number, run.config.run.orchestrators)
+            if self._number == 0:
+                _show(progress, notice)
         elif isinstance(notice, remote.Counted):
             run.log.count(notice.values)
         elif isinstance(notice, remote.Sampled):
@@ -211,17 +215,15 @@ class OrchestratorProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _show(progress: Progress, notice: remote.Progressed, number: int = 0, of: int = 1) -> None:
-    """Call the method of `progress` that one of several other processes has called. Phases are those of the first."""
+def _show(progress: Progress, notice: remote.Progressed) -> None:
+    """Call the method of `progress` that the other process has called."""
     match notice.method, notice.arguments:
         case "phase", [str(name), int() | None as total]:
-            if number == 0:
-                progress.phase(name, of * total if name == "generate" and total is not None else total)
+            progress.phase(name, total)
         case "advance", [int(count)]:
             progress.advance(count)
         case "end_phase", []:
-            if number == 0:
-                progress.end_phase()
+            progress.end_phase()
         case "message", [str(text), str(level)]:
             progress.message(text, level)
         case _:

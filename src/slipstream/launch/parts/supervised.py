@@ -1,11 +1,13 @@
 """The trainer's end of its bond with a supervisor (`supervisor.py`), which writes a byte into a pipe every second.
 
-Guarantees: the trainer is killed, and with it all that it has started, when its supervisor has ended; a supervisor that
-is stopped is named once for each time.
+Guarantees: the trainer is killed, and with it all that it has started, when its supervisor has ended, also while it is
+stopped itself and whatever has become of its terminal; a supervisor that is stopped is named once for each time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -15,6 +17,7 @@ from collections.abc import Callable
 
 from slipstream.launch.parts.supervisor import POLL_S
 
+_PR_SET_PDEATHSIG = 1
 SILENT_POLLS = 15
 """How many waits of `POLL_S` the pipe may be silent before the supervisor is looked for."""
 
@@ -24,6 +27,7 @@ class SupervisorWatch:
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # for a trainer that is stopped then
         self._descriptor = descriptor
         self._supervisor = os.getppid()
         self.warn: Callable[[str], None] = lambda text: print(f"warning: {text}", file=sys.stderr)
@@ -36,12 +40,15 @@ class SupervisorWatch:
             if not select.select([self._descriptor], [], [], POLL_S)[0]:
                 num_silent += 1
                 if num_silent == SILENT_POLLS:
-                    self.warn(
-                        f"the supervisor, process {self._supervisor}, has said nothing for {POLL_S * num_silent:.0f} "
-                        "s, as if it were stopped: the run goes on, but nobody would start it again"
-                    )
+                    with contextlib.suppress(Exception):  # a full disk, which ends the run elsewhere
+                        self.warn(
+                            f"the supervisor, process {self._supervisor}, has said nothing for "
+                            f"{POLL_S * num_silent:.0f} s, as if it were stopped: the run goes on, but nobody would "
+                            "start it again"
+                        )
             elif os.read(self._descriptor, 4096):
                 num_silent = 0
             else:
-                print("error: the supervisor has ended, and the run with it: continue with --resume", file=sys.stderr)
+                with contextlib.suppress(OSError):  # the terminal has ended, too
+                    print("error: the supervisor has ended, and the run: continue with --resume", file=sys.stderr)
                 os.kill(os.getpid(), signal.SIGKILL)

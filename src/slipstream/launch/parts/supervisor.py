@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, Interrupted, SlipstreamError
 from slipstream.inference import child_process
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
-from slipstream.runlog import append_event, holds_run, read_events, read_metrics
+from slipstream.runlog import RunLog, append_event, holds_run, read_events, read_metrics
 from slipstream.runlog.heartbeat import read_heartbeat
 
 AGAIN = 75
@@ -53,17 +54,22 @@ class Supervisor:
         self._say = say
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_requested = False
-        self._num_early = 0
-        """Attempts that were killed before they had opened the run folder."""
+        self._lineage_before = -1
+        self._early: list[dict[str, Any]] = []
+        """Attempts that were killed before they had opened the run folder, which stand in no event."""
+        self.error: SlipstreamError | None = None
+        """Why no further attempt follows one that a signal has ended."""
 
     def run(self, resume: Sequence[str]) -> int:
         """Run the first attempt with the options `resume`, and those that follow. Returns the run's exit code."""
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         with self._passing_signals_on():
             while True:
+                self._lineage_before = _lineage_of(read_events(self._folder) if holds_run(self._folder) else [])
                 code = self._attempt(resume)
                 if code != AGAIN and (code >= 0 or not self._starts_again(-code)):
-                    return code if code >= 0 else 128 - code
+                    was_stopped = isinstance(self.error, Interrupted)
+                    return code if code >= 0 else Interrupted.exit_code if was_stopped else 128 - code
                 resume = ("--resume=auto",)
 
     def _attempt(self, resume: Sequence[str]) -> int:
@@ -100,6 +106,7 @@ class Supervisor:
                 return
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it does not read, or has just ended
                 os.write(write_end, b".")
+            _reap_orphans(child.pid)
             beat, state = read_heartbeat(self._folder), _state_of(child.pid)
             now = beat.time if beat is not None and beat.pid == child.pid else 0.0
             num_silent, last = (num_silent + 1 if now and now == last else 0), now
@@ -112,45 +119,52 @@ class Supervisor:
 
     def _starts_again(self, number: int) -> bool:
         """Whether another attempt follows one that a signal has ended; writes why, and waits."""
-        if self._stop_requested:
-            return False
         name = signal.Signals(number).name
-        how = f"the trainer was ended by {name}{MEMORY if number == signal.SIGKILL else ''}"
+        how = f"the trainer was ended by {name}"
+        if self._stop_requested:
+            self.error = Interrupted(f"stopped, but {how}: continue with --resume")
+            return False
+        how += MEMORY if number == signal.SIGKILL else ""
         events = read_events(self._folder) if holds_run(self._folder) else []
-        lineage = max((int(event["lineage"]) for event in events), default=-1)
-        kinds = [event["kind"] for event in events if event.get("lineage") == lineage]
-        has_opened = bool(kinds) and kinds[-1] not in ("restart", "exit")
-        self._num_early += not has_opened
+        lineage = _lineage_of(events)
+        has_opened = lineage > self._lineage_before
         attempts = earlier_attempts(events, lineage if has_opened else lineage + 1)
-        num_before = self._num_early - (not has_opened)
-        found = next_restart(None, attempts, self._max_restarts - num_before)
+        found = next_restart(None, [*attempts, *self._early], self._max_restarts)
         if isinstance(found, str):
-            self._say(f"{how}, and the run is not started again: {found}; continue with --resume")
+            self.error = SlipstreamError(f"{how}, and the run is not started again: {found}; continue with --resume")
             return False
         checkpoints = sorted(path.name for path in self._folder.glob("checkpoints/step-*"))
-        if has_opened:
-            rows = [row for row in read_metrics(self._folder) if row.get("lineage") == lineage]
-            trained_s = float(attempts[0]["trained_s"]) if attempts else 0.0
-            fields = {
-                "number": found.number,
-                "step": int(rows[-1]["step"]) if rows else 0,
-                "checkpoint": checkpoints[-1] if checkpoints else None,
-                "wait_s": found.wait_s,
-                "signal": name,
-                "trained_s": trained_s + (float(rows[-1]["time"]) - float(rows[0]["time"]) if rows else 0.0),
-                "reason": how,
-            }
+        fields: dict[str, Any] = {
+            "number": found.number,
+            "checkpoint": checkpoints[-1] if checkpoints else None,
+            "wait_s": found.wait_s,
+            "signal": name,
+            "reason": how,
+            **_progress_of(self._folder, lineage if has_opened else None, attempts),
+        }
+        if not has_opened:
+            self._early.append(fields)
+        else:
             try:
                 append_event(self._folder, lineage, "restart", **fields)
             except ConfigError as error:  # somebody else resumes the run
-                self._say(f"{how}, and the run is not started again: {error}")
+                self.error = error
                 return False
         after = f"from checkpoint {checkpoints[-1]}" if checkpoints else "from the beginning, as there is no checkpoint"
-        which = f"restart {found.number + num_before} of run.max_restarts = {self._max_restarts}"
+        which = f"restart {found.number} of run.max_restarts = {self._max_restarts}"
         self._say(f"{how}; the run starts again {after} ({which}) in {found.wait_s:g} s")
-        until = time.monotonic() + found.wait_s
+        return self._waits(found.wait_s, fields["step"])
+
+    def _waits(self, seconds: float, step: int) -> bool:
+        """Wait before the next attempt; False, and written into the run folder, after a request to stop."""
+        until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stop_requested:
             time.sleep(0.1)
+        if self._stop_requested:
+            self.error = Interrupted("stopped before the run was started again: continue with --resume")
+            if holds_run(self._folder):
+                with RunLog.create(self._folder, resume=True) as log:
+                    log.exit(self.error, step=step)
         return not self._stop_requested
 
     @contextlib.contextmanager
@@ -173,6 +187,18 @@ class Supervisor:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _lineage_of(events: Sequence[dict[str, Any]]) -> int:
+    return max((int(event["lineage"]) for event in events), default=-1)
+
+
+def _progress_of(folder: Path, lineage: int | None, attempts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Step and training time of the attempt `lineage`, if it began, with those before."""
+    rows = [row for row in read_metrics(folder) if row.get("lineage") == lineage] if lineage is not None else []
+    before_s = float(attempts[0]["trained_s"]) if attempts else 0.0
+    seconds = float(rows[-1]["time"]) - float(rows[0]["time"]) if rows else 0.0
+    return {"step": int(rows[-1]["step"]) if rows else 0, "trained_s": before_s + seconds}
+
+
 def _state_of(pid: int) -> str:
     """The state of a process in one letter, as /proc has it; empty when it has ended."""
     try:
@@ -180,6 +206,14 @@ def _state_of(pid: int) -> str:
     except OSError:
         return ""
     return stat.rpartition(")")[2].split()[0]
+
+
+def _reap_orphans(trainer: int) -> None:
+    """Take note of the end of processes that the trainer's children have left to this one."""
+    for pid in _children():
+        if pid != trainer:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def _end_orphans() -> None:

@@ -194,10 +194,10 @@ def _differences(
 
 def _sockets(run: Path) -> list[Path]:
     """The sockets of a run's engines, from its last start."""
-    paths: list[Path] = []
-    for event in read_events(run):
-        if event["kind"] == "engine_socket" and event.get("path"):
-            paths = [*(paths if event.get("replica") else ()), Path(str(event["path"]))]
+    found = [event for event in read_events(run) if event["kind"] == "engine_socket" and event.get("path")]
+    last = max((int(event["lineage"]) for event in found), default=0)
+    by_number = {int(event.get("replica") or 0): event["path"] for event in found if event["lineage"] == last}
+    paths = [Path(str(by_number[number])) for number in sorted(by_number)]
     if not paths:
         raise ConfigError(f"{run} does not say where its engine answers: name its socket with --engine")
     return paths

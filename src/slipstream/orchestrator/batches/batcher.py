@@ -65,7 +65,7 @@ class Batcher:
                 further = self.share.part(self.refills.tasks(step, number))[:wanted]
                 self.hooks.round_began(len(further))
                 groups += await self._round(step, version, number * size, further, size)
-            choice = choose(self.refills, groups, size, number)
+            choice = choose(self.refills, groups, size, number, may_be_empty=self.share.number > 0)
             chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
             for group, reason in choice.reasons.items():
                 self.drop(group, reason)

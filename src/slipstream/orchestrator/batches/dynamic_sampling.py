@@ -57,11 +57,14 @@ class Choice:
     """Why each group that is left out is, by its id."""
 
 
-def choose(refills: Refills, groups: list[list[Rollout]], size: int, num_refills: int) -> Choice:
+def choose(
+    refills: Refills, groups: list[list[Rollout]], size: int, num_refills: int, *, may_be_empty: bool = False
+) -> Choice:
     """Choose the first `size` of `groups` that have signal. The first `size` of all are the batch's own, the others
-    refills."""
+    refills. Where none has signal these are chosen, unless the choice `may_be_empty`: a part of a batch, of which the
+    first orchestrator makes another."""
     with_signal = [index for index, group in enumerate(groups) if refills.has_signal(group)]
-    chosen = with_signal[:size] or list(range(min(size, len(groups))))
+    chosen = with_signal[:size] or ([] if may_be_empty else list(range(min(size, len(groups)))))
     surplus = set(with_signal[size:])
     left_out = {"surplus": 0, "no_signal": 0}
     reasons: dict[str, str] = {}

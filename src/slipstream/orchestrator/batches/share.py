@@ -15,7 +15,8 @@ from slipstream.orchestrator.batches.staleness import staleness_metrics
 from slipstream.records import Batch
 
 T = TypeVar("T")
-_LONGEST = "time/"
+_GENERATE_S = "time/generate_s"
+_RATE, _LARGEST = "throughput/", ("time/", "rollout/refills")
 _OF_GROUPS = "reward/drawn_mean"
 """A mean over the rollouts of the groups that were drawn."""
 _DRAWN = "rollout/drawn_groups"
@@ -44,8 +45,8 @@ class Share:
 
 
 def join(parts: Sequence[Batch]) -> Batch:
-    """The batch of one step, of the parts of all orchestrators in their order. Times are the longest, rates and counts
-    are summed up."""
+    """The batch of one step, of the parts of all orchestrators in their order. Times are the longest, rates are over
+    these, counts are summed up."""
     if len(parts) == 1:
         return parts[0]
     if len(steps := {part.step for part in parts}) > 1:
@@ -55,7 +56,11 @@ def join(parts: Sequence[Batch]) -> Batch:
     metrics: dict[str, float] = {}
     for name in names:
         values = [part.metrics[name] for part in parts if name in part.metrics]
-        metrics[name] = max(values) if name.startswith(_LONGEST) else sum(values)
+        metrics[name] = max(values) if name.startswith(_LARGEST) else sum(values)
+    for name in names:
+        if name.startswith(_RATE):
+            totals = (part.metrics[name] * part.metrics[_GENERATE_S] for part in parts if name in part.metrics)
+            metrics[name] = sum(totals) / metrics[_GENERATE_S]
     if _OF_GROUPS in names:
         weighed = [part for part in parts if _OF_GROUPS in part.metrics]
         num_drawn = sum(part.metrics[_DRAWN] for part in weighed)

@@ -31,7 +31,8 @@ from slipstream.transport import Transport, TransportClosed, TransportLost, Unre
 
 _SILENCE_S = 60.0
 """How long the other side may give no sign of life, or the place of the queues be out of reach."""
-_LONGEST_POLL_S = 5.0
+_LONGEST_POLL_S = 15.0
+"""More than a server that does not answer holds a poll up."""
 _BEAT_S = 2.0
 _CANCEL_S = 15.0
 """How long cancelled work may take to end."""
@@ -184,7 +185,7 @@ class RemoteCaller(Caller):
             thread.join(2 * POLL_S)
 
     def _listen(self) -> None:
-        silence_s = 0.0
+        silence_s = away_s = 0.0
         try:
             while not self._closed.is_set():
                 began = time.monotonic()
@@ -194,13 +195,17 @@ class RemoteCaller(Caller):
                     if (why := self._ended()) is not None:
                         raise why from None
                     # Time for which this process itself was stopped does not count.
-                    silence_s += min(time.monotonic() - began, _LONGEST_POLL_S)
-                    if silence_s < _SILENCE_S:
-                        continue
+                    waited_s = min(time.monotonic() - began, _LONGEST_POLL_S)
                     if isinstance(error.__cause__, Unreachable):
+                        away_s += waited_s
+                    else:
+                        silence_s += waited_s
+                    if away_s >= _SILENCE_S:
                         raise OrchestratorError(f"nothing was heard for {_SILENCE_S:g} s: {error}") from None
-                    raise self._silent(_SILENCE_S) from None
-                silence_s = 0.0
+                    if silence_s >= _SILENCE_S:
+                        raise self._silent(_SILENCE_S) from None
+                    continue
+                silence_s = away_s = 0.0
                 self._hear(message)
                 self._messages.ack(receipt)
         except Exception as error:  # noqa: BLE001 (whoever waits learns of it)
@@ -443,7 +448,7 @@ def _error_of(failure: Failure) -> Exception:
         if kind.__name__ == failure.kind:
             with contextlib.suppress(TypeError):  # it is made of something else than a text
                 return kind(failure.text)
-    return RuntimeError(f"{failure.kind}: {failure.text} (in the orchestrator, see logs/orchestrator.log)")
+    return RuntimeError(f"{failure.kind}: {failure.text} (in the orchestrator, see its log)")
 
 
 def _kinds(base: type[SlipstreamError]) -> list[type[SlipstreamError]]:

@@ -53,7 +53,7 @@ class SeveralCallers(Caller):
                 applied = _of(answers, commands.Applied)
                 probe = [sequence for each in applied for sequence in each.probe]
                 metrics = self._metrics([each.metrics for each in applied])
-                return commands.Applied(worst_report([each.report for each in applied]), probe, metrics)
+                return commands.Applied(worst_report([each.report for each in applied], "orchestrator"), probe, metrics)
             case commands.Held():
                 held = _of(answers, commands.Held)
                 return first if all(each == first for each in held) else commands.Held(None)
