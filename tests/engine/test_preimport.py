@@ -37,6 +37,7 @@ def ahead(tiny_model):
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_it_becomes_the_engine_and_answers_as_any(tiny_model, tmp_path, ahead, monkeypatch):
     imported = ahead._process
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # as libraries do that were imported since

@@ -448,7 +448,7 @@ def _error_of(failure: Failure) -> Exception:
         if kind.__name__ == failure.kind:
             with contextlib.suppress(TypeError):  # it is made of something else than a text
                 return kind(failure.text)
-    return RuntimeError(f"{failure.kind}: {failure.text} (in the orchestrator, see its log)")
+    return RuntimeError(f"{failure.kind}: {failure.text} (in the orchestrator, see logs/orchestrator*.log)")
 
 
 def _kinds(base: type[SlipstreamError]) -> list[type[SlipstreamError]]:
