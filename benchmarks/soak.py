@@ -8,8 +8,8 @@ once, with the log-probabilities of the weights that were published last. Every 
 (resident, after a garbage collection), its open files, its threads and the bytes of the run folder are noted.
 
 From step 200 on the number of open files must be constant, memory may grow by less than 5 MB, and of the disk only the
-logs may grow. Prints a Markdown table and what the disk takes for each step, by file; the exit code is 1 when a bound
-is broken.
+logs and the ledger may grow. Prints a Markdown table and what the disk takes for each step, by file; the exit code is 1
+when a bound is broken.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def problems(looks: list[Look]) -> list[str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000, help="at least 300")
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--streams", choices=("memory", "files"), default="memory")
     arguments = parser.parse_args()
