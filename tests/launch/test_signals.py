@@ -68,6 +68,20 @@ def test_what_ends_the_run_at_once(at_once, numbers):
     assert at_once == [1]
 
 
+def test_a_sigterm_that_a_scheduler_and_the_supervisor_send_is_one(at_once, monkeypatch):
+    monkeypatch.setattr(signals, "_SAME_S", 0.5)
+    with StopRequest(lambda: at_once.append(1), comes_twice=True) as stop:
+        send(TERM, TERM)
+        assert stop()
+        assert at_once == []
+        time.sleep(0.6)
+        with pytest.raises(Ended):
+            send(TERM)
+    with StopRequest(lambda: at_once.append(2), comes_twice=True), pytest.raises(Ended):
+        send(INT, INT)
+    assert at_once == [1, 2]
+
+
 @pytest.mark.parametrize("number", [TERM, USR1])
 def test_the_deadline_that_follows(number):
     grace, killed, before = Grace(), [], signal.getsignal(number)

@@ -138,6 +138,9 @@ def test_every_rollout_is_in_the_batch_or_counted(rewards, size):
     assert sum(map(len, choice.groups)) + sum(choice.left_out.values()) == sum(map(len, groups))
     numbers = [int(group[0].group_id) for group in choice.groups]
     assert numbers == sorted(numbers)
+    part = choose(refills, groups, size, 1, may_be_empty=True)
+    assert all(map(refills.has_signal, part.groups)), "of a part nothing else is in the batch"
+    assert sum(map(len, part.groups)) + sum(part.left_out.values()) == sum(map(len, groups))
     some = any(map(refills.has_signal, groups))
     assert all(map(refills.has_signal, choice.groups)) or not some
     wanted = refills.num_wanted(groups, size)

@@ -13,7 +13,7 @@ from slipstream.orchestrator.control.remote import NoticeLog, NoticeProgress, Ou
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import ApplyReport, ParameterSpec, Rollout, Ticket, Version
 from slipstream.records import Sequence as TokenSequence
-from slipstream.transport import FileStreams, MemoryTransport, RecordError, TransportLost, open_transport
+from slipstream.transport import FileStreams, MemoryTransport, RecordError, TransportLost, Unreachable, open_transport
 
 from .executors import executor_of
 
@@ -243,6 +243,33 @@ def test_silence_is_blamed_only_where_no_sign_of_life_comes(sides, monkeypatch):
         time.sleep(0.05)
     with pytest.raises(OrchestratorError, match=r"silent for 1 s"):
         caller.call(commands.AskHeld(), commands.Held, 20.0, "it")
+
+
+def test_a_server_that_is_away_is_no_silence_of_the_other_side(sides, monkeypatch):
+    monkeypatch.setattr(remote, "_SILENCE_S", 1.0)
+    caller, queue = sides.serve(executor_of(Engine(), Versions())), sides.messages[0]
+    away, taken = threading.Event(), queue.take
+
+    def take(timeout_s):
+        if not away.is_set():
+            return taken(timeout_s)
+        time.sleep(timeout_s)
+        raise DeadlineError("the server does not answer") from Unreachable("away")
+
+    monkeypatch.setattr(queue, "take", take)
+    away.set()
+    time.sleep(0.7)
+    away.clear()
+    time.sleep(0.6)  # and says nothing: together that is more than a second
+    assert sides.reason is None
+    assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
+    away.set()
+    time.sleep(0.2)  # the poll under way still hears
+    with pytest.raises(OrchestratorError, match="nothing was heard for 1 s: the server does not answer"):
+        caller.call(commands.AskHeld(), commands.Held, 20.0, "it")
+    assert sides.reason is None
+    sides.reason = OrchestratorError("over")
+    away.clear()
 
 
 def test_a_close_cancels_what_goes_on_and_writes_the_rest(sides):

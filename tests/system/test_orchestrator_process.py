@@ -65,6 +65,20 @@ def beside(monkeypatch, scripted):
         thread.join(20)
 
 
+def killing(beside, number):
+    """Kills an orchestrator at step 3."""
+
+    def change(engine):
+        def on_request(request):
+            if engine.version is not None and engine.version.step == 3:
+                beside[number][0].kill()
+                threading.Event().wait(1.0)
+
+        engine.on_request = on_request
+
+    return change
+
+
 def numbers(rows):
     return [
         {name: value for name, value in row.items() if not name.startswith(_TIMES) and name != "time"} for row in rows
@@ -112,16 +126,8 @@ def test_two_orchestrators_use_each_draw_once_and_resume(scripted, beside, monke
     monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
     options = (*OPTIONS, *FILES, "--training.staleness", "2", "--training.order", "ready")
 
-    def change(engine):
-        def on_request(request):
-            if engine.version is not None and engine.version.step == 3:
-                beside[1][0].kill()
-                threading.Event().wait(1.0)
-
-        engine.on_request = on_request
-
     with pytest.raises(StartsAgain):
-        scripted.run(*options, *TWO, change=change)
+        scripted.run(*options, *TWO, change=killing(beside, 1))
     (told,) = scripted.events("restart")
     assert "orchestrator 1 ended with code -9" in told["reason"]
     report = scripted.run(*options, *TWO, resume=True)
@@ -135,10 +141,12 @@ def test_two_orchestrators_use_each_draw_once_and_resume(scripted, beside, monke
     final = [group for group, step in drawn]
     assert len(set(final)) == len(final) == 20
     assert {int(group.split(".")[1]) // 2 for group in final} == {0, 1}
-    # With one again, what the second had left is nobody's.
+    # With one again, what the second had left is nobody's, and goes.
+    (scripted.folder / "streams" / "0" / "batches-1").mkdir(parents=True)
     again = scripted.run(*options, "--training.steps", "6", resume=True)
     assert (again.status, again.step) == ("finished", 6)
     assert balance(scripted.folder).num_open == 0
+    assert not (scripted.folder / "streams").exists()
 
 
 def run_apart(scripted, beside, *options):
@@ -168,16 +176,8 @@ def test_its_failures_are_the_runs(scripted, beside):
 def test_its_death_begins_the_run_again_from_the_last_checkpoint(scripted, beside, monkeypatch):
     monkeypatch.setattr(retry_policy, "FIRST_WAIT_S", 0.01)
 
-    def change(engine):
-        def on_request(request):
-            if engine.version is not None and engine.version.step == 3:
-                beside[0][0].kill()
-                threading.Event().wait(1.0)
-
-        engine.on_request = on_request
-
     with pytest.raises(StartsAgain):
-        scripted.run(*OPTIONS, *FILES, change=change)
+        scripted.run(*OPTIONS, *FILES, change=killing(beside, 0))
     (told,) = scripted.events("restart")
     assert told["checkpoint"] == "step-000002"
     assert "the orchestrator ended with code -9" in told["reason"]

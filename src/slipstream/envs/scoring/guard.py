@@ -44,7 +44,7 @@ _POLL_S = 0.05
 _PAUSE_S = 0.002
 _THREADS = 8  # for each process, where the kernel counts both
 _CLONE_NEWUSER = 0x10000000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def main(max_processes: int, namespace: bool, command: list[str]) -> None:
@@ -88,18 +88,18 @@ def _answer_for_stacks() -> str:
 
 def adopt() -> None:
     """Makes orphaned descendants children of this process."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_descendants(within_s: float) -> bool:
     """Kills all descendants of this process, which must have called `adopt`; false if some are left after
     `within_s`."""
     deadline = time.monotonic() + within_s
-    while _reap() and time.monotonic() < deadline:
+    while reap() and time.monotonic() < deadline:
         for pid in _descendants():  # children of those that die here come to this process: it finds them next
             _send(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
-    return not _reap()
+    return not reap()
 
 
 def _start(command: list[str], apart_with: int = 0) -> int:
@@ -126,7 +126,7 @@ def _start(command: list[str], apart_with: int = 0) -> int:
         os.close(grant)
         if apart_with:
             _go_apart(tell, granted, apart_with)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guard:
             os.setsid()  # signals to its process group must not reach the guard
             os.execv(command[0], command)
@@ -200,7 +200,7 @@ def _wait(worker: int, run: int, woken: int, max_processes: int) -> int | None:
     return None
 
 
-def _reap() -> bool:
+def reap() -> bool:
     """Whether there are children left, as the kernel reports it."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -226,13 +226,14 @@ def _has_more(number: int) -> bool:
     """Whether this process has more descendants than that, by the kernel's own lists of children."""
     found, to_ask = 0, [os.getpid()]
     while to_ask and found <= number:
-        children = _children(to_ask.pop())
+        children = children_of(to_ask.pop())
         found += len(children)
         to_ask += children
     return found > number
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """Ids of the processes that are children of any of its threads."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -250,14 +251,15 @@ def _end_like(status: int | None) -> None:
     """Exits with the same status."""
     if status is not None and os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        _prctl(_PR_SET_DUMPABLE, 0)  # one core dump, the worker's, is enough
+        prctl(_PR_SET_DUMPABLE, 0)  # one core dump, the worker's, is enough
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     os._exit(0 if status is None else os.WEXITSTATUS(status))
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Sets an attribute of this process; see prctl(2)."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 

@@ -7,7 +7,6 @@ stopped itself and whatever has become of its terminal; a supervisor that is sto
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -15,9 +14,9 @@ import sys
 import threading
 from collections.abc import Callable
 
+from slipstream.envs.scoring.guard import PR_SET_PDEATHSIG, prctl
 from slipstream.launch.parts.supervisor import POLL_S
 
-_PR_SET_PDEATHSIG = 1
 SILENT_POLLS = 15
 """How many waits of `POLL_S` the pipe may be silent before the supervisor is looked for."""
 
@@ -27,7 +26,7 @@ class SupervisorWatch:
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # for a trainer that is stopped then
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for a trainer that is stopped then
         self._descriptor = descriptor
         self._supervisor = os.getppid()
         self.warn: Callable[[str], None] = lambda text: print(f"warning: {text}", file=sys.stderr)

@@ -10,7 +10,6 @@ supervisor itself was stopped. Needs neither torch nor vLLM.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from slipstream.envs.scoring.guard import adopt, children_of, end_descendants, reap
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError
 from slipstream.inference import child_process
 from slipstream.launch.recovery.retry_policy import earlier_attempts, next_restart
@@ -36,9 +36,9 @@ SILENT_POLLS = 600
 """How many looks may find no new heartbeat of a trainer that is not stopped."""
 _ORPHANS_S = 30.0
 """How long what a killed trainer had started may take to end."""
+_PAUSE_S = 0.05
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP, signal.SIGCONT)
-MEMORY = ", as the kernel does when memory is short"
-_PR_SET_CHILD_SUBREAPER = 36
+_MEMORY = ", as the kernel does when memory is short"
 
 
 class Supervisor:
@@ -62,7 +62,7 @@ class Supervisor:
 
     def run(self, resume: Sequence[str]) -> int:
         """Run the first attempt with the options `resume`, and those that follow. Returns the run's exit code."""
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt()
         with self._passing_signals_on():
             while True:
                 self._lineage_before = _lineage_of(read_events(self._folder) if holds_run(self._folder) else [])
@@ -116,6 +116,7 @@ class Supervisor:
                 what = f"is stopped (state {state})" if num_stopped else f"gives no sign of life (state {state})"
                 self._say(f"the trainer, process {child.pid}, {what} for {seconds:.0f} s: it is killed")
                 child.kill()
+                num_silent = num_stopped = 0
 
     def _starts_again(self, number: int) -> bool:
         """Whether another attempt follows one that a signal has ended; writes why, and waits."""
@@ -124,7 +125,7 @@ class Supervisor:
         if self._stop_requested:
             self.error = Interrupted(f"stopped, but {how}: continue with --resume")
             return False
-        how += MEMORY if number == signal.SIGKILL else ""
+        how += _MEMORY if number == signal.SIGKILL else ""
         events = read_events(self._folder) if holds_run(self._folder) else []
         lineage = _lineage_of(events)
         has_opened = lineage > self._lineage_before
@@ -210,7 +211,7 @@ def _state_of(pid: int) -> str:
 
 def _reap_orphans(trainer: int) -> None:
     """Take note of the end of processes that the trainer's children have left to this one."""
-    for pid in _children():
+    for pid in children_of(os.getpid()):
         if pid != trainer:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -219,20 +220,6 @@ def _reap_orphans(trainer: int) -> None:
 def _end_orphans() -> None:
     """Wait for the end of what a trainer has left, which this process has inherited; kill what does not end in time."""
     until = time.monotonic() + _ORPHANS_S
-    while children := _children():
-        for pid in children:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-            if time.monotonic() > until:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > until + _ORPHANS_S:  # a driver holds it
-            return
-        time.sleep(0.05)
-
-
-def _children() -> list[int]:
-    with contextlib.suppress(OSError):
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-        return [int(pid) for pid in text.split()]
-    return []
+    while reap() and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+    end_descendants(_ORPHANS_S)

@@ -58,22 +58,29 @@ COMPILING_SAVES = 0.2
 
 def _sequences(builder: PlanBuilder) -> tuple[int, str]:
     """How many sequences each engine can generate at once at most, and why."""
-    wanted = {}
+    replicas, orchestrators = builder["inference.replicas"], builder.original.run.orchestrators
+    wanted: list[tuple[int, str]] = []
+    """For each engine."""
     algorithm = builder.original.algorithm
     if isinstance(algorithm, RLConfig):
         prompts = builder["training.prompts_per_batch"]
-        wanted[prompts * algorithm.group_size] = f"{prompts} prompts x {algorithm.group_size} completions"
+        what = f"{prompts} prompts x {algorithm.group_size} completions"
+        wanted.append(_divided(prompts * algorithm.group_size, what, replicas * orchestrators))
     if builder.original.evaluation is not None:
         tasks, samples = builder["evaluation.num_tasks"], builder.original.evaluation.samples_per_task
-        each = f", {samples} completions of each" if samples > 1 else ""
-        wanted[tasks * samples] = f"the tasks of an evaluation{each}"
-    most, replicas = max(wanted), builder["inference.replicas"] * builder.original.run.orchestrators
-    each, reason = -(-most // replicas), wanted[most] + (f", divided among {replicas} engines" if replicas > 1 else "")
+        of_each = f", {samples} completions of each" if samples > 1 else ""
+        wanted.append(_divided(tasks * samples, f"the tasks of an evaluation{of_each}", replicas))
+    each, reason = max(wanted, key=lambda found: found[0])
     if each > MAX_SEQUENCES:
         each, reason = MAX_SEQUENCES, f"at most {MAX_SEQUENCES}; there are {each}: {reason}"
     shared = builder.on_cpu or (builder["run.placement"] != "separate" and builder["inference.sleep"] is not True)
     each, why = fewer_sequences(builder.facts.shortages, each, _least_row(builder), shared=shared)
     return each, why or reason
+
+
+def _divided(number: int, what: str, engines: int) -> tuple[int, str]:
+    """How many sequences each engine has, and of what."""
+    return -(-number // engines), what + (f", divided among {engines} engines" if engines > 1 else "")
 
 
 def plan_cpu_cache(builder: PlanBuilder) -> None:
