@@ -143,6 +143,9 @@ def test_two_orchestrators_use_each_draw_once_and_resume(scripted, beside, monke
     assert {int(group.split(".")[1]) // 2 for group in final} == {0, 1}
     # With one again, what the second had left is nobody's, and goes.
     (scripted.folder / "streams" / "0" / "batches-1").mkdir(parents=True)
+    with sqlite3.connect(scripted.folder / "ledger-1.sqlite") as data:
+        data.execute("INSERT INTO groups (id, lineage, state) VALUES ('99.3', 1, 'running')")
+    assert balance(scripted.folder).num_open == 1
     again = scripted.run(*options, "--training.steps", "6", resume=True)
     assert (again.status, again.step) == ("finished", 6)
     assert balance(scripted.folder).num_open == 0
