@@ -528,8 +528,8 @@ def test_groups_that_finish_first_are_trained_on_once_across_a_resume(scripted):
     assert (found.num("trained"), found.num_open) == (6 * 4, 0)
 
 
-@pytest.mark.parametrize(("staleness", "deadly"), [(0, "2.3"), (2, "2.3"), (2, "0.0")])
-def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scripted, staleness, deadly):
+@pytest.mark.parametrize(("staleness", "deadly", "others"), [(0, "2.3", 3), (2, "2.3", 3), (2, "0.0", 11)])
+def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scripted, staleness, deadly, others):
     """With (2, "0.0") later groups are in checkpoints, and the first one is still to be made."""
     options = (*WITHOUT_EVALUATION, "--training.staleness", str(staleness), "--training.steps", "6")
     options += ("--run.checkpoint_every", "1", "--environment.max_reward_failures", "1.0", "--run.save_samples", "16")
@@ -547,7 +547,7 @@ def test_what_was_generated_before_a_crash_is_used_and_every_group_ends_once(scr
 
     assert scripted.run(*options, change=dies).status == "failed"
     left = balance(scripted.folder)
-    assert left.num("ready", "batched") > 0
+    assert left.num("ready", "batched") >= others
     assert left.num("running") == 0
     asked = []
 
