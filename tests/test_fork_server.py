@@ -58,7 +58,7 @@ def test_a_forked_engine_is_the_same_as_one_that_was_started(tiny_model, tmp_pat
     assert forked == started
     modules = {name: set(each.pop("modules")) for name, each in (("real", real), ("ours", ours))}
     environments = [each.pop("environment") for each in (real, ours)]
-    for name in ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "SLIPSTREAM_MARKS"):
+    for name in ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "SLIPSTREAM_MARKS", "TMPDIR"):
         assert len({environment.pop(name) for environment in environments}) == 2, "each has its own"
     # A library adds to it whenever it is imported.
     assert len({frozenset(environment.pop("LD_LIBRARY_PATH").split(":")) for environment in environments}) == 1

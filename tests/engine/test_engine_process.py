@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -219,7 +220,10 @@ def test_a_start_that_takes_too_long_is_given_up(tiny_model, tmp_path):
 
 @pytest.mark.real_start
 @pytest.mark.full
-def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_weights(tiny_model, tmp_path):
+def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_weights(tiny_model, tmp_path, monkeypatch):
+    short = tempfile.mkdtemp()
+    monkeypatch.setenv("TMPDIR", short)
+    monkeypatch.setattr(tempfile, "tempdir", None)
     live = start(tiny_model, tmp_path, max_restarts=1)
     try:
         before = live.sample("before", SamplingParams(max_tokens=16))
@@ -249,6 +253,7 @@ def test_a_dead_engine_fails_its_requests_at_once_and_is_revived_on_the_same_wei
             live.sample("third", SamplingParams(max_tokens=4))
     finally:
         stop(live)
+    os.rmdir(short)  # vLLM removes its files itself only where it ends by itself
 
 
 @pytest.mark.real_start

@@ -1,5 +1,7 @@
 """What is compiled for a stand-in serves the model that it stands for."""
 
+import itertools
+
 import pytest
 import torch
 import transformers
@@ -10,7 +12,7 @@ from slipstream.records import Sequence
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
 from slipstream.trainer.model import layers
-from slipstream.trainer.model.compilation import compile_layers
+from slipstream.trainer.model.compilation import compile_layers, row_lengths
 from slipstream.trainer.model.layers import decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.model.stand_in import save_stand_in
@@ -70,7 +72,8 @@ def test_on_a_gpu_the_first_step_needs_none_either(save_model, tmp_path):
     before = counters["stats"]["unique_graphs"]
     learner = Learner(model, MasterAdamW(model.network.named_parameters()), micro_batch_tokens=16384)
     long = [Sequence([7] * 1500, [False] * 700 + [True] * 800) for _ in range(8)]
-    learner.forward_backward(StepBatch(long), SFTObjective())
+    for number in (8, 5, 2, 1):
+        learner.forward_backward(StepBatch(long[:number]), SFTObjective())
     assert counters["stats"]["unique_graphs"] == before
 
 
@@ -81,8 +84,16 @@ def test_long_rows_are_tried_too(save_model, tmp_path, fresh_compiler, monkeypat
     logits = model.logits
     monkeypatch.setattr(model, "logits", lambda row: (seen.append(len(row.token_ids_T)), logits(row))[1])
     assert compile_layers(model, row_tokens=200) == ""
-    assert seen == [2 * 63, 2 * 63, 2 * 39, 2 * 39, 3 * 63], "a sequence is read but for its last token"
+    assert seen == [2 * 63, 2 * 63, 2 * 39, 2 * 39, *[4 * 49] * 2], "a sequence is read but for its last token"
     assert all(parameter.grad is None for parameter in model.network.parameters())
+
+
+def test_on_a_gpu_no_range_of_lengths_between_bounds_is_left_out():
+    lengths = row_lengths(16384, torch.device("cuda"))
+    assert lengths[0] == 16384
+    assert any(3413 < length < 4096 for length in lengths)
+    assert all(1 < longer / shorter < 1.2 for longer, shorter in itertools.pairwise(lengths))
+    assert lengths[-1] < 1.2 * 128
 
 
 def test_a_model_of_images_has_none(tmp_path):

@@ -31,8 +31,9 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Environment in which `python -m` imports nothing from the current folder, where a file may have the name of a module
 of the standard library."""
 
-MAX_SOCKET_FOLDER = 60
-"""Bytes of a folder's name: a Unix socket's path has 107, and libraries add names of up to 46 to it."""
+MAX_SOCKET_FOLDER = 48
+"""Bytes of a temporary folder's name and a kind: a Unix socket's path has 107, our folder's own name takes 22 and
+vLLM's of a socket in it 37."""
 _TAIL_BYTES = 1 << 16
 _LOGGED = re.compile(r"^(?:\([^()]* pid=\d+\) )?(?:(?:ERROR|CRITICAL) [^\]]*\] )?")
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Fault)(?::|$)")
@@ -139,12 +140,6 @@ def private_folder(kind: str) -> Path:
         f"there is no folder for the engine's socket: {tempfile.gettempdir()} and /tmp are full, not writable or have "
         f"names of more than {MAX_SOCKET_FOLDER} bytes: set TMPDIR"
     )
-
-
-def short_temporary_folder(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """TMPDIR for a child whose libraries make sockets too: `folder`, where the usual path is too long for one."""
-    usual = environment.get("TMPDIR", "")
-    return {"TMPDIR": str(folder)} if len(os.fsencode(usual)) > MAX_SOCKET_FOLDER else {}
 
 
 def end(process: subprocess.Popen[bytes], timeout_s: float) -> None:

@@ -117,7 +117,8 @@ class EngineProcess:
         environment |= {
             patch_table.VARIABLE: self.settings.patches,
             start_marks.VARIABLE: str(self._marks),
-            **child_process.short_temporary_folder(environment, self._folder),
+            # What vLLM leaves there when it is killed goes with the folder.
+            "TMPDIR": str(self._folder),
         }
         if self.settings.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.settings.gpus)

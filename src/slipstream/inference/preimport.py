@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,9 @@ def engine_environment(own: Mapping[str, str], threads: int | None) -> dict[str,
     # A CPU's attention divides contexts among threads where there are few sequences; sums then depend on which requests
     # a step happens to have, and the same run would not give the same bits.
     environment.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    # Its usual place is in TMPDIR, which is another one for each engine.
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     return environment
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from slipstream.errors import TrainingError
 from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
+from slipstream.orchestrator.batches.pace import Generated
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
 from slipstream.orchestrator.concurrency import all_of
@@ -69,7 +70,8 @@ class Batcher:
             chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
             for group, reason in choice.reasons.items():
                 self.drop(group, reason)
-        return self.batch(step, version, groups, chosen, left_out, metrics, time.monotonic() - started)
+        made = Generated.of(groups, time.monotonic() - started)
+        return self.batch(step, version, groups, chosen, left_out, metrics, made)
 
     async def group(self, step: int, place: int, task: Task) -> list[Rollout]:
         """Generate the rollouts of one task concurrently, scored by the teacher where there is one. `step` and `place`
@@ -108,25 +110,22 @@ class Batcher:
         chosen: Sequence[list[Rollout]],
         left_out: Mapping[str, int],
         metrics: Mapping[str, float],
-        seconds: float,
+        made: Generated,
     ) -> Batch:
         """The batch of the groups `chosen` of those generated; `left_out` counts the others' usable rollouts by reason.
-        The groups must have passed `check`."""
+        The groups must have passed `check`. `made`: what was generated meanwhile."""
         rollouts = [rollout for group in groups for rollout in group]
         warn_of_losses(rollouts, f"step {step}", self.hooks.warn)
         kept = [rollout for group in chosen for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
         if self.ledger is not None:
             self.ledger.batch(step, [group[0].group_id for group in chosen])
-        sampled = sum(rollout.num_sampled for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES)
         return Batch(
             step=step,
             version=version,
             rollouts=kept,
             dropped=dict(Counter(r.outcome for r in rollouts if r.outcome not in TRAINABLE_OUTCOMES)) | dict(left_out),
             metrics={
-                "time/generate_s": seconds,
-                "throughput/generated_tokens_per_s": sampled / seconds,
-                "throughput/rollouts_per_s": len(rollouts) / seconds,
+                **made.rates(),
                 **staleness_metrics(step, kept),
                 **metrics,
             },

@@ -15,6 +15,7 @@ from typing import Protocol
 from slipstream.data.draws import Draws
 from slipstream.orchestrator.batches.batcher import Batcher, group_name
 from slipstream.orchestrator.batches.dynamic_sampling import drawn_metrics
+from slipstream.orchestrator.batches.pace import Pace
 from slipstream.orchestrator.batches.slots import Slots
 from slipstream.orchestrator.batches.staleness import oldest_version
 from slipstream.orchestrator.concurrency import task_group
@@ -86,16 +87,17 @@ class ReadyFirst:
         self._silent: dict[int, list[Rollout]] = {}
         """Groups without signal that were dropped since the last batch."""
         self._changed = asyncio.Event()
+        self._pace = Pace(batcher.staleness + 1)
 
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
         """See `MakesBatches`."""
         # No deadlines here: the trainer's wait for a batch has one.
         await self._versions.wait_for(first, None)
         slots = Slots(self._size, self._batcher.staleness, first, num_steps)
+        self._pace.begin(time.monotonic())
         async with task_group() as tasks:
             watch = tasks.create_task(self._watch(slots))
             for step in range(first, num_steps):
-                since = time.monotonic()
                 self._hooks.round_began(self._size)
                 while (numbers := slots.cut()) is None:
                     self._changed.clear()
@@ -103,7 +105,7 @@ class ReadyFirst:
                         self._begin(slots, next(self._draws), tasks)
                     await self._changed.wait()
                 self._hooks.batch_ended()
-                await put(self._batch(step, numbers, slots, time.monotonic() - since))
+                await put(self._batch(step, numbers, slots))
             watch.cancel()
 
     async def _watch(self, slots: Slots) -> None:
@@ -131,7 +133,9 @@ class ReadyFirst:
             tasks.create_task(self._group(slots, number, self._tasks_of_step(step)[place]))
 
     async def _group(self, slots: Slots, number: int, task: Task) -> None:
-        self._end(slots, number, await self._batcher.group(*divmod(number, self._whole), task))
+        group = await self._batcher.group(*divmod(number, self._whole), task)
+        self._pace.add(group)
+        self._end(slots, number, group)
 
     def _end(self, slots: Slots, number: int, group: list[Rollout]) -> None:
         """A group has finished: it is ready, or dropped for want of signal."""
@@ -146,7 +150,7 @@ class ReadyFirst:
             slots.finish(number)
         self._changed.set()
 
-    def _batch(self, step: int, numbers: Sequence[int], slots: Slots, seconds: float) -> Batch:
+    def _batch(self, step: int, numbers: Sequence[int], slots: Slots) -> Batch:
         silent, self._silent = self._silent, {}
         chosen = [self._finished.pop(number) for number in numbers]
         groups = [*chosen, *silent.values()]
@@ -159,6 +163,6 @@ class ReadyFirst:
             metrics |= drawn_metrics(groups, len(chosen), len(silent))
         self._batcher.check(step, oldest, groups)
         left_out = {"no_signal": usable} if usable else {}
-        batch = self._batcher.batch(step, oldest, groups, chosen, left_out, metrics, seconds)
+        batch = self._batcher.batch(step, oldest, groups, chosen, left_out, metrics, self._pace.cut(time.monotonic()))
         batch.draws = sorted((*numbers, *silent))
         return batch
