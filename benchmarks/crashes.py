@@ -236,9 +236,9 @@ def wait_for_moment(run: Run, moment: str, chance: random.Random) -> bool:
     if moment == "any":
         time.sleep(chance.uniform(0.0, 2.0))
         return True
-    looks: dict[str, Callable[[], int]] = {
+    looks: dict[str, Callable[[], object]] = {
         "publish": lambda: run.num_events("publish"),
-        "checkpoint": lambda: len([*run.folder.glob("checkpoints/*")]) + len([*run.folder.glob("checkpoints/.*")]),
+        "checkpoint": lambda: {path.name for path in run.folder.glob("checkpoints/*")},
         "step": lambda: run.size("metrics.jsonl"),
     }
     before = looks[moment]()
@@ -398,7 +398,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=5, help="in each run")
     parser.add_argument("--kind", choices=("kill", "freeze"), default="kill")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     plan, results = matrix(random.Random(arguments.seed), tuple(arguments.parts)), []

@@ -122,7 +122,7 @@ class _Generation:
         if ledger is None:
             return
         try:
-            ledger.close(step)
+            ledger.close(step, is_whole=step >= self._context.config.training.steps)
         except SlipstreamError as error:  # the error that ended the run is worth more
             with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either
                 self._context.log.warning(f"the ledger lacks how the last groups ended: {error}")

@@ -165,15 +165,20 @@ class Ledger:
                 (saved, saved),
             )
 
-    def close(self, step: int) -> None:
+    def close(self, step: int, *, is_whole: bool = False) -> None:
         """The attempt ends, with the batches of steps before `step` trained on: what is running is cancelled. Finished
-        groups wait for the next attempt."""
+        groups wait for the next attempt, unless the run `is_whole`: then what an earlier attempt had finished, and no
+        batch had room for any more, is dropped."""
         try:
             self.trained(step)
             with self._writing():
                 self._data.execute(
                     "UPDATE groups SET state = 'cancelled', reason = 'run ended' WHERE state = 'running'"
                 )
+                if is_whole:
+                    kept = "SELECT id, lineage FROM groups WHERE state = 'kept'"
+                    self._data.execute(f"DELETE FROM rollouts WHERE (id, lineage) IN ({kept})")
+                    self._data.execute("UPDATE groups SET state = 'dropped', reason = 'surplus' WHERE state = 'kept'")
         finally:
             self._data.close()
 
