@@ -277,7 +277,7 @@ def wait_for_recovery(run: Run, faults: list[Fault]) -> None:
             is_over = run.process.poll() is not None or time.monotonic() > fault.began + TIMEOUT_S
             lineage, step = run.reached
             # Batches that were made before may still be trained on; Redis may be back before it is missed.
-            goes_on = fault.part in ("engine", "redis") and step > fault.step + 2
+            goes_on = (fault.part in ("engine", "redis") or fault.step < 0) and step > fault.step + 2
             if lineage > fault.lineage or goes_on or is_over:
                 fault.recovered_s = time.monotonic() - fault.began
             time.sleep(0.05)

@@ -135,8 +135,9 @@ def table(ends: dict[str, dict[str, list[float]]], start: dict[str, float]) -> l
     return lines
 
 
-def draw(path: Path, curves: dict[str, dict[str, list[dict[int, float]]]]) -> None:
-    """One panel a task: the mean over seeds of each recipe, and from its lowest to its highest seed."""
+def draw(path: Path, curves: dict[str, dict[str, list[dict[int, float]]]], legend_in: int = -1) -> None:
+    """One panel a task: the mean over seeds of each recipe, and from its lowest to its highest seed. `legend_in`: the
+    panel that has room for the names."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -155,7 +156,7 @@ def draw(path: Path, curves: dict[str, dict[str, list[dict[int, float]]]]) -> No
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("accuracy on 500 held-out tasks, %")
-    axes[0][-1].legend(loc="lower right", frameon=False)
+    axes[0][legend_in].legend(loc="lower right", frameon=False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 

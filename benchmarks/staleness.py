@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for (correction, staleness), runs in sorted(folders.items()):
             panel = panels.setdefault(f"{correction} importance weights", {})
             panel[f"staleness {staleness}"] = [curve(folder) for folder in runs]
-        draw(options.figure, panels)
+        draw(options.figure, panels, legend_in=0)
     if ("with", 0) in intervals:
         least = intervals["with", 0][0]
         behind = [s for (c, s), (_, mean, _) in intervals.items() if c == "with" and s <= 2 and mean < least]

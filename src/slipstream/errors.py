@@ -102,6 +102,11 @@ class OrchestratorError(SlipstreamError):
     failure_class = "orchestrator"
     is_retriable = True
 
+    def __init__(self, *arguments: object, was_killed: bool = False) -> None:
+        super().__init__(*arguments)
+        self.was_killed = was_killed
+        """Whether somebody else has ended it by a signal, which says nothing of what it was doing."""
+
 
 class OutOfMemory(SlipstreamError):
     """The trainer, an engine or another process of the run ran out of memory."""

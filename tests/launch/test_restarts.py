@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream import errors
+from slipstream.errors import OrchestratorError
 from slipstream.inference import engine
 from slipstream.launch.recovery.restarts import has_lost_weights
 from slipstream.launch.recovery.retry_policy import Restart, earlier_attempts, next_restart
+from slipstream.transport import TransportAway, TransportLost
 
 from ..orchestrator.executors import executor_of
 
@@ -28,6 +30,13 @@ def test_not_where_one_died_at_the_same_step_before():
     assert "died at step 7 before" in next_restart(7, died(7), 3)
     assert "died at step 7 before" in next_restart(7, died(5, 7), 3)
     assert next_restart(5, died(7), 3) == Restart(2, 4.0)
+
+
+def test_what_others_have_killed_says_nothing_of_a_step():
+    killed = [{"kind": "restart", "step": 7, "outside": True}]
+    assert next_restart(7, killed, 3) == Restart(2, 4.0)
+    assert next_restart(None, [*killed, *died(7)], 3) == Restart(3, 8.0)
+    assert "died at step 7 before" in next_restart(7, [*killed, *died(7)], 3)
 
 
 def test_only_the_attempts_of_one_command_count():
@@ -67,3 +76,8 @@ def test_what_an_engines_death_is_the_reason_of(monkeypatch, error, is_up, in_me
     caller = SimpleNamespace(engine_state=executor.engine_state)
     assert has_lost_weights(error, caller) is expected
     assert not has_lost_weights(error, None)
+
+
+@pytest.mark.parametrize("error", [OrchestratorError("ended"), TransportAway("no answer"), TransportLost("empty")])
+def test_what_an_orchestrators_death_is_the_reason_of(error):
+    assert has_lost_weights(error, None)

@@ -20,6 +20,7 @@ from slipstream.engine_protocols import Generates, TakesWeights
 from slipstream.errors import EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.engine_process import EngineProcess
+from slipstream.inference.launchers import SUBPROCESSES, Launcher
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import (
@@ -117,11 +118,12 @@ class SupervisedEngine:
         on_event: OnEvent,
         silence_s: float = SILENCE_S,
         ahead: EngineAhead | None = None,
+        launcher: Launcher = SUBPROCESSES,
     ) -> None:
         """An engine that is silent for `silence_s` while a call waits is killed, and treated as dead. `ahead`: a
-        process that has imported vLLM and may become the engine."""
+        process that has imported vLLM and may become the engine. `launcher` starts it otherwise."""
         self._process = EngineProcess(
-            settings, log_path, start_timeout_s=start_timeout_s, silence_s=silence_s, ahead=ahead
+            settings, log_path, start_timeout_s=start_timeout_s, silence_s=silence_s, ahead=ahead, launcher=launcher
         )
         self._max_restarts = max_restarts
         self._on_event = on_event

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +19,7 @@ import msgspec
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child_process
 from slipstream.inference.client import SILENCE_S, EngineClient
+from slipstream.inference.launchers import SUBPROCESSES, Child, Launcher
 from slipstream.inference.plugin import start_marks
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.preimport import MODULE, EngineAhead, engine_environment
@@ -45,11 +44,13 @@ class EngineProcess:
         start_timeout_s: float,
         silence_s: float = SILENCE_S,
         ahead: EngineAhead | None = None,
+        launcher: Launcher = SUBPROCESSES,
     ) -> None:
         self.settings = settings
         self.log_path = log_path
         self.start_timeout_s = start_timeout_s
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Child | None = None
+        self._launcher = launcher
         # Of mode 0700, and not in the run folder, whose path may be too long for a Unix socket (108 bytes).
         self._folder = child_process.private_folder("engine")
         self.client = EngineClient(
@@ -97,15 +98,14 @@ class EngineProcess:
             os.unlink(settings.socket)
         path = self._folder / "settings.json"
         path.write_bytes(msgspec.json.encode(settings))
-        process, ahead, self._ahead = None, self._ahead, None
+        process: Child | None = None
+        ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._imports_since(ahead.began)
             process = ahead.take(path, self._environment(ahead.own), self.log_path)
         if process is None:
             self._imports_since(time.monotonic())
-            process = child_process.launch(
-                [sys.executable, "-m", MODULE, str(path)], self._environment(os.environ), self.log_path
-            )
+            process = self._launcher.launch(MODULE, [str(path)], self._environment(os.environ), self.log_path)
         self.process = process
         self._was_silent = False
 
@@ -157,7 +157,7 @@ class EngineProcess:
                 folder = stacks.prefix_of(self.log_path).parent
                 self._stacks = stacks.sentence(folder, await asyncio.to_thread(stacks.ask, folder, process.pid))
                 self._was_silent = True
-                await asyncio.to_thread(child_process.end, process, 0.0)
+                await asyncio.to_thread(self._launcher.end, process, 0.0)
 
     async def start(self) -> None:
         """Launch and wait."""
@@ -172,7 +172,7 @@ class EngineProcess:
     def kill(self, timeout_s: float = 0.0) -> None:
         """As `stop`, from any thread and without an event loop."""
         if self.process is not None:
-            child_process.end(self.process, timeout_s)
+            self._launcher.end(self.process, timeout_s)
 
     def remove_files(self) -> None:
         """Remove the socket's folder; the process can not be started again afterwards."""

@@ -15,6 +15,7 @@ from slipstream.config.bounds import GIB
 from slipstream.config.traits import engine_workers, num_engines, num_replicas, publishes_adapter
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import OnEvent, RunEngine, SupervisedEngine
+from slipstream.inference.launchers import SUBPROCESSES, Elsewhere
 from slipstream.inference.preimport import EngineAhead
 from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.settings import EngineSettings
@@ -41,6 +42,8 @@ class EnginePlan:
     """Whether there is no other engine than the first of them."""
     num_sequences: int = 0
     """How many are generated at once at most, by all engines together."""
+    orders: Path | None = None
+    """Where `slipstream engine` finds what to start; None for children of this process."""
 
 
 EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
@@ -107,6 +110,7 @@ def create_engine(
 ) -> SupervisedEngine | EngineReplicas:
     """Create the engine without starting it; its output goes to `engine.log` in `log_folder`, that of several replicas
     to `engine-<number>.log`. `ahead`: a process that has imported vLLM already, which may become the first engine's."""
+    launcher = SUBPROCESSES if plan.orders is None else Elsewhere(plan.orders)
 
     def create(
         settings: EngineSettings, log: str, on_event: OnEvent, ahead: EngineAhead | None = None
@@ -119,6 +123,7 @@ def create_engine(
             on_event=on_event,
             silence_s=min(SILENCE_S, plan.request_timeout_s + _GRACE_S),
             ahead=ahead,
+            launcher=launcher,
         )
 
     settings = plan.settings

@@ -23,7 +23,7 @@ _handles: dict[Path, int] = {}
 def make_temporary(kind: str, where: Path | None = None) -> Path:
     """Creates a folder `slipstream-<kind>-...` for this user only, in the temporary folder or in `where`."""
     parent = Path(tempfile.gettempdir()) if where is None else where
-    _sweep(parent)
+    remove_left(parent)
     folder = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-", dir=parent))
     new = folder / f".{_OWNER}"
     handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -51,8 +51,9 @@ def temporary(kind: str, where: Path | None = None) -> Generator[Path]:
         remove_temporary(folder)
 
 
-def _sweep(parent: Path) -> None:
+def remove_left(parent: Path | None = None) -> None:
     """Removes this user's folders whose processes are dead; skips what cannot be checked or removed."""
+    parent = parent or Path(tempfile.gettempdir())
     for path in parent.glob(f"slipstream-*/{_OWNER}"):
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

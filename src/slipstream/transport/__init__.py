@@ -3,7 +3,7 @@ acknowledge."""
 
 from slipstream.transport.base import Receipt, RecordError, Transport, TransportClosed, TransportLost
 from slipstream.transport.memory import MemoryTransport
-from slipstream.transport.polled import Unreachable
+from slipstream.transport.polled import TransportAway, Unreachable
 from slipstream.transport.redis_server import check_redis
 from slipstream.transport.streams import FileStreams, MemoryStreams, RedisStreams, Streams, open_transport
 
@@ -16,6 +16,7 @@ __all__ = [
     "RedisStreams",
     "Streams",
     "Transport",
+    "TransportAway",
     "TransportClosed",
     "TransportLost",
     "Unreachable",

@@ -56,6 +56,12 @@ class Unreachable(Exception):
     did not answer and why."""
 
 
+class TransportAway(DeadlineError):
+    """What carries the records did not answer for as long as the call could wait. They may still be there."""
+
+    failure_class = "orchestrator"
+
+
 class PolledTransport(ABC, Generic[T]):
     """The parts of a `Transport` that wait, on top of attempts that do not."""
 
@@ -184,7 +190,7 @@ class _Attempts(Generic[Answer]):
         """Seconds until the next attempt; None at the deadline, which is a `DeadlineError` where nobody answers."""
         left_s = self._deadline - time.monotonic()
         if left_s <= 0 and self._unreachable is not None:
-            raise DeadlineError(str(self._unreachable)) from self._unreachable
+            raise TransportAway(str(self._unreachable)) from self._unreachable
         if left_s <= 0:
             return None
         pause_s = min(self._pause_s, left_s)

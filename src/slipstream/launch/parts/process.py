@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import socket
 import subprocess
-import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +25,9 @@ from slipstream.errors import (
     SlipstreamError,
 )
 from slipstream.inference import child_process
+from slipstream.inference.launchers import ORDERS, SUBPROCESSES, Child, ChildElsewhere, Elsewhere, Launcher
 from slipstream.launch.children import RunContext
+from slipstream.launch.parts import PROGRAM
 from slipstream.launch.prepare import Prepared
 from slipstream.launch.recovery.resume import tasks_digest
 from slipstream.launch.startup.stages import Stage
@@ -36,11 +37,10 @@ from slipstream.progress import Progress
 from slipstream.records import Batch
 from slipstream.runlog import stacks
 from slipstream.runlog.ledger import num_ledgers
-from slipstream.runlog.temporary import make_temporary, remove_temporary
+from slipstream.runlog.temporary import make_temporary, remove_left, remove_temporary
 from slipstream.transport import FileStreams, RedisStreams, Transport, open_transport
 
-PROGRAM = "slipstream.launch.parts.child"
-"""The module that the process runs."""
+_POLL_S = 0.1
 _CLOSE_S, _END_S = 30.0, 15.0
 """How long it may take to write what is left, and to end with its engines."""
 _FINAL = (ConfigError, DataError, EnvironmentFault)
@@ -121,6 +121,9 @@ class OrchestratorProcess:
                 Queues(run.config, run.folder, earlier, other).remove()
         self._queues = Queues(run.config, run.folder, run.log.lineage, number)
         self._folder = make_temporary("orchestrator")
+        self._launcher: Launcher = SUBPROCESSES
+        if "orchestrator" in run.config.run.elsewhere:
+            self._launcher = Elsewhere(run.folder / ORDERS)
         try:
             self._process = self._launch()
         except BaseException:
@@ -141,7 +144,7 @@ class OrchestratorProcess:
         """What it makes."""
         return self._queues.batches
 
-    def _launch(self) -> subprocess.Popen[bytes]:
+    def _launch(self) -> Child:
         run = self._run
         asked = run.prepared.loaded.config.model_copy(update={"model": run.config.model})
         config: RunConfig = with_values(asked, {item.name: item.value for item in run.prepared.plan.derived})
@@ -157,14 +160,20 @@ class OrchestratorProcess:
         path = self._folder / "settings.json"
         path.write_bytes(msgspec.json.encode(settings))
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **child_process.SAFE_PATH}
-        return child_process.launch([sys.executable, "-m", PROGRAM, str(path)], environment, self._log)
+        child = self._launcher.launch(PROGRAM, [str(path)], environment, self._log)
+        if isinstance(child, ChildElsewhere):
+            self._run.progress.phase(f"wait for `slipstream orchestrator {self._run.folder}`")
+            while not child.is_taken and child.poll() is None and not self._run.should_stop():
+                time.sleep(_POLL_S)
+        return child
 
     def _ended(self) -> SlipstreamError | None:
         code = self._process.poll()
         if code is None:
             return None
-        kind = next((kind for kind in _FINAL if kind.exit_code == code), OrchestratorError)
-        return kind(f"{self._name} {child_process.ending(code, self._log)}")
+        what = f"{self._name} {child_process.ending(code, self._log)}"
+        kind = next((kind for kind in _FINAL if kind.exit_code == code), None)
+        return OrchestratorError(what, was_killed=code < 0) if kind is None else kind(what)
 
     def _silent(self, seconds: float) -> SlipstreamError:
         """Kill a process that gives no sign of life, and say what it was doing."""
@@ -205,14 +214,14 @@ class OrchestratorProcess:
                 self._run.warn(f"the ledger may lack how the last groups ended: {error}")
         finally:
             self.caller.close()
-            child_process.end(self._process, 0.0)
+            self._launcher.end(self._process, 0.0)
             self._queues.remove()
             remove_temporary(self._folder)
+            remove_left()  # of one that was killed
 
     def kill(self) -> None:
         """End it at once, from any thread; its engines end with it."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._launcher.kill(self._process)
 
 
 def _show(progress: Progress, notice: remote.Progressed) -> None:

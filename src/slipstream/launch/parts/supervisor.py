@@ -140,6 +140,7 @@ class Supervisor:
             "checkpoint": checkpoints[-1] if checkpoints else None,
             "wait_s": found.wait_s,
             "signal": name,
+            "outside": True,
             "reason": how,
             **_progress_of(self._folder, lineage if has_opened else None, attempts),
         }

@@ -1,8 +1,9 @@
 """Restarts a run from its last checkpoint when its engine died with the only copy of the weights.
 
 Guarantees: at most `run.max_restarts` times for one command, each time after a longer wait, and never twice at the same
-step: the error of the last attempt then ends the run. Errors of the run file, the data, the environment or the training
-are not retried. Earlier attempts are read from the run folder alone, and every attempt is a new process.
+step unless somebody else has killed a process: the error of the last attempt then ends the run. Errors of the run file,
+the data, the environment or the training are not retried. Earlier attempts are read from the run folder alone, and
+every attempt is a new process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from slipstream.launch.recovery.retry_policy import earlier_attempts, next_resta
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events
-from slipstream.transport import TransportLost
+from slipstream.transport import TransportAway, TransportLost
 
 _POLL_S = 0.1
 _FINAL = (ConfigError, DataError, EnvironmentFault, IntegrityError, TrainingError, Interrupted)
@@ -46,8 +47,8 @@ class WeightsLost(Exception):
 
 def has_lost_weights(error: Exception, caller: Caller | None) -> bool:
     """Whether the engine behind `caller` died, which caused `error`, and no file holds its weights; or the process in
-    which rollouts are generated did, and its engine with it; or what carries its records lost them."""
-    if isinstance(error, OrchestratorError | TransportLost):
+    which rollouts are generated did, and its engine with it; or what carries its records lost them, or is away."""
+    if isinstance(error, OrchestratorError | TransportAway | TransportLost):
         return True
     if caller is None or isinstance(error, _FINAL):
         return False
@@ -63,7 +64,12 @@ def start_again(
     """Report the restart, wait and raise `StartsAgain`; raises the error itself where there is no further attempt."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 
-    found = next_restart(log.step, earlier_attempts(read_events(log.folder), log.lineage), max_restarts)
+    error = lost.error
+    outside = isinstance(error, OrchestratorError) and error.was_killed
+    outside |= isinstance(error, TransportAway | TransportLost)
+    found = next_restart(
+        None if outside else log.step, earlier_attempts(read_events(log.folder), log.lineage), max_restarts
+    )
     if isinstance(found, str):
         if max_restarts:
             log.warning(f"the run is not started again: {found}")
@@ -77,6 +83,7 @@ def start_again(
         checkpoint=latest.name if latest else None,
         wait_s=found.wait_s,
         trained_s=lost.trained_s,
+        outside=outside,
         reason=str(lost.error),
     )
     progress.message(

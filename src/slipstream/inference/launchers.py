@@ -1,0 +1,340 @@
+"""Who starts the processes of a run: the process that needs them, or a command of their own.
+
+`SUBPROCESSES` starts a child of this process. `Elsewhere` writes an order into the run folder, and a command that the
+user has started (`slipstream orchestrator`, `slipstream engine`) takes it (`take_orders`) and starts the process.
+Guarantees of the latter: the process ends when the one that ordered it ends, or the command; each hears of the other's
+end by a file lock, which the kernel releases. Orders name no program, and hold only those environment variables that
+Slipstream sets itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from slipstream.errors import ConfigError
+from slipstream.inference import child_process
+
+ORDERS = "parts"
+"""Folder of the orders in a run folder."""
+TAKEN_S = 300.0
+"""How long an order may wait for a command that takes it."""
+_POLL_S = 0.1
+_ENDING_S = 30.0
+
+
+class Child(Protocol):
+    """A started process, as `subprocess.Popen` describes it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number; 0 while it is not known."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts and ends processes that run a module of Slipstream."""
+
+    def launch(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+        """Start one without waiting for it; its output is appended to `log`."""
+        ...
+
+    def end(self, child: Child, timeout_s: float) -> None:
+        """End it and its process group: SIGTERM first, unless `timeout_s` is 0, and SIGKILL at the deadline."""
+        ...
+
+    def kill(self, child: Child) -> None:
+        """Kill it and its process group without waiting."""
+        ...
+
+
+class Subprocesses:
+    """Children of this process."""
+
+    def launch(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        """See `Launcher`."""
+        return child_process.launch([sys.executable, "-m", module, *arguments], environment, log)
+
+    def end(self, child: Child, timeout_s: float) -> None:
+        """See `Launcher`."""
+        assert isinstance(child, subprocess.Popen)
+        child_process.end(child, timeout_s)
+
+    def kill(self, child: Child) -> None:
+        """See `Launcher`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+SUBPROCESSES = Subprocesses()
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What one process of a run asks for, in `<name>.order`."""
+
+    id: str
+    arguments: list[str]
+    variables: dict[str, str]
+    log: str
+    ends_in_s: float | None = None
+    """Set when the process is to end: seconds from SIGTERM to SIGKILL, 0 for SIGKILL at once."""
+
+
+class State(msgspec.Struct, frozen=True):
+    """What has become of an order, in `<name>.state`."""
+
+    id: str
+    pid: int
+    code: int | None = None
+
+
+class Orders:
+    """The files of one part of a run, such as `engine-0`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.order, self.state = folder / f"{name}.order", folder / f"{name}.state"
+        self.owner, self.server = folder / f"{name}.owner", folder / f"{name}.server"
+        """Locked by the process that gave the newest order, and by the command that takes orders."""
+
+    def read_order(self) -> Order | None:
+        """The newest one."""
+        return _read(self.order, Order)
+
+    def read_state(self) -> State | None:
+        """Of the order that was taken last."""
+        return _read(self.state, State)
+
+
+class Elsewhere:
+    """Processes that a command of the user's starts; `folder` is where the orders are."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._children: dict[str, ChildElsewhere] = {}
+
+    def launch(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> ChildElsewhere:
+        """See `Launcher`. The part's name is that of the log."""
+        del module  # the command knows it
+        own = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        order = Order(uuid.uuid4().hex, list(arguments), own, str(log.absolute()))
+        name = name_of_part(log.stem)
+        if (before := self._children.get(name)) is not None:
+            before.end(0.0)
+        child = self._children[name] = ChildElsewhere(Orders(self._folder, name), order)
+        return child
+
+    def end(self, child: Child, timeout_s: float) -> None:
+        """See `Launcher`."""
+        assert isinstance(child, ChildElsewhere)
+        child.end(timeout_s)
+
+    def kill(self, child: Child) -> None:
+        """See `Launcher`."""
+        assert isinstance(child, ChildElsewhere)
+        child.ask_to_end(0.0)
+
+
+class ChildElsewhere:
+    """A process that was ordered."""
+
+    def __init__(self, orders: Orders, order: Order) -> None:
+        self._orders, self._order = orders, order
+        orders.order.unlink(missing_ok=True)  # that of an attempt that was killed
+        self._lock: int | None = lock(orders.owner, wait=True)
+        self._deadline = time.monotonic() + TAKEN_S
+        self._code: int | None = None
+        _write(orders.order, order)
+
+    @property
+    def pid(self) -> int:
+        """See `Child`."""
+        state = self._state()
+        return state.pid if state is not None else 0
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a command has started it."""
+        return self._state() is not None
+
+    def poll(self) -> int | None:
+        """See `Child`; -1 where nobody took the order in `TAKEN_S`, or the command that did has ended."""
+        if self._code is None:
+            state, kind = self._state(), self._orders.name.rpartition("-")[0]
+            if state is not None and state.code is not None:
+                self._code = state.code
+            elif state is None and time.monotonic() > self._deadline:
+                self._fail(
+                    f"nobody has started `slipstream {kind}` for this run within {TAKEN_S:.0f} s (run.elsewhere)"
+                )
+            elif state is not None and not is_locked(self._orders.server):
+                last = self._state()
+                if last is not None and last.code is None:
+                    self._fail(f"the command `slipstream {kind}` that had started this process has ended")
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Child`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired(self._orders.name, timeout or 0.0)
+            time.sleep(_POLL_S / 2)
+        return code
+
+    def ask_to_end(self, timeout_s: float) -> None:
+        """Order its end without waiting for it."""
+        if self._lock is not None:
+            _write(self._orders.order, msgspec.structs.replace(self._order, ends_in_s=timeout_s))
+
+    def end(self, timeout_s: float) -> None:
+        """See `Launcher`."""
+        if self._lock is None:
+            return
+        self.ask_to_end(timeout_s)
+        if self.is_taken:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(timeout_s + _ENDING_S)
+        else:
+            self._code = -signal.SIGKILL
+        os.close(self._lock)
+        self._lock = None
+
+    def _state(self) -> State | None:
+        state = self._orders.read_state()
+        return state if state is not None and state.id == self._order.id else None
+
+    def _fail(self, why: str) -> None:
+        self._code = -1
+        log = Path(self._order.log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            file.write(f"EngineError: {why}\n" if "engine" in self._orders.name else f"OrchestratorError: {why}\n")
+
+
+def take_orders(
+    orders: Orders, module: str, is_over: Callable[[], bool], patience_s: float, say: Callable[[str], None]
+) -> bool:
+    """Start what is ordered, one process after the other, until `is_over` and nobody is left who could order. Returns
+    False where nobody has ordered anything for `patience_s`. Raises ConfigError where another command does the same."""
+    with _serving(orders):
+        last, until = "", time.monotonic() + patience_s
+        while True:
+            order, has_owner = orders.read_order(), is_locked(orders.owner)
+            if order is not None and order.id != last and order.ends_in_s is None and has_owner:
+                last = order.id
+                code = _carry_out(orders, order, module, say)
+                say(f"{orders.name} ended with code {code}")
+                until = time.monotonic() + patience_s
+            elif not has_owner and is_over():
+                return True
+            elif time.monotonic() > until:
+                return False
+            time.sleep(_POLL_S)
+
+
+def _carry_out(orders: Orders, order: Order, module: str, say: Callable[[str], None]) -> int:
+    """Start the process of an order, and end it when that is ordered or nobody waits for it any more."""
+    child = SUBPROCESSES.launch(module, order.arguments, {**os.environ, **order.variables}, Path(order.log))
+    _write(orders.state, State(order.id, child.pid))
+    say(f"{orders.name} is process {child.pid}; its log is {order.log}")
+    try:
+        while child.poll() is None:
+            newest = orders.read_order()
+            if not is_locked(orders.owner):
+                say(f"{orders.name} ends: the process that needed it has ended")
+                child_process.end(child, 0.0)
+            elif newest is None or newest.id != order.id or newest.ends_in_s is not None:
+                child_process.end(child, (newest.ends_in_s or 0.0) if newest is not None else 0.0)
+            else:
+                time.sleep(_POLL_S)
+    finally:
+        child_process.end(child, 0.0)
+    code = int(child.returncode)
+    _write(orders.state, State(order.id, child.pid, code))
+    return code
+
+
+@contextlib.contextmanager
+def _serving(orders: Orders) -> Generator[None]:
+    handle = lock(orders.server, wait=False)
+    if handle is None:
+        raise ConfigError(f"another process takes the orders for {orders.name} of {orders.order.parent}: end it first")
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def name_of_part(stem: str) -> str:
+    """`engine-0` of the only engine, whose log has no number."""
+    return stem if stem.rpartition("-")[2].isdigit() else f"{stem}-0"
+
+
+def lock(path: Path, *, wait: bool) -> int | None:
+    """Lock a file until the descriptor is closed or this process ends; None where another one has it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process has locked the file."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+R = TypeVar("R", Order, State)
+
+
+def _read(path: Path, kind: type[R]) -> R | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, record: msgspec.Struct) -> None:
+    """Replace the file at once, readable for this user only."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(handle, "wb") as file:
+        file.write(msgspec.json.encode(record))
+    new.replace(path)

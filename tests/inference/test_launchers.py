@@ -1,0 +1,161 @@
+"""Processes that a command of the user's starts: orders, and the end of either side."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.inference import launchers
+from slipstream.inference.launchers import Elsewhere, Orders, is_locked, lock, name_of_part, take_orders
+
+MODULE = "tests.inference.quick_part"
+OWNER = """
+import sys, time
+from pathlib import Path
+from slipstream.inference.launchers import Elsewhere
+child = Elsewhere(Path(sys.argv[1])).launch("", ["stay"], {}, Path(sys.argv[1]) / "engine.log")
+print(child.poll(), flush=True)
+time.sleep(600)
+"""
+SERVER = """
+import sys
+from pathlib import Path
+from slipstream.inference.launchers import Orders, take_orders
+take_orders(Orders(Path(sys.argv[1]), "engine-0"), sys.argv[2], lambda: False, 600.0, print)
+"""
+
+
+@pytest.fixture
+def orders(tmp_path):
+    return Orders(tmp_path, "engine-0")
+
+
+@pytest.fixture
+def server(orders):
+    """Takes orders in a thread until the test ends."""
+    over, said, result = threading.Event(), [], []
+    thread = threading.Thread(
+        target=lambda: result.append(take_orders(orders, MODULE, over.is_set, 60.0, said.append)), daemon=True
+    )
+    thread.start()
+    yield said
+    over.set()
+    thread.join(30)
+    assert result == [True]
+
+
+def order(folder, *arguments, **variables):
+    return Elsewhere(folder).launch("", arguments, {**os.environ, **variables}, folder / "engine.log")
+
+
+def until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def python(program, *arguments):
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+
+
+def test_it_runs_with_what_is_ordered_and_ends_by_itself(server, tmp_path, orders, monkeypatch):
+    monkeypatch.setenv("SECRET", "password")
+    child = order(tmp_path, "say", OURS="ours")
+    assert child.wait(30) == 3
+    assert (tmp_path / "engine.log").read_text() == "ours password\n"
+    assert "password" not in orders.order.read_text()
+    assert orders.order.stat().st_mode & 0o77 == 0
+    assert child.poll() == 3
+    Elsewhere(tmp_path).end(child, 1.0)  # it has ended
+
+
+def test_it_is_ended_when_that_is_ordered_and_another_one_follows(server, tmp_path):
+    launcher = Elsewhere(tmp_path)
+    first = launcher.launch("", ["stay"], {}, tmp_path / "engine.log")
+    until(lambda: first.pid)
+    assert first.poll() is None
+    launcher.end(first, 5.0)
+    assert first.poll() == -signal.SIGTERM
+    second = launcher.launch("", ["stay"], {}, tmp_path / "engine.log")
+    until(lambda: second.pid)
+    assert second.pid != first.pid
+    launcher.kill(second)
+    assert second.wait(10) == -signal.SIGKILL
+    launcher.end(second, 0.0)
+
+
+def test_one_that_is_ordered_again_replaces_what_has_ended(server, tmp_path):
+    launcher = Elsewhere(tmp_path)
+    first = launcher.launch("", ["stay"], {}, tmp_path / "engine.log")
+    until(lambda: first.pid)
+    os.kill(first.pid, signal.SIGKILL)
+    until(lambda: first.poll() is not None)
+    second = launcher.launch("", ["say"], {"OURS": "again"}, tmp_path / "engine.log")
+    assert second.wait(30) == 3
+    launcher.end(second, 0.0)
+
+
+def test_it_is_killed_with_the_process_that_needed_it(server, tmp_path, orders):
+    owner = python(OWNER, tmp_path)
+    assert owner.stdout.readline() == "None\n"
+    until(lambda: orders.read_state())
+    pid = orders.read_state().pid
+    owner.kill()
+    owner.wait()
+    until(lambda: orders.read_state().code is not None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert any("the process that needed it has ended" in text for text in server)
+    assert not is_locked(orders.owner)
+
+
+def test_the_end_of_the_command_is_the_end_of_its_process(tmp_path, orders):
+    server = python(SERVER, tmp_path, MODULE)
+    child = order(tmp_path, "stay")
+    until(lambda: child.pid)
+    assert child.poll() is None
+    server.kill()
+    server.wait()
+    until(lambda: child.poll() is not None)
+    assert child.poll() == -1
+    assert (
+        "the command `slipstream engine` that had started this process has ended"
+        in (tmp_path / "engine.log").read_text()
+    )
+    Elsewhere(tmp_path).end(child, 0.0)
+
+
+def test_an_order_that_nobody_takes_fails_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(launchers, "TAKEN_S", 0.1)
+    child = order(tmp_path, "stay")
+    assert not child.is_taken
+    until(lambda: child.poll() is not None)
+    assert "nobody has started `slipstream engine` for this run" in (tmp_path / "engine.log").read_text()
+    Elsewhere(tmp_path).end(child, 0.0)
+
+
+def test_the_order_of_a_killed_attempt_is_not_taken(tmp_path, orders):
+    child = order(tmp_path, "stay")
+    os.close(child._lock)  # as the kernel does
+    assert take_orders(orders, MODULE, lambda: False, 0.3, print) is False
+    assert orders.read_state() is None
+
+
+def test_two_commands_do_not_serve_one_part(tmp_path, orders):
+    handle = lock(orders.server, wait=False)
+    with pytest.raises(ConfigError, match="another process takes the orders for engine-0"):
+        take_orders(orders, MODULE, lambda: False, 0.1, print)
+    os.close(handle)
+    assert take_orders(orders, MODULE, lambda: True, 0.1, print)
+
+
+def test_names_of_parts():
+    assert name_of_part("engine") == "engine-0"
+    assert name_of_part("engine-3") == "engine-3"
+    assert name_of_part("orchestrator") == "orchestrator-0"
