@@ -1,10 +1,14 @@
 """A part of a run that does next to nothing."""
 
 import os
+import signal
 import sys
 import time
 
 if sys.argv[1] == "say":
-    print(os.environ.get("OURS"), os.environ.get("SECRET", ""), flush=True)
+    print(os.environ.get("VLLM_PLUGINS"), os.environ.get("SECRET", ""), flush=True)
     sys.exit(3)
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("deaf", flush=True)
 time.sleep(600)

@@ -66,10 +66,10 @@ def python(program, *arguments):
 
 def test_it_runs_with_what_is_ordered_and_ends_by_itself(server, tmp_path, orders, monkeypatch):
     monkeypatch.setenv("SECRET", "password")
-    child = order(tmp_path, "say", OURS="ours")
+    child = order(tmp_path, "say", VLLM_PLUGINS="ours", OTHER="not sent")
     assert child.wait(30) == 3
     assert (tmp_path / "engine.log").read_text() == "ours password\n"
-    assert "password" not in orders.order.read_text()
+    assert not {"password", "not sent"} & set(orders.order.read_text().split('"'))
     assert orders.order.stat().st_mode & 0o77 == 0
     assert child.poll() == 3
     Elsewhere(tmp_path).end(child, 1.0)  # it has ended
@@ -96,7 +96,7 @@ def test_one_that_is_ordered_again_replaces_what_has_ended(server, tmp_path):
     until(lambda: first.pid)
     os.kill(first.pid, signal.SIGKILL)
     until(lambda: first.poll() is not None)
-    second = launcher.launch("", ["say"], {"OURS": "again"}, tmp_path / "engine.log")
+    second = launcher.launch("", ["say"], {"VLLM_PLUGINS": "again"}, tmp_path / "engine.log")
     assert second.wait(30) == 3
     launcher.end(second, 0.0)
 
@@ -123,7 +123,7 @@ def test_the_end_of_the_command_is_the_end_of_its_process(tmp_path, orders):
     server.kill()
     server.wait()
     until(lambda: child.poll() is not None)
-    assert child.poll() == -1
+    assert child.poll() == -signal.SIGKILL
     assert (
         "the command `slipstream engine` that had started this process has ended"
         in (tmp_path / "engine.log").read_text()
@@ -142,13 +142,13 @@ def test_an_order_that_nobody_takes_fails_in_one_sentence(tmp_path, monkeypatch)
 
 def test_the_order_of_a_killed_attempt_is_not_taken(tmp_path, orders):
     child = order(tmp_path, "stay")
-    os.close(child._lock)  # as the kernel does
+    child.release()  # as the kernel does
     assert take_orders(orders, MODULE, lambda: False, 0.3, print) is False
     assert orders.read_state() is None
 
 
 def test_two_commands_do_not_serve_one_part(tmp_path, orders):
-    handle = lock(orders.server, wait=False)
+    handle = lock(orders.server, 0.0)
     with pytest.raises(ConfigError, match="another process takes the orders for engine-0"):
         take_orders(orders, MODULE, lambda: False, 0.1, print)
     os.close(handle)
@@ -159,3 +159,41 @@ def test_names_of_parts():
     assert name_of_part("engine") == "engine-0"
     assert name_of_part("engine-3") == "engine-3"
     assert name_of_part("orchestrator") == "orchestrator-0"
+
+
+def test_a_command_that_is_started_again_does_not_take_the_order_again(tmp_path, orders):
+    server = python(SERVER, tmp_path, MODULE)
+    child = order(tmp_path, "stay")
+    until(lambda: child.pid)
+    pid = child.pid
+    server.kill()
+    server.wait()
+    again = python(SERVER, tmp_path, MODULE)  # before anybody has looked
+    until(lambda: is_locked(orders.server) and child.poll() is not None)
+    assert (child.poll(), child.pid) == (-signal.SIGKILL, pid)
+    Elsewhere(tmp_path).end(child, 0.0)
+    again.kill()
+    again.wait()
+
+
+def test_two_threads_may_end_it_and_the_shorter_deadline_counts(server, tmp_path):
+    launcher = Elsewhere(tmp_path)
+    child = launcher.launch("", ["deaf"], {}, tmp_path / "engine.log")
+    until(lambda: (tmp_path / "engine.log").exists() and "deaf" in (tmp_path / "engine.log").read_text())
+    began = time.monotonic()
+    threads = [threading.Thread(target=launcher.end, args=(child, wait)) for wait in (20.0, 0.0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join(15)
+        assert not thread.is_alive()
+    assert time.monotonic() - began < 10
+    assert child.poll() == -signal.SIGKILL
+
+
+def test_what_cannot_be_started_is_said(server, tmp_path):
+    child = Elsewhere(tmp_path).launch("", ["say"], {}, tmp_path / "engine-0.server" / "engine.log")
+    assert child.wait(30) == 1
+    assert any("cannot be started" in text for text in server)
+    Elsewhere(tmp_path).end(child, 0.0)

@@ -13,7 +13,15 @@ from slipstream.orchestrator.control.remote import NoticeLog, NoticeProgress, Ou
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.records import ApplyReport, ParameterSpec, Rollout, Ticket, Version
 from slipstream.records import Sequence as TokenSequence
-from slipstream.transport import FileStreams, MemoryTransport, RecordError, TransportLost, Unreachable, open_transport
+from slipstream.transport import (
+    FileStreams,
+    MemoryTransport,
+    RecordError,
+    TransportAway,
+    TransportLost,
+    Unreachable,
+    open_transport,
+)
 
 from .executors import executor_of
 
@@ -265,7 +273,7 @@ def test_a_server_that_is_away_is_no_silence_of_the_other_side(sides, monkeypatc
     assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
     away.set()
     time.sleep(0.2)  # the poll under way still hears
-    with pytest.raises(OrchestratorError, match="nothing was heard for 1 s: the server does not answer"):
+    with pytest.raises(TransportAway, match="nothing was heard for 1 s: the server does not answer"):
         caller.call(commands.AskHeld(), commands.Held, 20.0, "it")
     assert sides.reason is None
     sides.reason = OrchestratorError("over")

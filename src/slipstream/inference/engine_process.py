@@ -19,7 +19,7 @@ import msgspec
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import child_process
 from slipstream.inference.client import SILENCE_S, EngineClient
-from slipstream.inference.launchers import SUBPROCESSES, Child, Launcher
+from slipstream.inference.launchers import SUBPROCESSES, Child, ChildElsewhere, Launcher
 from slipstream.inference.plugin import start_marks
 from slipstream.inference.plugin.patches import patch_table
 from slipstream.inference.preimport import MODULE, EngineAhead, engine_environment
@@ -84,6 +84,8 @@ class EngineProcess:
         if self.process is None:
             return "engine process never started"
         code = self.process.poll()
+        if isinstance(self.process, ChildElsewhere) and code is None and not self.process.is_taken:
+            return "nobody has started `slipstream engine` for this run yet"
         if not self._was_silent:
             return f"engine process {child_process.ending(code, self.log_path)}"
         state = "said nothing, and cannot be killed" if code is None else "was killed, as it said nothing"

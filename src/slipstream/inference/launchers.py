@@ -3,18 +3,20 @@
 `SUBPROCESSES` starts a child of this process. `Elsewhere` writes an order into the run folder, and a command that the
 user has started (`slipstream orchestrator`, `slipstream engine`) takes it (`take_orders`) and starts the process.
 Guarantees of the latter: the process ends when the one that ordered it ends, or the command; each hears of the other's
-end by a file lock, which the kernel releases. Orders name no program, and hold only those environment variables that
-Slipstream sets itself.
+end by a file lock, which the kernel releases (not while the command is stopped). Orders name no program, and hold only
+the environment variables in `SENT`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,13 +25,29 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DeadlineError
 from slipstream.inference import child_process
 
 ORDERS = "parts"
 """Folder of the orders in a run folder."""
 TAKEN_S = 300.0
 """How long an order may wait for a command that takes it."""
+SENT = {
+    *child_process.OFFLINE,
+    *child_process.SAFE_PATH,
+    "CUDA_VISIBLE_DEVICES",
+    "KMP_BLOCKTIME",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "SLIPSTREAM_ENGINE",
+    "SLIPSTREAM_MARKS",
+    "SLIPSTREAM_PATCHES",
+    "TMPDIR",
+    "VLLM_CPU_ATTN_SPLIT_KV",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_PLUGINS",
+}
+"""Variables that Slipstream sets for a process; all others are those of the command that starts it."""
 _POLL_S = 0.1
 _ENDING_S = 30.0
 
@@ -140,7 +158,7 @@ class Elsewhere:
     ) -> ChildElsewhere:
         """See `Launcher`. The part's name is that of the log."""
         del module  # the command knows it
-        own = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        own = {name: value for name, value in environment.items() if name in SENT}
         order = Order(uuid.uuid4().hex, list(arguments), own, str(log.absolute()))
         name = name_of_part(log.stem)
         if (before := self._children.get(name)) is not None:
@@ -165,10 +183,20 @@ class ChildElsewhere:
     def __init__(self, orders: Orders, order: Order) -> None:
         self._orders, self._order = orders, order
         orders.order.unlink(missing_ok=True)  # that of an attempt that was killed
-        self._lock: int | None = lock(orders.owner, wait=True)
         self._deadline = time.monotonic() + TAKEN_S
         self._code: int | None = None
-        _write(orders.order, order)
+        self._ending = threading.Lock()
+        self._lock = lock(orders.owner, _ENDING_S)
+        if self._lock is None:
+            raise DeadlineError(
+                f"another process still waits for {orders.name} after {_ENDING_S:.0f} s: end what an earlier attempt "
+                "of the run has left"
+            )
+        try:
+            _write(orders.order, order)
+        except BaseException:
+            self.release()
+            raise
 
     @property
     def pid(self) -> int:
@@ -182,19 +210,18 @@ class ChildElsewhere:
         return self._state() is not None
 
     def poll(self) -> int | None:
-        """See `Child`; -1 where nobody took the order in `TAKEN_S`, or the command that did has ended."""
+        """See `Child`; 1 where nobody took the order in `TAKEN_S`, -9 where the command that did has ended."""
         if self._code is None:
             state, kind = self._state(), self._orders.name.rpartition("-")[0]
             if state is not None and state.code is not None:
                 self._code = state.code
             elif state is None and time.monotonic() > self._deadline:
-                self._fail(
-                    f"nobody has started `slipstream {kind}` for this run within {TAKEN_S:.0f} s (run.elsewhere)"
-                )
+                self._fail(1, f"nobody has started `slipstream {kind}` for this run in {TAKEN_S:.0f} s (run.elsewhere)")
             elif state is not None and not is_locked(self._orders.server):
                 last = self._state()
                 if last is not None and last.code is None:
-                    self._fail(f"the command `slipstream {kind}` that had started this process has ended")
+                    why = f"the command `slipstream {kind}` that had started this process has ended"
+                    self._fail(-signal.SIGKILL, why)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -209,31 +236,37 @@ class ChildElsewhere:
     def ask_to_end(self, timeout_s: float) -> None:
         """Order its end without waiting for it."""
         if self._lock is not None:
-            _write(self._orders.order, msgspec.structs.replace(self._order, ends_in_s=timeout_s))
+            with contextlib.suppress(OSError):  # a full disk: it ends when the lock is released
+                _write(self._orders.order, msgspec.structs.replace(self._order, ends_in_s=timeout_s))
 
     def end(self, timeout_s: float) -> None:
         """See `Launcher`."""
         if self._lock is None:
             return
         self.ask_to_end(timeout_s)
-        if self.is_taken:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.wait(timeout_s + _ENDING_S)
-        else:
-            self._code = -signal.SIGKILL
-        os.close(self._lock)
-        self._lock = None
+        try:
+            if self.is_taken:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.wait(timeout_s + _ENDING_S)
+            else:
+                self._code = -signal.SIGKILL
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Need it no more: it ends. Threads may do so at the same time."""
+        with self._ending:
+            handle, self._lock = self._lock, None
+        if handle is not None:
+            unlock(handle)
 
     def _state(self) -> State | None:
         state = self._orders.read_state()
         return state if state is not None and state.id == self._order.id else None
 
-    def _fail(self, why: str) -> None:
-        self._code = -1
-        log = Path(self._order.log)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
-            file.write(f"EngineError: {why}\n" if "engine" in self._orders.name else f"OrchestratorError: {why}\n")
+    def _fail(self, code: int, why: str) -> None:
+        self._code = code
+        _note(self._order, f"{'EngineError' if 'engine' in self._orders.name else 'OrchestratorError'}: {why}")
 
 
 def take_orders(
@@ -243,6 +276,10 @@ def take_orders(
     False where nobody has ordered anything for `patience_s`. Raises ConfigError where another command does the same."""
     with _serving(orders):
         last, until = "", time.monotonic() + patience_s
+        if (before := orders.read_state()) is not None:  # of a command that was killed, and its process with it
+            last = before.id
+            if before.code is None:
+                _write(orders.state, msgspec.structs.replace(before, code=-signal.SIGKILL))
         while True:
             order, has_owner = orders.read_order(), is_locked(orders.owner)
             if order is not None and order.id != last and order.ends_in_s is None and has_owner:
@@ -259,17 +296,31 @@ def take_orders(
 
 def _carry_out(orders: Orders, order: Order, module: str, say: Callable[[str], None]) -> int:
     """Start the process of an order, and end it when that is ordered or nobody waits for it any more."""
-    child = SUBPROCESSES.launch(module, order.arguments, {**os.environ, **order.variables}, Path(order.log))
+    own = {name: value for name, value in order.variables.items() if name in SENT}
+    try:
+        child = SUBPROCESSES.launch(module, order.arguments, {**os.environ, **own}, Path(order.log))
+    except OSError as error:
+        say(f"{orders.name} cannot be started: {error}")
+        _note(order, f"OSError: the command could not start it: {error}")
+        _write(orders.state, State(order.id, 0, 1))
+        return 1
     _write(orders.state, State(order.id, child.pid))
     say(f"{orders.name} is process {child.pid}; its log is {order.log}")
+    killed_at = None
     try:
         while child.poll() is None:
-            newest = orders.read_order()
+            newest, now = orders.read_order(), time.monotonic()
             if not is_locked(orders.owner):
                 say(f"{orders.name} ends: the process that needed it has ended")
+                killed_at = now
+            elif newest is None or newest.id != order.id:
+                killed_at = now
+            elif newest.ends_in_s is not None:
+                if killed_at is None and newest.ends_in_s:
+                    child.terminate()
+                killed_at = min(killed_at or math.inf, now + newest.ends_in_s)  # a later order may be shorter
+            if killed_at is not None and now >= killed_at:
                 child_process.end(child, 0.0)
-            elif newest is None or newest.id != order.id or newest.ends_in_s is not None:
-                child_process.end(child, (newest.ends_in_s or 0.0) if newest is not None else 0.0)
             else:
                 time.sleep(_POLL_S)
     finally:
@@ -281,13 +332,21 @@ def _carry_out(orders: Orders, order: Order, module: str, say: Callable[[str], N
 
 @contextlib.contextmanager
 def _serving(orders: Orders) -> Generator[None]:
-    handle = lock(orders.server, wait=False)
+    handle = lock(orders.server, 0.0)
     if handle is None:
         raise ConfigError(f"another process takes the orders for {orders.name} of {orders.order.parent}: end it first")
     try:
         yield
     finally:
-        os.close(handle)
+        unlock(handle)
+
+
+def _note(order: Order, text: str) -> None:
+    """Write into the process's log, where the run looks for a reason."""
+    with contextlib.suppress(OSError):
+        Path(order.log).parent.mkdir(parents=True, exist_ok=True)
+        with Path(order.log).open("a") as file:
+            file.write(f"{text}\n")
 
 
 def name_of_part(stem: str) -> str:
@@ -295,15 +354,27 @@ def name_of_part(stem: str) -> str:
     return stem if stem.rpartition("-")[2].isdigit() else f"{stem}-0"
 
 
-def lock(path: Path, *, wait: bool) -> int | None:
-    """Lock a file until the descriptor is closed or this process ends; None where another one has it."""
+def lock(path: Path, timeout_s: float) -> int | None:
+    """Lock a file until `unlock`, or until this process ends; None where another one has it for `timeout_s`."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                os.close(handle)
+                return None
+            time.sleep(_POLL_S / 5)
+        else:
+            return handle
+
+
+def unlock(handle: int) -> None:
+    """End a lock, also where a forked process has a copy of the descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def is_locked(path: Path) -> bool:
@@ -333,7 +404,7 @@ def _read(path: Path, kind: type[R]) -> R | None:
 
 def _write(path: Path, record: msgspec.Struct) -> None:
     """Replace the file at once, readable for this user only."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(handle, "wb") as file:
         file.write(msgspec.json.encode(record))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -21,6 +22,7 @@ from slipstream.errors import (
     DataError,
     DeadlineError,
     EnvironmentFault,
+    Interrupted,
     OrchestratorError,
     SlipstreamError,
 )
@@ -41,6 +43,7 @@ from slipstream.runlog.temporary import make_temporary, remove_left, remove_temp
 from slipstream.transport import FileStreams, RedisStreams, Transport, open_transport
 
 _POLL_S = 0.1
+_KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CLOSE_S, _END_S = 30.0, 15.0
 """How long it may take to write what is left, and to end with its engines."""
 _FINAL = (ConfigError, DataError, EnvironmentFault)
@@ -163,7 +166,10 @@ class OrchestratorProcess:
         child = self._launcher.launch(PROGRAM, [str(path)], environment, self._log)
         if isinstance(child, ChildElsewhere):
             self._run.progress.phase(f"wait for `slipstream orchestrator {self._run.folder}`")
-            while not child.is_taken and child.poll() is None and not self._run.should_stop():
+            while not child.is_taken and child.poll() is None:
+                if self._run.should_stop():
+                    child.end(0.0)
+                    raise Interrupted("stopped before `slipstream orchestrator` was started: continue with --resume")
                 time.sleep(_POLL_S)
         return child
 
@@ -173,7 +179,7 @@ class OrchestratorProcess:
             return None
         what = f"{self._name} {child_process.ending(code, self._log)}"
         kind = next((kind for kind in _FINAL if kind.exit_code == code), None)
-        return OrchestratorError(what, was_killed=code < 0) if kind is None else kind(what)
+        return OrchestratorError(what, was_killed=-code in _KILLS) if kind is None else kind(what)
 
     def _silent(self, seconds: float) -> SlipstreamError:
         """Kill a process that gives no sign of life, and say what it was doing."""

@@ -7,11 +7,12 @@ is over. Needs neither torch nor vLLM itself.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.errors import DeadlineError, Interrupted
+from slipstream.errors import ConfigError, DeadlineError, Interrupted
 from slipstream.inference.launchers import ORDERS, Orders, take_orders
 from slipstream.inference.preimport import MODULE
 from slipstream.launch.parts import PROGRAM
@@ -32,6 +33,10 @@ def serve_part(run: Path, kind: str, number: int, *, patience_s: float, say: Cal
         time.sleep(_POLL_S)
     folder = run / ORDERS
     folder.mkdir(mode=0o700, exist_ok=True)
+    for each in (run, folder):
+        state = each.stat()
+        if state.st_uid != os.geteuid() or (each == folder and state.st_mode & 0o077):
+            raise ConfigError(f"{each} is not yours alone, and what it asks for would run as you: be its owner")
 
     def is_over() -> bool:
         try:  # not the end of an earlier attempt, which this one continues

@@ -27,7 +27,7 @@ from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
 from slipstream.runlog.writer import without_surrogates
-from slipstream.transport import Transport, TransportClosed, TransportLost, Unreachable
+from slipstream.transport import Transport, TransportAway, TransportClosed, TransportLost, Unreachable
 
 _SILENCE_S = 60.0
 """How long the other side may give no sign of life, or the place of the queues be out of reach."""
@@ -201,7 +201,7 @@ class RemoteCaller(Caller):
                     else:
                         silence_s += waited_s
                     if away_s >= _SILENCE_S:
-                        raise OrchestratorError(f"nothing was heard for {_SILENCE_S:g} s: {error}") from None
+                        raise TransportAway(f"nothing was heard for {_SILENCE_S:g} s: {error}") from None
                     if silence_s >= _SILENCE_S:
                         raise self._silent(_SILENCE_S) from None
                     continue
