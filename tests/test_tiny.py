@@ -39,6 +39,7 @@ def accuracy(text, when):
     return float(found[1])
 
 
+@pytest.mark.full
 def test_the_twin_learns():
     command = [sys.executable, str(TWIN), "--steps", "25", "--num-eval-tasks", "1000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

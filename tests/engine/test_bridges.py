@@ -32,6 +32,7 @@ def apply(live: LiveEngine, ticket: Ticket, receiver) -> None:
     check_report(live.call(receiver.apply(ticket, 60)), ticket)
 
 
+@pytest.mark.full
 def test_restart_leaves_a_running_engine_as_disk_does(tiny_model, tmp_path):
     live = start(tiny_model, tmp_path, max_restarts=0)
     try:

@@ -119,6 +119,7 @@ def test_attention_on_a_cpu_divides_no_context_unless_the_user_says_so():
     assert engine_environment({"VLLM_CPU_ATTN_SPLIT_KV": "1"}, None)["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_with_the_required_patches_alone_an_engine_says_the_same(tiny_model, tmp_path):
     live, other = start(tiny_model, tmp_path / "auto"), start(tiny_model, tmp_path / "required", patches="required")

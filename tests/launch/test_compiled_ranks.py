@@ -48,6 +48,7 @@ def test_losses_gradients_and_weights_are_those_of_one_process(case, compiler, c
     compare(several, one)
 
 
+@pytest.mark.full
 def test_all_layers_have_the_same_graphs_and_state_is_read_again(compilers, monkeypatch, tmp_path):
     """FSDP2 gives layers other parameters and other classes: neither may have the compiler begin anew, or take the size
     of their heads for a number that changes: kernels would divide by it."""

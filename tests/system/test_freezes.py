@@ -37,6 +37,7 @@ def started(command, run_file, folder, *options):
     return run
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = started(command, run_file, folder, "--training.steps", "40", "--training.staleness", "1")
@@ -62,8 +63,9 @@ def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(com
     assert run.left_behind() == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("bridge", ["disk", "lora", "restart"])
+@pytest.mark.parametrize(
+    "bridge", ["disk", *(pytest.param(name, marks=pytest.mark.full) for name in ("lora", "restart"))]
+)
 def test_a_frozen_engine_is_outlived_where_a_dead_one_is(command, run_file, tmp_path, bridge):
     folder = tmp_path / "run"
     options = ("--lora.rank", "4") if bridge == "lora" else ("--weights.bridge", bridge)
