@@ -6,6 +6,8 @@ is a bug and shows its traceback.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -146,3 +148,12 @@ def one_line(error: BaseException) -> str:
     and of the Hugging Face Hub, whose first line often does not hold the reason."""
     message = " ".join(str(error).split())[:_MAX_CHARACTERS]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`: did you mean 'x'?`, or the known names where none is close, at most ten of them."""
+    names = sorted(known)
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+        return f": did you mean {close[0]!r}?"
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return f": use one of {shown}" if names else ""

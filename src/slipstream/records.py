@@ -128,12 +128,14 @@ class Task(msgspec.Struct, frozen=True):
     """The gold answer, if the environment has one: the SFT target, and the control of `env test`."""
     info: dict[str, Any] = {}
     """Anything else that the reward reads; JSON types."""
+    part: str = ""
+    """The part of a mixture that it belongs to; empty where there is no mixture."""
 
     @property
     def source(self) -> str:
-        """The data set that it comes from, by which validation groups it: `data_source`, as in verl's rows; empty where
-        it has none."""
-        return str(self.info.get("data_source") or "")
+        """What metrics and validation group it by: its part of a mixture, and the data set that it comes from
+        (`data_source`, as in verl's rows), as `part/data_source`; empty where it has neither."""
+        return "/".join(filter(None, (self.part, str(self.info.get("data_source") or ""))))
 
 
 class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -194,6 +196,8 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The task's last message, for samples and reports."""
     answer: str = ""
     """The task's gold answer, for samples and reports; empty if it has none."""
+    source: str = ""
+    """The task's `source`."""
     error: str = ""
     stop: Stop | Literal[""] = ""
     """Why the episode ended; empty in records of earlier versions."""

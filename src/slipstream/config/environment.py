@@ -8,6 +8,7 @@ from pydantic import Field
 
 from slipstream.config import bounds
 from slipstream.config.bounds import Section
+from slipstream.config.mixture import MixturePart, PartName
 
 
 class EnvironmentConfig(Section):
@@ -15,8 +16,16 @@ class EnvironmentConfig(Section):
 
     name: str
     """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `verifiers/<name>` (see `python`),
-    `path/to/file.py:Class`, `name@digest` (see `registry`), or the name of an entry point in the group
-    `slipstream.environments`."""
+    `path/to/file.py:Class`, `name@digest` (see `registry`), `mixture` (of the tasks below `mixture`), or the name of an
+    entry point in the group `slipstream.environments`."""
+    mixture: dict[PartName, MixturePart] = {}
+    """Several tasks in one run, by a name for each, where `name = "mixture"`: `[environment.mixture.NAME]` with `name`,
+    `weight`, `settings`, `system_prompt`, `num_train_tasks`, `group_size`, `max_tokens`, `max_turns`, `tools` and
+    `python`. Held-out tasks are taken from the parts in turn."""
+    curriculum: Literal["none", "adaptive"] = "none"
+    """`adaptive`: after each batch a part's weight becomes `weight` times the recent fraction of its groups whose
+    rewards differ, at least a tenth: what is always right, or never, is drawn less often. The weights are in
+    checkpoints."""
     registry: str = ""
     """The folder in which `name@digest` is looked up, to which `slipstream env push` has added it. What is there is
     verified before any of it is imported, and kept on this machine, so that a later start does not need the folder."""

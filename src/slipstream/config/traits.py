@@ -92,6 +92,12 @@ def uses_critic(config: RunConfig) -> bool:
     return isinstance(config.algorithm, RLConfig) and resolved(config.algorithm).advantage == "gae"
 
 
+def has_curriculum(config: RunConfig) -> bool:
+    """Whether the weights of a mixture follow what was learnt."""
+    environment = config.environment
+    return isinstance(config.algorithm, RLConfig) and environment is not None and environment.curriculum == "adaptive"
+
+
 def num_replicas(config: RunConfig) -> int:
     """How many engines each orchestrator has; 1 while nobody has decided."""
     replicas = config.inference.replicas

@@ -11,7 +11,7 @@ class DataOrder:
     """Indices of `num_items` items: every epoch contains each once, in a shuffle that depends on (seed, epoch) only, so
     a resumed run needs no saved position."""
 
-    def __init__(self, num_items: int, seed: int) -> None:
+    def __init__(self, num_items: int, seed: int | str) -> None:
         if num_items < 1:
             raise ConfigError(f"there are {num_items} items to train on: give at least one")
         self.num_items = num_items

@@ -145,6 +145,14 @@ class Scorer(Protocol):
         ...
 
 
+class Limits(msgspec.Struct, frozen=True):
+    """What a task's completions are limited to, beside the run's own limits; None: nothing more."""
+
+    group_size: int | None = None
+    max_tokens: int | None = None
+    """Of one turn."""
+
+
 class Environment(ABC):
     """Base class of environments. Constructed as `Class(seed=..., **settings)` in the run's process and again in every
     reward worker, so what `score` needs must be in the task or follow from the settings."""
@@ -172,12 +180,29 @@ class Environment(ABC):
     """Tells the run's user something; set in a run."""
     log_folder: Path | None = None
     """Where an environment with processes of its own may write their output; set in a run."""
+    tools_in_prompts: ClassVar[bool] = False
+    """Whether its tasks bring the schemas of their tools in their prompts; otherwise all get those of `tools`."""
     given_settings: Mapping[str, Any] = MappingProxyType({})
     """`environment.settings` of the run file, for messages; set by the code that constructs the environment."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.name = self.name or type(self).__name__
+
+    def attach(self, warn: Callable[[str], None] | None = None, log_folder: Path | None = None) -> None:
+        """Sets `on_warning` and `log_folder`, where given."""
+        if warn is not None:
+            self.on_warning = warn
+        if log_folder is not None:
+            self.log_folder = log_folder
+
+    def limits(self, task: Task) -> Limits:
+        """What is asked of completions for this task; less than the run's settings only."""
+        return Limits()
+
+    def grades_groups(self, task: Task) -> bool:
+        """Whether the episodes of this task are graded by `score_group`."""
+        return self.scores_groups
 
     @property
     def num_train_tasks(self) -> int:

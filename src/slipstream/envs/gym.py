@@ -22,8 +22,7 @@ from typing import Any, cast
 from slipstream.envs.base import Split
 from slipstream.envs.single_turn import SingleTurn
 from slipstream.envs.split import EVAL_ONE_IN, split_of
-from slipstream.envs.suggest import did_you_mean
-from slipstream.errors import ConfigError, DataError, EnvironmentFault
+from slipstream.errors import ConfigError, DataError, EnvironmentFault, did_you_mean
 from slipstream.records import Message, Task
 
 PREFIX = "reasoning_gym/"

@@ -51,7 +51,7 @@ async def shut_down(environment: Environment, warn: Callable[[str], None]) -> No
 @contextlib.asynccontextmanager
 async def in_use(environment: Environment, timeout_s: float, warn: Callable[[str], None]) -> AsyncGenerator[None]:
     """Sets the environment up for the block, and closes it afterwards, also where the setup failed half-way."""
-    environment.on_warning = warn
+    environment.attach(warn)
     try:
         await set_up(environment, timeout_s)
         yield

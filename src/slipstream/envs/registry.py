@@ -1,9 +1,9 @@
 """Resolves a name in the run file to an environment; every failure is a `ConfigError`.
 
 Names: `reasoning_gym/<task>`; `verifiers/<name>`; `rows` (questions and answers from a file); `path/to/file.py` or
-`path/to/file.py:Class`; an entry point of an installed package in the group `slipstream.environments` (a subclass of
-`Environment`). `name@digest` has become a path before (`store`). Loading a file runs its code, in this process and in
-every reward worker.
+`path/to/file.py:Class`; `mixture`, of several of these; an entry point of an installed package in the group
+`slipstream.environments` (a subclass of `Environment`). `name@digest` has become a path before (`store`). Loading a
+file runs its code, in this process and in every reward worker.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from slipstream.config.mixture import MIXTURE
 from slipstream.config.python_objects import is_python_object
 from slipstream.config.schema import EnvironmentConfig
 from slipstream.config.user_code import import_file, place_of
@@ -24,13 +25,13 @@ from slipstream.envs.gym import PREFIX, ReasoningGym
 from slipstream.envs.hosted.apart import Apart, placement
 from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
 from slipstream.envs.hosted.environment import Verifiers
+from slipstream.envs.mixture import Mixture
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.envs.rows import rows_environment
 from slipstream.envs.single_turn import FunctionEnvironment, shown_settings
-from slipstream.envs.suggest import did_you_mean
 from slipstream.envs.tools.mcp_servers import tools_of
 from slipstream.envs.tools.schemas import Tool, schemas_of
-from slipstream.errors import ConfigError, SlipstreamError, one_line
+from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, one_line
 
 GROUP = "slipstream.environments"
 _MCP = "mcp:"
@@ -102,6 +103,8 @@ def _load(config: EnvironmentConfig) -> Environment:
     name = config.name
     if missing := [variable for variable in config.variables if variable not in os.environ]:
         raise ConfigError(f"environment.variables: {', '.join(missing)} is not set: set it, or leave it out")
+    if name == MIXTURE:
+        return Mixture(config, load_environment)
     if name.startswith(VERIFIERS):
         return Verifiers(config)
     if config.python:

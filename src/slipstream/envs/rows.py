@@ -29,8 +29,7 @@ from slipstream.envs.conversation import converse
 from slipstream.envs.rewards import Options, Reward, named
 from slipstream.envs.rewards.contract import COLUMNS, Checked
 from slipstream.envs.split import split_of
-from slipstream.envs.suggest import did_you_mean
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.records import Task
 
 NAME = "rows"

@@ -130,7 +130,7 @@ def make_tasks(environment: Environment, split: Split, num_tasks: int) -> list[T
             f"tasks({split!r}, {num_tasks}) of {environment.name} raised {one_line(error)} ({place_of(error)}"
             f"{shown_settings(environment.given_settings)}): correct it"
         ) from error
-    schemas = schemas_of(environment.tools)
+    schemas = () if environment.tools_in_prompts else schemas_of(environment.tools)
     if not schemas:
         return tasks
     return [msgspec.structs.replace(task, prompt=with_tools(task.prompt, schemas)) for task in tasks]

@@ -1,15 +1,17 @@
 """Which items of the training set make which batch, and the deadlines for making one.
 
 Guarantees: the items of a batch, refills included, are a pure function of seed and step, so that a resumed run needs no
-saved position.
+saved position; under a curriculum also of its weights, which are in the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from slipstream.config import PlannedConfig
 from slipstream.config.traits import apply_timeout_s
+from slipstream.data.mixture import MixtureOrder, Weights, changes_of
 from slipstream.data.sampler import DataOrder
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
@@ -25,12 +27,28 @@ class BatchOrder:
 
     def __init__(self, prepared: Prepared) -> None:
         self._config, self._tasks = prepared.config, prepared.train_tasks
-        self._order = DataOrder(prepared.num_items, prepared.config.run.seed)
-        self._size = prepared.config.training.prompts_per_batch
+        self._size, seed = prepared.config.training.prompts_per_batch, prepared.config.run.seed
+        self._order = DataOrder(prepared.num_items, seed)
+        self._mixture: MixtureOrder | None = None
+        if prepared.part_of_item:
+            weights = Weights(mixture_weights(prepared.config))
+            self._mixture = MixtureOrder(prepared.part_of_item, weights, self._size, seed)
 
     def items(self, step: int) -> list[int]:
         """The items that the batch of `step` begins with."""
+        if self._mixture is not None:
+            return self._mixture.at(step)
         return self._order.at(step * self._size, self._size)
+
+    def set_changes(self, changes: Sequence[Any]) -> None:
+        """The changes of a mixture's weights so far, as `Curriculum.state` has them."""
+        if changes and self._mixture is not None:
+            self._mixture.weights.changes = changes_of(changes)
+
+    def change(self, step: int, weights: Sequence[float]) -> None:
+        """Further ones, from `step` of the order of the tasks on."""
+        assert self._mixture is not None
+        self._mixture.change(step, weights)
 
     def tasks(self, step: int) -> list[Task]:
         """The tasks that the batch of `step` begins with."""
@@ -44,7 +62,15 @@ class BatchOrder:
         return Refills(self._refill, max_refills, algorithm.reward_threshold, by_turns=algorithm.credit == "turn")
 
     def _refill(self, step: int, number: int) -> list[Task]:
+        if self._mixture is not None:
+            return [self._tasks[item] for item in self._mixture.refill(step, number)]
         return [self._tasks[item] for item in self._order.refill(step, self._size, number)]
+
+
+def mixture_weights(config: PlannedConfig) -> tuple[float, ...]:
+    """The weights of a mixture's parts, as they are set."""
+    section = config.environment
+    return tuple(part.weight for part in section.mixture.values()) if section is not None else ()
 
 
 def max_refills_of(config: PlannedConfig) -> int:

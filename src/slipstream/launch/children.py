@@ -152,7 +152,7 @@ class Children:
         """Create the pool of reward workers, which the caller enters in the event loop."""
         assert self._run.config.environment is not None
         if self._run.prepared.environment is not None:
-            self._run.prepared.environment.log_folder = self._run.folder / "logs"
+            self._run.prepared.environment.attach(log_folder=self._run.folder / "logs")
         reward = stacks.folder_of(self._run.folder) / "reward"
         self._scorer = ScorerPool(self._run.config.environment, warn=self._run.warn, stacks=reward)
         return self._scorer
@@ -162,7 +162,8 @@ class Children:
         section, environment = self._run.config.environment, self._run.prepared.environment
         assert section is not None
         assert environment is not None
-        self._environment, environment.on_warning = environment, self._run.warn
+        self._environment = environment
+        environment.attach(self._run.warn)
         await set_up(environment, section.run_timeout_s)
 
     def event_loop(self) -> EventLoopThread:

@@ -17,7 +17,7 @@ from slipstream.config.traits import apply_timeout_s, publishes_adapter
 from slipstream.data.draws import Draws
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import SlipstreamError
-from slipstream.launch.batch_order import BatchOrder, retries_of, silence_limit_s
+from slipstream.launch.batch_order import BatchOrder, mixture_weights, retries_of, silence_limit_s
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
 from slipstream.launch.provenance.collect import code_digest
@@ -71,6 +71,7 @@ class _Generation:
             make_batches=self._make_batches,
             close=self._close,
             num_ended=lambda: self._runner.num_ended,
+            change_weights=self._order.change,
             teacher_digest=children.teacher.digest if children.teacher is not None else "",
         )
 
@@ -99,6 +100,7 @@ class _Generation:
     async def _make_batches(self, command: commands.MakeBatches) -> None:
         config, hooks = self._context.config, self._hooks
         assert self._ledger is not None
+        self._order.set_changes(command.changes)
         batcher = _batcher(self._context, self._children, self._runner, self._order, hooks, self._ledger)
         made: MakesBatches = InDataOrder(batcher, self._versions, self._order.tasks, hooks)
         if config.training.order == "ready":
@@ -199,10 +201,20 @@ def _ledger(context: Context, first: int, saved_step: Callable[[], int]) -> Ledg
             "tasks": tasks_digest(context.prepared.train_tasks),
             "code": code_digest(context.prepared),
             "orchestrators": config.run.orchestrators,
+            **_mixture_shape(context),
         },
         orchestrator=context.orchestrator,
         saved_step=saved_step,
     )
+
+
+def _mixture_shape(context: Context) -> dict[str, Any]:
+    """What of a mixture decides which task a draw is. Under a curriculum that may be another in each attempt."""
+    section = context.config.environment
+    if section is None or not section.mixture:
+        return {}
+    is_adaptive = section.curriculum == "adaptive"
+    return {"weights": mixture_weights(context.config), "attempt": context.log.lineage if is_adaptive else None}
 
 
 def _batcher(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunConfig
+from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import measures_loss, uses_engine
 from slipstream.config.user_code import CodeRead, DataRead, recorded
@@ -66,6 +67,8 @@ class Prepared:
     """Rows of which SFT measures the loss."""
     dropped: dict[str, int]
     """Number of dropped tasks and conversations, by reason."""
+    part_of_item: tuple[int, ...] = ()
+    """Of a mixture, the number of each training item's part; empty without one."""
     reads: tuple[CodeRead | DataRead, ...] = ()
     """The user's files that were executed, and the data that were read."""
 
@@ -151,6 +154,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
         conversations, examples = _tokenized(conversations, tokenizer, config, context, dropped)
         eval_rows, eval_examples = _tokenized(eval_rows, tokenizer, config, context, dropped, held_out=True)
+    part_of_item = _part_of_item(section, train_tasks, conversations, is_sft=is_sft)
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     check_fields(tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)], dropped)
     gold = partial(gold_turns, environment) if environment else answer_turns
@@ -183,7 +187,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     turns += _thinking(tokenizer, conversations)
     warnings = (*loaded.warnings, *fewer_tasks, *plan.warnings, *unknown, *turns)
     plan = replace(plan, derived=derived, warnings=warnings, notes=(*plan.notes, *notes))
-    data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped)
+    data = (train_tasks, eval_tasks, conversations, examples, eval_examples, dropped, part_of_item)
     return Prepared(loaded, plan, facts, tokenizer, played(environment, plan.config.environment), *data)
 
 
@@ -340,6 +344,30 @@ def _conversations(
             "train with algorithm grpo"
         )
     return found, []
+
+
+def _part_of_item(
+    section: EnvironmentConfig | None,
+    tasks: Sequence[Task],
+    conversations: Sequence[Sequence[Message]],
+    *,
+    is_sft: bool,
+) -> tuple[int, ...]:
+    """The number of the part of a mixture that each training item belongs to. Raises ConfigError for a part without
+    any. Conversations have those of the tasks with the same question."""
+    if section is None or not section.mixture or not tasks:
+        return ()
+    parts = {name: number for number, name in enumerate(section.mixture)}
+    found = [parts[task.part] for task in tasks]
+    if is_sft:
+        by_question = {_question(task.prompt): number for task, number in zip(tasks, found, strict=True)}
+        found = [by_question[_question(conversation)] for conversation in conversations]
+    for name, number in parts.items():
+        if number not in found:
+            raise ConfigError(
+                f"environment.mixture.{name} has no training task that can be used: give it some, or remove the part"
+            )
+    return tuple(found)
 
 
 def _rows(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import dump_resolved
+from slipstream.config.traits import has_curriculum
+from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
 from slipstream.launch.batch_order import START_GRACE_S, BatchOrder
 from slipstream.launch.build import (
@@ -212,6 +214,7 @@ def _build_loop(run: RunContext, children: Children, generation: Generation | No
         held_out=prepared.held_out,
         identity=identity_of(config, prepared.train_tasks, prepared.conversations, trained.learner.model.folder),
         may_differ=run.may_differ,
+        curriculum=MixtureCurriculum(config) if has_curriculum(config) else None,
     )
     if resume:
         _resume(run.log, loop)

@@ -55,7 +55,8 @@ def attach_engine(run: RunContext, caller: Caller, batches: Takes, loop: Trainin
     loop.engine = Orchestrator(caller, publish=publish, saved_step=lambda: loop.saved_step, waits=waits, hooks=hooks)
     if config.algorithm.kind != "sft":
         loop.reader = reader = RolloutReader(caller, batches, waits=waits, hooks=hooks)
-        reader.start(commands.MakeBatches(loop.step, config.training.steps, loop.draws.state()))
+        changes = loop.curriculum.changes if loop.curriculum is not None else []
+        reader.start(commands.MakeBatches(loop.step, config.training.steps, loop.draws.state(), changes))
     return publisher
 
 

@@ -125,9 +125,13 @@ class RolloutRunner:
         self.num_ended = 0
         """Tries of turns, and rollouts, that have ended; any thread may read it to see whether rollouts get on."""
 
-    def group(self, size: int) -> GroupGrades | None:
+    def group_size(self, task: Task, size: int) -> int:
+        """Completions of a task, in a run with groups of `size`."""
+        return min(size, self._environment.limits(task).group_size or size)
+
+    def group(self, task: Task, size: int) -> GroupGrades | None:
         """Grades a group of rollouts together; None where each is graded by itself."""
-        return GroupGrades(self._scorer, size) if self._environment.scores_groups else None
+        return GroupGrades(self._scorer, size) if self._environment.grades_groups(task) else None
 
     def prompts(self) -> Prompts:
         """Renders the prompts of a group's rollouts, which begin with the same one."""
@@ -149,6 +153,8 @@ class RolloutRunner:
         `prompts`: those of its group, if it has one. Raises `EngineError` or `IntegrityError` only when the engine
         cannot come back."""
         started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s, self._may_go_on)
+        if (most := self._environment.limits(task).max_tokens) is not None:
+            sampling = msgspec.structs.replace(sampling, max_tokens=min(most, sampling.max_tokens))
         turns = _Turns(self, rollout_id, group_id, sampling, seed, is_urgent, deadline)
 
         async def call_tool(call: ToolCall) -> ToolResult:
@@ -165,7 +171,8 @@ class RolloutRunner:
         rollout = Rollout(rollout_id, task.id, group_id, policy.sequences, reward=0.0, outcome="done")
         rollout.prompt = task.prompt[-1].content if task.prompt else ""
         rollout.answer = task.answer or ""
-        if place is None and self._environment.scores_groups:
+        rollout.source = task.source
+        if place is None and self._environment.grades_groups(task):
             place = GroupGrades(self._scorer, 1).places[0]
         episode: Episode | None = None
         try:

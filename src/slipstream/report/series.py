@@ -161,7 +161,17 @@ _NOT_OWN = ("reward/drawn_mean", "reward/non_finite", "reward/metrics_left_out")
 _LARGEST = re.compile(r"eval/mean@(\d+)")
 _KINDS = ("pass", "best", "maj", "mean", "worst")
 _MAX_LINES = 8
-"""Data sources in one panel; the table has all."""
+"""Tasks or data sources in one panel; the table has all sources."""
+_TASK = re.compile(r"task/(.+)/(\w+)")
+_TASK_PANELS = {
+    "reward_mean": ("Reward by task", "Mean reward of each task's completions.", ""),
+    "signal_fraction": ("Signal by task", "Of each task's groups, those whose rewards differ.", "%"),
+    "tokens_fraction": ("Tokens by task", "Each task's part of the sampled tokens.", "%"),
+    "probability": ("Curriculum", "The probability with which a group is for this part.", "%"),
+    "length": ("Length by task", "Mean tokens of each task's completions.", ""),
+    "truncated_fraction": ("Truncated by task", "Of each task's completions, those cut at the limit.", "%"),
+}
+"""By the metric's last name: title, note, unit. Counts have no plot."""
 
 
 def value_of(row: dict[str, Any], name: str) -> float | None:
@@ -178,7 +188,9 @@ def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
     present = {name for rows in runs for row in rows for name in row if "/" in name}
     shown = {name for group in GROUPS for panel in group.panels for line in panel.lines for name in line.metrics}
     rest = sorted(
-        name for name in present - shown if not name.startswith((_TIMES, _DROPPED, _RETRY)) and not _is_figure(name)
+        name
+        for name in present - shown
+        if not name.startswith((_TIMES, _DROPPED, _RETRY)) and not _is_figure(name) and not _TASK.fullmatch(name)
     )
     own = [name for name in rest if name.startswith(_REWARD) and name not in _NOT_OWN][:_MAX_OWN]
     found: list[Group] = []
@@ -188,6 +200,7 @@ def groups_of(runs: Sequence[list[dict[str, Any]]]) -> list[Group]:
             place = next((n + 1 for n, panel in enumerate(panels) if panel.title == "Held-out accuracy"), len(panels))
             panels[place:place] = _validation_panels(present)
             panels[1:1] = [_panel_of(name, f"Reward: {name.removeprefix(_REWARD)}", _OWN) for name in own]
+            panels[1:1] = _task_panels(present)
             panels += _counted(
                 present, _DROPPED, "Outcomes dropped", "Rollouts that could not be trained on, by reason."
             )
@@ -225,6 +238,21 @@ def _validation_panels(present: Iterable[str]) -> list[Panel]:
         note = f"Part of the held-out tasks of each data_source solved, with its 95 % interval.{more}"
         found.append(Panel("Held-out accuracy by source", note, lines, "%", dots=True, always=True))
     return found
+
+
+def _task_panels(present: Iterable[str]) -> list[Panel]:
+    """For each figure of the tasks of a mixture, or of data sources, a plot with a line for each task."""
+    names: dict[str, list[str]] = {}
+    for name in sorted(present):
+        if found := _TASK.fullmatch(name):
+            names.setdefault(found[2], []).append(found[1])
+    panels: list[Panel] = []
+    for key, (title, note, unit) in _TASK_PANELS.items():
+        if tasks := names.get(key):
+            lines = tuple(Line(f"task/{task}/{key}", task) for task in tasks[:_MAX_LINES])
+            more = f" The first {_MAX_LINES} of {len(tasks)} tasks." if len(tasks) > _MAX_LINES else ""
+            panels.append(Panel(title, note + more, lines, unit, from_zero=bool(unit)))
+    return panels
 
 
 def _counted(present: Iterable[str], prefix: str, title: str, note: str) -> list[Panel]:

@@ -23,6 +23,7 @@ from slipstream import records
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.schema import RLConfig
 from slipstream.config.traits import num_engines, update_phase
+from slipstream.data.curriculum import Change, MixtureCurriculum
 from slipstream.data.draws import Draws
 from slipstream.errors import ConfigError, Interrupted, MismatchError, TrainingError
 from slipstream.progress import Progress
@@ -69,8 +70,8 @@ class Engine(Protocol):
         """Evaluate the version applied last on held-out tasks; returns metrics."""
         ...
 
-    def release(self, step: int) -> None:
-        """Allow rollouts by version `step`."""
+    def release(self, step: int, change: Change | None = None) -> None:
+        """Allow rollouts by version `step`; `change`: of a mixture's weights."""
         ...
 
 
@@ -133,6 +134,8 @@ class TrainingLoop:
     """Number of batches trained on; set by `resume`."""
     draws: Draws = field(default_factory=Draws)
     """Draws of the task order that were trained on or dropped, where batches do not follow it; set by `resume`."""
+    curriculum: MixtureCurriculum | None = None
+    """Changes the weights of a mixture's parts; set by `resume`."""
     trained_before_s: float = 0.0
     """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
 
@@ -188,6 +191,8 @@ class TrainingLoop:
         self.step = self._saved_step = self._writer.saved_step = int(extra["step"])
         drawn = extra.get("draws")
         self.draws = Draws.of_state(drawn) if drawn else Draws(self.step * self.config.training.prompts_per_batch)
+        if self.curriculum is not None and "curriculum" in extra:
+            self.curriculum.load(extra["curriculum"])
         self._trained_steps = int(extra["trained_steps"])
         self._steps_without_signal = int(extra["quiet_steps"])
         self._evaluated_step = int(extra["evaluated_step"])
@@ -257,6 +262,7 @@ class TrainingLoop:
         with self.log.phase("train"):
             metrics |= self._train(batch)
         self.step += 1
+        change = self._adapt(batch, metrics)
         training = self.config.training
         is_late = training.max_seconds is not None and self.trained_s >= training.max_seconds
         if is_late:
@@ -269,7 +275,7 @@ class TrainingLoop:
         try:
             if self.engine is not None and (isinstance(self.config.algorithm, RLConfig) or evaluate):
                 metrics |= self._synchronise(evaluate)
-                self.engine.release(self.step)
+                self.engine.release(self.step, change)
         except Interrupted:
             # The step was made and will be in the checkpoint: write its metrics too.
             self._report(metrics)
@@ -315,6 +321,13 @@ class TrainingLoop:
         if result.credit is not None:
             self._keep_samples(batch, result.credit)
         return result.metrics
+
+    def _adapt(self, batch: records.Batch, metrics: dict[str, float]) -> Change | None:
+        """Have the curriculum, if any, observe a batch; adds its metrics."""
+        if self.curriculum is None:
+            return None
+        metrics |= self.curriculum.metrics(batch.step)
+        return self.curriculum.observe(batch, self.step, self.draws)
 
     def _replay_starts(self) -> set[int]:
         """The steps at which a replay can start: of the start model, of a checkpoint that may still be being written,
@@ -445,6 +458,8 @@ class TrainingLoop:
                 }
                 if self.config.training.order == "ready":
                     extra["draws"] = self.draws.state()
+                if self.curriculum is not None:
+                    extra["curriculum"] = self.curriculum.state()
                 self._writer.save(self.step, extra, best=best, last=last)
                 self._saved_step = self.step
             elif best is not None:

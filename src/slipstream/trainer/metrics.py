@@ -60,6 +60,28 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         metrics["rollout/turns"] = statistics.fmean(rollout.num_turns for rollout in rollouts)
     if any(thinking := [rollout.num_thinking for rollout in rollouts]):
         metrics["rollout/thinking_length"] = statistics.fmean(thinking)
+    return metrics | _by_task(rollouts, batch.metrics)
+
+
+def _by_task(rollouts: list[records.Rollout], counts: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of each task of which the orchestrator has counted the groups: of a mixture's parts, of data sources."""
+    metrics: dict[str, float] = {}
+    total = sum(rollout.num_sampled for rollout in rollouts)
+    by_task: dict[str, list[records.Rollout]] = {}
+    for rollout in rollouts:
+        by_task.setdefault(rollout.source, []).append(rollout)
+    for name, own in by_task.items():
+        prefix = f"task/{name}"
+        if not (drawn := counts.get(f"{prefix}/drawn_groups")):
+            continue
+        lengths = [rollout.num_sampled for rollout in own]
+        metrics |= {
+            f"{prefix}/reward_mean": statistics.fmean(rollout.reward for rollout in own),
+            f"{prefix}/signal_fraction": counts[f"{prefix}/signal_groups"] / drawn,
+            f"{prefix}/length": statistics.fmean(lengths),
+            f"{prefix}/truncated_fraction": statistics.fmean(rollout.outcome == "truncated" for rollout in own),
+            f"{prefix}/tokens_fraction": sum(lengths) / max(1, total),
+        }
     return metrics
 
 

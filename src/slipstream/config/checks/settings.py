@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from slipstream.config.checks.batches import batch_problems
+from slipstream.config.checks.mixture import mixture_inapplicable, mixture_problems
 from slipstream.config.checks.processes import process_problems
 from slipstream.config.parse.keys import keys_of
 from slipstream.config.recipes import BUILT_IN, resolved
@@ -80,6 +81,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     if config.teacher is not None and config.teacher.url is None:
         for name in ("name", "key_variable"):
             found[f"teacher.{name}"] = "has no effect without teacher.url"
+    found |= mixture_inapplicable(config)
     if config.run.streams != "redis":
         found["redis"] = 'has no effect without run.streams = "redis"'
     if isinstance(algorithm, RLConfig):
@@ -150,6 +152,7 @@ def reason_against(path: str, reasons: Mapping[str, str]) -> str:
 def contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, sentence) for each combination of settings that cannot be run."""
     yield from _sources(config)
+    yield from mixture_problems(config)
     yield from batch_problems(config)
     yield from _engine(config)
     if config.evaluation is not None and config.environment is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.config.checks import inapplicable, reason_against
 from slipstream.config.parse.keys import (
     all_keys,
+    as_table,
     dotted,
     flatten,
     is_control,
@@ -61,7 +62,7 @@ def dump_resolved(loaded: Loaded, derived: Sequence[Derived] = ()) -> str:
             elif against:
                 rows.append((f"# {name} = {toml_value(value)}", against))
             elif all_keys()[path].is_free:
-                for leaf, inner in flatten((section, name), value):
+                for leaf, inner in flatten((section, name), as_table(value)):
                     setting = f"{leaf.removeprefix(section + '.')} = {toml_value(inner)}"
                     rows.append((setting, comments.get(leaf, DEFAULT)))
             else:

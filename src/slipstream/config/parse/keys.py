@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from slipstream.config.bounds import Section
 from slipstream.config.schema import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -80,9 +81,27 @@ def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
         for name in type(model).model_fields:
             value = getattr(model, name)
             if all_keys()[f"{section}.{name}"].is_free:
-                yield from flatten((section, name), value)
+                yield from flatten((section, name), as_table(value))
             else:
                 yield f"{section}.{name}", value
+
+
+def as_table(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of a free table; of sections inside what differs from their defaults."""
+    return {
+        name: inner.model_dump(exclude_defaults=True) if isinstance(inner, Section) else inner
+        for name, inner in value.items()
+    }
+
+
+def keys_inside(key: Key, name: str) -> dict[str, Key]:
+    """The keys of the sections in a free table, below `name`; none where its values are no sections."""
+    value = _free_sections().get(key.path)
+    if value is None:
+        return {}
+    model = RunConfig.model_json_schema()["$defs"][value]
+    section, required = dotted((*key.path.split("."), name)), model.get("required", ())
+    return {each: _key(section, each, spec, each in required, ()) for each, spec in model["properties"].items()}
 
 
 def flatten(path: Sequence[str], value: Any) -> Iterator[tuple[str, Any]]:
@@ -144,6 +163,21 @@ def _keys() -> dict[str, Key]:
     kind_words = join_choices(tuple(f'"{kind}"' for kind in every_kind))
     keys["algorithm.kind"] = Key("algorithm", "kind", kind_words, required=True, is_text=True, choices=every_kind)
     return keys
+
+
+@cache
+def _free_sections() -> dict[str, str]:
+    """For each free table of sections the name of their schema."""
+    schema = RunConfig.model_json_schema()
+    found: dict[str, str] = {}
+    for section, reference in schema["properties"].items():
+        for model in (schema["$defs"][name] for name in _references(reference)):
+            for name, spec in model["properties"].items():
+                values = [*spec.get("patternProperties", {}).values(), spec.get("additionalProperties")]
+                names = [each for value in values if isinstance(value, dict) for each in _references(value)]
+                if names:
+                    found[f"{section}.{name}"] = names[0]
+    return found
 
 
 def _kinds(model: Mapping[str, Any]) -> tuple[str, ...]:

@@ -271,24 +271,14 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
             tree["data"][name] = resolve(f"data.{name}", text, always=not is_hub_name(text))
     if text := text_at("lora", "path"):
         tree["lora"]["path"] = resolve("lora.path", text, always=True)
-    if text := text_at("environment", "name"):
-        kind = "verifiers/" if text.startswith("verifiers/") else ""
-        file, colon, name = text.removeprefix(kind).partition(".py:")
-        if colon or text.endswith(".py"):
-            file = kind + resolve("environment.name", file + ".py" if colon else file, always=True)
-            tree["environment"]["name"] = f"{file}:{name}" if colon else file
-        elif text == "rows":
-            _resolve_rows(tree["environment"].get("settings"), resolve)
     if text := text_at("environment", "registry"):
         tree["environment"]["registry"] = resolve("environment.registry", text, always=True)
-    if "/" in (text := text_at("environment", "python")):
-        # Only its folder's links are followed: the program of a virtual environment is a link itself.
-        bin_folder, program = os.path.split(text)
-        tree["environment"]["python"] = os.path.join(resolve("environment.python", bin_folder, always=True), program)
-    section: Any = tree.get("environment")
-    tools: Any = section.get("tools") if isinstance(section, dict) else None
-    if isinstance(tools, list):
-        section["tools"] = [_resolved_tool(tool, resolve) for tool in tools]
+    if isinstance(section := tree.get("environment"), dict):
+        _resolve_environment(section, "environment", resolve)
+        parts: Any = section.get("mixture")
+        for name, part in parts.items() if isinstance(parts, dict) else ():
+            if isinstance(part, dict):
+                _resolve_environment(part, dotted(("environment", "mixture", name)), resolve)
     for name in BUILT_IN:
         if (text := text_at("algorithm", name)).partition(":")[0].endswith(".py"):
             file, colon, function = text.partition(":")
@@ -297,23 +287,48 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
         tree["run"]["folder"] = os.path.realpath(os.path.expanduser(text))
 
 
-def _resolved_tool(tool: Any, resolve: Callable[..., str]) -> Any:
+def _resolve_environment(table: dict[str, Any], prefix: str, resolve: Callable[..., str]) -> None:
+    """Resolves the paths of [environment], or of one part of its mixture, which stands at `prefix`."""
+
+    def text_at(name: str) -> str:
+        value = table.get(name)
+        return value if isinstance(value, str) and value.strip() and "\0" not in value else ""
+
+    if text := text_at("name"):
+        kind = "verifiers/" if text.startswith("verifiers/") else ""
+        file, colon, name = text.removeprefix(kind).partition(".py:")
+        if colon or text.endswith(".py"):
+            file = kind + resolve(f"{prefix}.name", file + ".py" if colon else file, always=True)
+            table["name"] = f"{file}:{name}" if colon else file
+        elif text == "rows":
+            _resolve_rows(table.get("settings"), f"{prefix}.settings", resolve)
+    if "/" in (text := text_at("python")):
+        # Only its folder's links are followed: the program of a virtual environment is a link itself.
+        bin_folder, program = os.path.split(text)
+        table["python"] = os.path.join(resolve(f"{prefix}.python", bin_folder, always=True), program)
+    tools: Any = table.get("tools")
+    if isinstance(tools, list):
+        table["tools"] = [_resolved_tool(tool, f"{prefix}.tools", resolve) for tool in tools]
+
+
+def _resolved_tool(tool: Any, setting: str, resolve: Callable[..., str]) -> Any:
     """`path/to/file.py:function` with its path resolved."""
     file, colon, function = tool.rpartition(":") if isinstance(tool, str) else ("", "", "")
     if not file.endswith(".py") or file.startswith("mcp:") or unusable_path(file):
         return tool
-    return resolve("environment.tools", file, always=True) + colon + function
+    return resolve(setting, file, always=True) + colon + function
 
 
-def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
-    """Resolves the paths among the settings of the environment `rows`: data files and reward functions."""
+def _resolve_rows(settings: Any, prefix: str, resolve: Callable[..., str]) -> None:
+    """Resolves the paths among the settings of the environment `rows`, which stand at `prefix`: data files and reward
+    functions."""
     if not isinstance(settings, dict):
         return
 
     def resolved(table: Any, key: Any, name: str) -> None:
         value = table[key]
         if isinstance(value, str) and value.strip() and not unusable_path(value):
-            table[key] = resolve(f"environment.settings.{name}", value, always=True)
+            table[key] = resolve(f"{prefix}.{name}", value, always=True)
 
     for name in ("path", "eval_path", "tokenizer"):
         value = settings.get(name)
@@ -328,23 +343,23 @@ def _resolve_rows(settings: Any, resolve: Callable[..., str]) -> None:
             resolved(judge, "cache", f"judges.{name}.cache")
     for name in ("reward", "rubric"):
         if name in settings:
-            settings[name] = _resolve_reward(settings[name], resolve)
+            settings[name] = _resolve_reward(settings[name], f"{prefix}.reward", resolve)
 
 
-def _resolve_reward(reward: Any, resolve: Callable[..., str]) -> Any:
+def _resolve_reward(reward: Any, setting: str, resolve: Callable[..., str]) -> Any:
     """The reward with the paths of its functions resolved: a name, a table of rewards, or the parts of a rubric."""
     if isinstance(reward, list):
         parts = [part if isinstance(part, dict) else {"reward": part} for part in reward]
-        return [{**part, "reward": _resolve_reward(part.get("reward"), resolve)} for part in parts]
+        return [{**part, "reward": _resolve_reward(part.get("reward"), setting, resolve)} for part in parts]
     if isinstance(reward, dict):
-        return {key: _resolve_reward(value, resolve) for key, value in reward.items()}
+        return {key: _resolve_reward(value, setting, resolve) for key, value in reward.items()}
     if not isinstance(reward, str):
         return reward
     prefix = "trl:" if reward.startswith("trl:") else ""
     file, colon, function = reward.removeprefix(prefix).partition(":")
     if not file.endswith(".py"):
         return reward
-    return prefix + resolve("environment.settings.reward", file, always=True) + colon + function
+    return prefix + resolve(setting, file, always=True) + colon + function
 
 
 def _drop_unusable_evaluation(config: RunConfig, sources: _Origins) -> RunConfig:

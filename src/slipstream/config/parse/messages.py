@@ -6,12 +6,12 @@ One sentence for each wrong key, however many alternatives its type has.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from slipstream.config.parse.keys import Key, all_keys, keys_of, quoted
+from slipstream.config.parse.keys import Key, all_keys, keys_inside, keys_of, quoted
 
 Where = Callable[[str], str]
 """Maps a key's path to the place where it was set: `run.toml:12`, `--training.steps`; empty for a default."""
@@ -35,10 +35,33 @@ def rewrite(error: ValidationError, where: Where) -> dict[str, str]:
         key = all_keys().get(path)
         if item["type"].startswith("union_tag"):
             key = all_keys()["algorithm.kind"]
+        if key is not None and key.is_free and len(names) > 1 and (inside := keys_inside(key, names[1])):
+            path, sentence = _inside(inside, item, names, where)
+            sentences.setdefault(path, sentence)
         # Of several complaints about alternatives the first is the most useful: the last one is about "auto".
-        if key is not None and key.path not in sentences:
+        elif key is not None and key.path not in sentences:
             sentences[key.path] = _sentence(key, item, where)
     return sentences
+
+
+def _inside(keys: Mapping[str, Key], item: Mapping[str, Any], names: Sequence[str], where: Where) -> tuple[str, str]:
+    """The path of a wrong key inside a free table of sections, and the sentence."""
+    section = next(iter(keys.values())).section
+    if names[-1] == "[key]":
+        rule = "use letters, digits, '_' and '-', at most 64"
+        return section, located(f"{section} is no name for a part: {rule}", where(section))
+    if len(names) == 2:
+        text = f"{section} = {show(item['input'])} is not a table: write [{section}] and its keys below it"
+        return section, located(text, where(section))
+    key = keys.get(names[2])
+    if key is None:
+        path = f"{section}.{names[2]}"
+        near = difflib.get_close_matches(names[2], keys, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(keys)}"
+        return path, located(f"{path} is not a known key: {hint}", where(path))
+    if item["type"] == "missing":
+        return key.path, f"{key.path} is missing: set it to {key.requirement}, in [{section}]"
+    return key.path, _sentence(key, {**item, "loc": item["loc"][2:]}, where)
 
 
 def missing(key: Key) -> str:

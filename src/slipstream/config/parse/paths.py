@@ -21,10 +21,14 @@ def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         named[f"{section}.path"] = getattr(getattr(config, section), "path", None)
     named["data.eval_path"] = getattr(config.data, "eval_path", None)
     if (environment := config.environment) is not None:
-        named["environment.name"] = environment.name
-        if environment.name == "rows":
-            for key in ("path", "eval_path"):
-                named |= _paths_at(f"environment.settings.{key}", environment.settings.get(key))
+        sections = {"environment": environment}
+        for prefix, part in (
+            sections | {f"environment.mixture.{k}": p for k, p in environment.mixture.items()}
+        ).items():
+            named[f"{prefix}.name"] = part.name
+            if part.name == "rows":
+                for key in ("path", "eval_path"):
+                    named |= _paths_at(f"{prefix}.settings.{key}", part.settings.get(key))
     if isinstance(config.algorithm, RLConfig):
         named |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in BUILT_IN}
     for key, value in named.items():

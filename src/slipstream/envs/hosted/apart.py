@@ -20,11 +20,12 @@ import msgspec
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
-from slipstream.envs.base import ContextFull, Environment, Episode, Policy, Score, Split
+from slipstream.envs.base import ContextFull, Environment, Episode, Limits, Policy, Score, Split
 from slipstream.envs.hosted.environment import Verifiers
 from slipstream.envs.hosted.keeper import EnvironmentBlocked, EnvironmentRaised, Keeper
 from slipstream.envs.hosted.process import Frame, Host, HostDied, HostFailed
 from slipstream.envs.lifetime import CLOSE_S
+from slipstream.envs.mixture import Mixture, parts_of
 from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Task, ToolCall
 
@@ -41,6 +42,9 @@ _SPACE = (
 
 def placement(environment: Environment) -> tuple[bool, str]:
     """Whether episodes are played in a process of their own where nothing else is said, and why."""
+    if isinstance(environment, Mixture):
+        found = {name: placement(part) for name, part in environment.parts.items()}
+        return next((each for each in found.values() if each[0]), next(iter(found.values())))
     if isinstance(environment, Verifiers):
         return False, "an environment of verifiers has a process of its own anyway"
     own = [name for name in _HOOKS if name in vars(environment) or _is_users(type(environment), name)]
@@ -52,7 +56,10 @@ def placement(environment: Environment) -> tuple[bool, str]:
 
 def plays_own_turns(environment: Environment) -> bool:
     """Whether what is said between the policy's turns is up to a `run` of the environment's own."""
-    return isinstance(environment, Verifiers) or "run" in vars(environment) or _is_users(type(environment), "run")
+    return any(
+        isinstance(each, Verifiers) or "run" in vars(each) or _is_users(type(each), "run")
+        for each in parts_of(environment).values()
+    )
 
 
 def _is_users(kind: type[Environment], name: str) -> bool:
@@ -83,9 +90,13 @@ class Apart(Environment):
         self.max_tool_calls = environment.max_tool_calls
         self.tools = environment.tools
         self.scores_groups = environment.scores_groups  # pyright: ignore[reportAttributeAccessIssue]
+        self.tools_in_prompts = environment.tools_in_prompts  # pyright: ignore[reportAttributeAccessIssue]
         self.given_settings = environment.given_settings
         self.keeper = Keeper(self.name, self._started, self._where)
-        self._closes_episodes = "close_episode" in vars(environment) or _is_users(type(environment), "close_episode")
+        self._closes_episodes = any(
+            "close_episode" in vars(each) or _is_users(type(each), "close_episode")
+            for each in parts_of(environment).values()
+        )
         self._serial = itertools.count()
         self._held_up_until = 0.0
 
@@ -109,6 +120,14 @@ class Apart(Environment):
     def eval_source(self) -> str:
         """See `Environment`."""
         return self._environment.eval_source
+
+    def limits(self, task: Task) -> Limits:
+        """See `Environment`."""
+        return self._environment.limits(task)
+
+    def grades_groups(self, task: Task) -> bool:
+        """See `Environment`."""
+        return self._environment.grades_groups(task)
 
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """See `Environment`."""

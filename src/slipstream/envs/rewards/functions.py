@@ -17,8 +17,7 @@ from slipstream.config.user_code import import_file
 from slipstream.envs.answers import final_answer
 from slipstream.envs.base import RewardFailed, Score, as_score, scored
 from slipstream.envs.rewards.contract import UNCLOSED, Reward, right_answer
-from slipstream.envs.suggest import did_you_mean
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, did_you_mean
 from slipstream.records import NON_FINITE, Task
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -20,8 +20,7 @@ from slipstream.envs.rewards.judges import Judge, judge_of
 from slipstream.envs.rewards.math_answers import Math
 from slipstream.envs.rewards.rubric import Part, WeightedParts
 from slipstream.envs.rewards.texts import Exact, Number
-from slipstream.envs.suggest import did_you_mean
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, did_you_mean
 
 BUILT_IN = ("exact", "number", "math", "code")
 JUDGE = "judge:"

@@ -117,15 +117,26 @@ def pull(text: str, registry: Path, folder: Path) -> Path:
 def located(section: EnvironmentConfig) -> EnvironmentConfig:
     """The section with the path of a verified file in place of `name@digest`; any other as it is. Raises ConfigError
     and DataError."""
-    if not is_reference(section.name):
+    names = [section.name, *(part.name for part in section.mixture.values())]
+    if not any(map(is_reference, names)):
         if section.registry:
             raise ConfigError("environment.registry has no effect: environment.name is no name@digest: remove it")
         return section
-    reference = reference_of(section.name)
-    folder = _on_this_machine(reference, section.registry)
-    file = folder / MAIN
-    name = f"{file}:{reference.attribute}" if reference.attribute else str(file)
-    return section.model_copy(update={"name": name, "registry": ""})
+    mixture = {
+        name: part.model_copy(update={"name": _located(part.name, section.registry)})
+        for name, part in section.mixture.items()
+    }
+    name = _located(section.name, section.registry)
+    return section.model_copy(update={"name": name, "registry": "", "mixture": mixture})
+
+
+def _located(name: str, registry: str) -> str:
+    """The path of the verified file that a reference means; any other name as it is."""
+    if not is_reference(name):
+        return name
+    reference = reference_of(name)
+    file = _on_this_machine(reference, registry) / MAIN
+    return f"{file}:{reference.attribute}" if reference.attribute else str(file)
 
 
 def _on_this_machine(reference: Reference, registry: str) -> Path:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pydantic
 
-from slipstream.envs.suggest import did_you_mean
 from slipstream.envs.tools.schemas import SCHEMA_ATTRIBUTE, Tool, as_text, name_of, parameters_of, task_parameter_of
+from slipstream.errors import did_you_mean
 from slipstream.records import Task
 
 MAX_CONTENT = 32_768

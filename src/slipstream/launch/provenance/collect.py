@@ -21,6 +21,7 @@ from slipstream.config.schema import SourceKind
 from slipstream.config.user_code import CodeRead, DataRead
 from slipstream.envs.gym import PREFIX as REASONING_GYM
 from slipstream.envs.hosted.environment import PREFIX as VERIFIERS
+from slipstream.envs.mixture import section_of
 from slipstream.envs.registry import GROUP
 from slipstream.envs.rows import NAME as ROWS
 from slipstream.launch.prepare import Prepared
@@ -53,12 +54,13 @@ def code_digest(prepared: Prepared) -> str:
 def _code(prepared: Prepared, digests: FileDigests) -> Iterator[Source]:
     section = prepared.config.environment
     if section is not None:
-        yield from _provider(section, prepared, digests)
-        yield from _servers(section, digests)
-        if section.name == ROWS:
-            for key in ("reward", "rubric"):
-                if key in section.settings:
-                    yield from _named_reward(f"environment.settings.{key}", section.settings[key], digests)
+        for each in [section_of(section, part) for part in section.mixture.values()] or [section]:
+            yield from _provider(each, prepared, digests)
+            yield from _servers(each, digests)
+            if each.name == ROWS:
+                for key in ("reward", "rubric"):
+                    if key in each.settings:
+                        yield from _named_reward(f"environment.settings.{key}", each.settings[key], digests)
     for read in prepared.reads:
         if isinstance(read, CodeRead) and not read.setting.startswith("algorithm."):
             kind = _KINDS.get(read.setting, "reward")

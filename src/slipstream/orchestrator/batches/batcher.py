@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slipstream.algo.readiness import has_signal
 from slipstream.errors import TrainingError
-from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
+from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose, task_counts
 from slipstream.orchestrator.batches.pace import Generated
 from slipstream.orchestrator.batches.share import Share
 from slipstream.orchestrator.batches.staleness import refuse_stale, staleness_metrics
@@ -127,6 +128,7 @@ class Batcher:
             metrics={
                 **made.rates(),
                 **staleness_metrics(step, kept),
+                **task_counts(groups, self._has_signal),
                 **metrics,
             },
         )
@@ -146,6 +148,11 @@ class Batcher:
         survivors = self.ledger.survivors if self.ledger is not None else {}
         refuse_stale(rollouts, step, version.lineage, self.staleness, survivors)
 
+    def _has_signal(self, group: Sequence[Rollout]) -> bool:
+        if self.refills is not None:
+            return self.refills.has_signal(group)
+        return has_signal([rollout.reward for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES])
+
     async def _round(
         self, step: int, version: Version, first: int, tasks: Sequence[Task], size: int
     ) -> list[list[Rollout]]:
@@ -162,7 +169,8 @@ class Batcher:
         return groups
 
     async def _generate(self, group_id: str, step: int, place: int, task: Task) -> list[Rollout]:
-        grades, prompts = self.runner.group(self.group_size), self.runner.prompts()
+        size = self.runner.group_size(task, self.group_size)
+        grades, prompts = self.runner.group(task, size), self.runner.prompts()
 
         async def rollout(number: int) -> Rollout:
             made = await self.runner.run(
@@ -177,7 +185,7 @@ class Batcher:
             return await self._ended(made)
 
         try:
-            return await all_of(rollout(number) for number in range(self.group_size))
+            return await all_of(rollout(number) for number in range(size))
         finally:
             if grades is not None:
                 grades.cancel()

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from slipstream.algo.readiness import has_signal, turn_returns, turns_have_signal
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout, Task
 
+MAX_TASKS = 64
+"""Most tasks with metrics of their own in a batch; further ones are counted."""
+
 
 @dataclass(frozen=True)
 class Refills:
@@ -88,3 +91,27 @@ def drawn_metrics(groups: Sequence[Sequence[Rollout]], num_chosen: int, num_refi
     if rewards:
         metrics["reward/drawn_mean"] = sum(rewards) / len(rewards)
     return metrics
+
+
+def task_counts(
+    groups: Sequence[Sequence[Rollout]], has_signal: Callable[[Sequence[Rollout]], bool]
+) -> dict[str, float]:
+    """Of all groups that were generated for a batch, by the tasks' source: their number, that of groups with signal,
+    and of rollouts that failed. Nothing where tasks have no source."""
+    found: dict[str, float] = {}
+    tasks: set[str] = set()
+    left_out: set[str] = set()
+    for group in groups:
+        name = group[0].source if group else ""
+        if not name:
+            continue
+        if name not in tasks and len(tasks) == MAX_TASKS:
+            left_out.add(name)
+            continue
+        tasks.add(name)
+        failed = sum(rollout.outcome not in TRAINABLE_OUTCOMES for rollout in group)
+        for key, value in (("drawn_groups", 1), ("signal_groups", has_signal(group)), ("dropped", failed)):
+            found[f"task/{name}/{key}"] = found.get(f"task/{name}/{key}", 0.0) + value
+    if left_out:
+        found["task/left_out"] = float(len(left_out))
+    return found

@@ -40,6 +40,8 @@ class MakeBatches(Command, frozen=True):
     num_steps: int
     draws: dict[str, Any] = {}
     """State of `Draws`: the draws of the task order that were used up before."""
+    changes: list[tuple[int, list[float]]] = []
+    """Of a mixture's weights so far: (first step of the order of the tasks, weights)."""
 
 
 class Apply(Command, frozen=True):
@@ -64,6 +66,8 @@ class Release(Command, frozen=True):
 
     step: int
     saved_step: int = 0
+    change: tuple[int, list[float]] | None = None
+    """A further change of a mixture's weights, see `MakeBatches`."""
 
 
 class Evaluate(Command, frozen=True):

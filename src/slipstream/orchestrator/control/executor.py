@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Values
 
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.engine import RunEngine, ends_soon
@@ -31,9 +32,11 @@ class Executor:
         make_batches: Callable[[commands.MakeBatches], Awaitable[None]],
         close: Callable[[int], None],
         num_ended: Callable[[], int] = lambda: 0,
+        change_weights: Callable[[int, Values[float]], None] = lambda step, weights: None,
         teacher_digest: str = "",
     ) -> None:
-        """`engine_ready` and `start` end when the engine, or everything, is ready."""
+        """`engine_ready` and `start` end when the engine, or everything, is ready; `change_weights` gets those of a
+        mixture, with the first step of the order of the tasks for which they hold."""
         self._engine = engine
         self._versions = versions
         self._probe = probe
@@ -44,6 +47,7 @@ class Executor:
         self._make_batches = make_batches
         self.close = close
         """Writes what is left to be written, with the step that the run has reached, once nothing else is done here."""
+        self._change_weights = change_weights
         self._teacher_digest = teacher_digest
         self.num_ended = num_ended
         """Counts turns and rollouts that have ended; any thread may ask."""
@@ -68,8 +72,10 @@ class Executor:
                 await self._versions.fence()
             case commands.GoOn(version, timeout_s):
                 await self._engine.go_on(version, timeout_s)
-            case commands.Release(step, saved_step):
+            case commands.Release(step, saved_step, change):
                 self.saved_step = saved_step
+                if change is not None:
+                    self._change_weights(*change)
                 await self._versions.release(step)
             case commands.Evaluate():
                 return commands.Evaluated(await self._evaluate())

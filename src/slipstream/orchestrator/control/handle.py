@@ -187,9 +187,9 @@ class Orchestrator:
         self._hooks.version_evaluated(step, answer.evaluation)
         return answer.evaluation.metrics()
 
-    def release(self, step: int) -> None:
+    def release(self, step: int, change: tuple[int, list[float]] | None = None) -> None:
         """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""
-        self._caller.submit(commands.Release(step, self._saved_step()))
+        self._caller.submit(commands.Release(step, self._saved_step(), change))
         self._hooks.version_released()
 
 

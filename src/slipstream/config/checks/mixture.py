@@ -1,0 +1,65 @@
+"""Checks of the settings of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.config.mixture import MIXTURE, MixturePart
+from slipstream.config.schema import RLConfig, RunConfig
+
+_OF_PARTS = ("settings", "python", "tools", "max_turns", "num_train_tasks")
+"""Keys of [environment] that each part has for itself."""
+
+
+def mixture_inapplicable(config: RunConfig) -> dict[str, str]:
+    """Keys of [environment] that have no effect with a mixture, or without one, each with the reason."""
+    environment, algorithm = config.environment, config.algorithm
+    if environment is None:
+        return {}
+    if environment.name != MIXTURE:
+        reason = f'has no effect without environment.name = "{MIXTURE}"'
+        return {"environment.mixture": reason, "environment.curriculum": reason}
+    found = {f"environment.{name}": "has no effect on a mixture, whose parts have it each" for name in _OF_PARTS}
+    if not isinstance(algorithm, RLConfig):
+        found["environment.curriculum"] = "applies to grpo, not to sft, which samples nothing to train on"
+        for name in environment.mixture:
+            found[f"environment.mixture.{name}.group_size"] = "applies to grpo, not to sft"
+    return found
+
+
+def mixture_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for each combination of a mixture's settings that cannot be run."""
+    environment = config.environment
+    if environment is None or environment.name != MIXTURE:
+        return
+    if not environment.mixture:
+        yield (
+            "environment.name",
+            f'environment.name = "{MIXTURE}" has no parts: write [environment.mixture.NAME] and its name for each',
+        )
+    for name, part in environment.mixture.items():
+        yield from _part(f"environment.mixture.{name}", part, config)
+
+
+def _part(path: str, part: MixturePart, config: RunConfig) -> Iterator[tuple[str, str]]:
+    if not part.name.strip() or part.name == MIXTURE:
+        yield (
+            f"{path}.name",
+            f'{path}.name = "{part.name}" is no task: give reasoning_gym/<task>, rows or path/to/file.py:Class',
+        )
+    most, algorithm = config.sampling.max_tokens, config.algorithm
+    if part.max_tokens is not None and most != "auto" and part.max_tokens > most:
+        yield (
+            f"{path}.max_tokens",
+            f"{path}.max_tokens = {part.max_tokens} is more than sampling.max_tokens = {most}, the most of all parts: "
+            "raise that one, or lower this",
+        )
+    if part.group_size is None or not isinstance(algorithm, RLConfig):
+        return
+    least = max(algorithm.best_of or 1, 2 if algorithm.group_size > 1 else 1)
+    if not least <= part.group_size <= algorithm.group_size:
+        yield (
+            f"{path}.group_size",
+            f"{path}.group_size = {part.group_size} must be {least} to {algorithm.group_size}, the largest of all "
+            "parts (algorithm.group_size): change one of them",
+        )

@@ -1,0 +1,179 @@
+"""Several environments as one (`environment.mixture`): each task belongs to a part, whose environment does all that
+happens with it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.mixture import MixturePart
+from slipstream.envs.base import Environment, Episode, Limits, Policy, Score, Split
+from slipstream.envs.lifetime import set_up, shut_down
+from slipstream.envs.single_turn import make_tasks
+from slipstream.errors import SlipstreamError
+from slipstream.records import Message, Task
+
+Load = Callable[[EnvironmentConfig], Environment]
+
+
+def section_of(config: EnvironmentConfig, part: MixturePart) -> EnvironmentConfig:
+    """[environment] as it would be for one part of the mixture alone."""
+    return config.model_copy(
+        update={
+            "mixture": {},
+            "name": part.name,
+            "settings": part.settings,
+            "python": part.python,
+            "tools": part.tools,
+            "max_turns": "auto" if part.max_turns is None else part.max_turns,
+        }
+    )
+
+
+class Mixture(Environment):
+    """See the module."""
+
+    bounds_itself = True
+    tools_in_prompts = True
+
+    def __init__(self, config: EnvironmentConfig, load: Load) -> None:
+        """`load` constructs the environment of a part. Raises ConfigError that names the part."""
+        self.name = "the mixture of " + ", ".join(config.mixture)
+        super().__init__(config.seed)
+        self._settings = dict(config.mixture)
+        self.parts: dict[str, Environment] = {}
+        for name, part in config.mixture.items():
+            with_part = f"environment.mixture.{name}"
+            try:
+                self.parts[name] = load(section_of(config, part))
+            except SlipstreamError as error:
+                raise type(error)(f"{with_part}: {error}") from error
+        environments = self.parts.values()
+        self.max_turns = max(each.max_turns for each in environments)
+        self.tools = tuple(dict.fromkeys(tool for each in environments for tool in each.tools))
+        self._set_up_s = config.run_timeout_s
+        self._is_set_up = False
+
+    def part_of(self, task: Task) -> Environment:
+        """The environment that a task belongs to."""
+        return self.parts[task.part]
+
+    def limits(self, task: Task) -> Limits:
+        """See `Environment`."""
+        part = self._settings[task.part]
+        return Limits(part.group_size, part.max_tokens)
+
+    @property
+    def hung(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Environment`."""
+        return next((each.hung for each in self.parts.values() if each.hung), "")
+
+    @property
+    def is_held_up(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Environment`."""
+        return any(each.is_held_up for each in self.parts.values())
+
+    def attach(self, warn: Callable[[str], None] | None = None, log_folder: Path | None = None) -> None:
+        """See `Environment`. Parts with processes of their own get a folder for each."""
+        super().attach(warn, log_folder)
+        for name, each in self.parts.items():
+            each.attach(warn, log_folder / name if log_folder is not None and each.bounds_itself else log_folder)
+
+    @property
+    def num_train_tasks(self) -> int:
+        """Of all parts together."""
+        return sum(self._num_train_tasks(name) for name in self.parts)
+
+    def _num_train_tasks(self, name: str) -> int:
+        return self._settings[name].num_train_tasks or self.parts[name].num_train_tasks
+
+    @property
+    def eval_source(self) -> str:
+        """See `Environment`."""
+        return "; ".join(f"{name}: {each.eval_source}" for name, each in self.parts.items() if each.eval_source)
+
+    def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
+        """One of each part in turn, as long as it has further ones."""
+        made: list[list[Task]] = []
+        for name, environment in self.parts.items():
+            wanted = min(num_tasks, self._num_train_tasks(name)) if split == "train" else num_tasks
+            system = self._settings[name].system_prompt
+            tasks = make_tasks(environment, split, wanted)
+            made.append([_as_part(task, name, system) for task in tasks])
+        in_turn = (tasks[place] for place in range(max(map(len, made))) for tasks in made if place < len(tasks))
+        return list(in_turn)[:num_tasks]
+
+    def gold(self, task: Task) -> str | Sequence[Message] | None:
+        """See `Environment`."""
+        return self.part_of(task).gold(_own(task))
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """See `Environment`."""
+        return await self.part_of(task).run(_own(task), policy)
+
+    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
+        """See `Environment`."""
+        return self.part_of(task).score(_own(task), completion)
+
+    def score_episode(self, task: Task, episode: Episode) -> Score | Awaitable[Score]:
+        """See `Environment`."""
+        return self.part_of(task).score_episode(_own(task), episode)
+
+    def grades_groups(self, task: Task) -> bool:
+        """See `Environment`."""
+        return self.part_of(task).grades_groups(_own(task))
+
+    def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
+        """See `Environment`."""
+        return self.part_of(task).score_group(_own(task), episodes)
+
+    def call_tool(self, name: str, arguments: dict[str, Any], task: Task) -> Any:
+        """See `Environment`."""
+        return self.part_of(task).call_tool(name, arguments, _own(task))
+
+    async def setup(self) -> None:
+        """Sets up all parts; later calls only those that see to their processes themselves."""
+        is_first, self._is_set_up = not self._is_set_up, True
+        for environment in self.parts.values():
+            if is_first or environment.bounds_itself:
+                await set_up(environment, self._set_up_s)
+
+    async def close(self) -> None:
+        """Closes all parts."""
+        for environment in self.parts.values():
+            await shut_down(environment, self.on_warning)
+
+    async def setup_episode(self, task: Task) -> Any:
+        """See `Environment`."""
+        return await self.part_of(task).setup_episode(_own(task))
+
+    async def close_episode(self, task: Task, state: Any) -> None:
+        """See `Environment`."""
+        await self.part_of(task).close_episode(_own(task), state)
+
+
+def parts_of(environment: Environment) -> Mapping[str, Environment]:
+    """The parts of a mixture by their names; of any other environment itself."""
+    return environment.parts if isinstance(environment, Mixture) else {"": environment}
+
+
+def _as_part(task: Task, name: str, system: str | None) -> Task:
+    prompt = task.prompt
+    if system and not any(message.role == "system" for message in prompt):
+        first, *rest = prompt
+        # A conversation's tools stand on its first message.
+        prompt = (
+            Message("system", system, tools=first.tools),
+            msgspec.structs.replace(first, tools=()),
+            *rest,
+        )
+    return msgspec.structs.replace(task, id=f"{name}/{task.id}", part=name, prompt=prompt)
+
+
+def _own(task: Task) -> Task:
+    """A task as its part made it."""
+    return msgspec.structs.replace(task, id=task.id.removeprefix(f"{task.part}/"), part="")

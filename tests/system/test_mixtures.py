@@ -1,0 +1,162 @@
+"""Runs on a mixture of tasks, with a scripted engine."""
+
+import collections
+
+import pytest
+
+from slipstream.config import load_config
+from slipstream.errors import ConfigError
+from slipstream.launch.prepare import prepare
+from slipstream.runlog import read_samples
+from slipstream.runlog.ledger import balance
+
+PARTS = {
+    "vowels": """
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"vowel {split} {i}", "answer": "a"} for i in range(min(num_tasks, 6))]
+
+def reward(task, completion):
+    assert task.id.count("/") == 1 and not task.part, "a part sees its own tasks"
+    return float(completion == task.answer)
+""",
+    "never": """
+def tasks(split, num_tasks, seed):
+    return [{"prompt": f"never {split} {i}", "data_source": f"set{i % 2}"} for i in range(min(num_tasks, 10))]
+
+def reward(task, completion):
+    return 0.0
+""",
+}
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """Overrides that turn the run into one on two parts."""
+    options = ["--environment.name", "mixture"]
+    for name, text in PARTS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        options += [f"--environment.mixture.{name}.name", str(tmp_path / f"{name}.py")]
+    return (*options, "--environment.mixture.vowels.weight", "3.0")
+
+
+def names(folder):
+    """The tasks of the groups that were trained on, by step."""
+    found = collections.defaultdict(dict)
+    for sample in read_samples(folder):
+        if sample.get("split") != "eval":
+            found[sample["step"]][sample["id"].rpartition(".")[0]] = sample["task"]
+    return {step: list(groups.values()) for step, groups in found.items()}
+
+
+def test_each_part_has_its_tasks_rewards_and_figures(scripted, mixture):
+    report = scripted.run(*mixture, "--training.steps", "8", "--run.save_samples", "16")
+    assert (report.status, report.step) == ("finished", 8), scripted.error
+    rows = scripted.metrics
+    total = collections.Counter()
+    for row in rows[1:]:
+        for name in ("vowels", "never/set0", "never/set1"):
+            total[name] += row.get(f"task/{name}/drawn_groups", 0)
+            if f"task/{name}/reward_mean" in row:
+                assert row[f"task/{name}/dropped"] == 0
+                assert (row[f"task/{name}/reward_mean"] == 0) == name.startswith("never") or name == "vowels"
+    assert sum(total.values()) == 8 * 4
+    assert total["vowels"] > total["never/set0"] + total["never/set1"] > 0
+    shares = [
+        sum(v for k, v in row.items() if k.startswith("task/") and k.endswith("/tokens_fraction")) for row in rows[1:]
+    ]
+    assert shares == pytest.approx([1.0] * 8)
+    assert (rows[-1]["eval/source/vowels/num_tasks"], rows[-1]["eval/source/never/set0/num_tasks"]) == (4, 2)
+    trained = [task for tasks in names(scripted.folder).values() for task in tasks]
+    vowels = [task for task in trained if task.startswith("vowels/")]
+    assert all(
+        len(set(vowels[start : start + 6])) == len(vowels[start : start + 6]) for start in range(0, len(vowels), 6)
+    )
+
+
+@pytest.mark.parametrize("staleness", ["0", "2"])
+@pytest.mark.parametrize("curriculum", ["none", "adaptive"])
+def test_a_run_that_goes_on_draws_the_tasks_of_one_that_was_not_interrupted(
+    scripted, mixture, tmp_path, staleness, curriculum
+):
+    options = (
+        *mixture,
+        "--environment.curriculum",
+        curriculum,
+        "--training.staleness",
+        staleness,
+        "--evaluation",
+        "false",
+    )
+    options += ("--run.save_samples", "16", "--run.max_steps_without_signal", "9")
+    if staleness != "0":
+        options += ("--training.order", "data")
+    whole = scripted.run(*options, "--training.steps", "8")
+    assert whole.status == "finished", scripted.error
+    in_one = names(scripted.folder)
+    probabilities = [row.get("task/vowels/probability") for row in scripted.metrics[1:]]
+    scripted.folder = tmp_path / "in-two"
+    again = (*options, "--run.folder", str(scripted.folder))
+    assert scripted.run(*again, "--training.steps", "3").status == "finished"
+    assert scripted.run(*again, "--training.steps", "8", resume=True).status == "finished", scripted.error
+    assert names(scripted.folder) == in_one
+    if curriculum == "adaptive":
+        assert probabilities[0] == 0.75
+        assert probabilities[-1] > 0.9, "what never has signal is drawn less"
+        assert [row.get("task/vowels/probability") for row in scripted.metrics[1:]] == probabilities
+
+
+@pytest.mark.parametrize("curriculum", ["none", "adaptive"])
+def test_under_ready_no_task_is_drawn_twice_or_never_in_an_epoch(scripted, mixture, curriculum):
+    options = (*mixture, "--environment.curriculum", curriculum, "--training.staleness", "2", "--evaluation", "false")
+    options += ("--run.save_samples", "16", "--run.max_steps_without_signal", "9", "--run.checkpoint_every", "1")
+
+    def dies(engine):
+        generate = engine.generate
+
+        async def kills(request):
+            if request.group_id == "4.1":
+                engine.kill()
+            return await generate(request)
+
+        engine.generate = kills
+
+    assert scripted.run(*options, "--training.steps", "9", change=dies).status == "failed"
+    again = (*options, "--run.folder", str(scripted.folder), "--training.steps", "9")
+    assert scripted.run(*again, resume=True).status == "finished", scripted.error
+    found = balance(scripted.folder)
+    assert (found.num("trained"), found.num_open) == (36, 0)
+    trained = [task for tasks in names(scripted.folder).values() for task in tasks]
+    assert len(trained) == 36
+    for part, size in (("vowels", 6), ("never", 10)):
+        counts = collections.Counter(task for task in trained if task.startswith(f"{part}/"))
+        # At most the groups that are begun and not trained on when the run ends are missing in an epoch.
+        assert max(counts.values()) - min([*counts.values(), 0 if len(counts) < size else 99]) <= 2
+
+
+def test_sft_imitates_each_parts_gold_answers_by_weight(scripted, mixture, tmp_path, model):
+    (tmp_path / "never.py").write_text(PARTS["never"].replace('"data_source"', '"answer": "b", "data_source"'))
+    config = load_config(tmp_path / "sft.toml", mixture)
+    prepared = prepare(config)
+    assert len(prepared.part_of_item) == len(prepared.conversations) == 16
+    assert sorted(prepared.part_of_item) == [0] * 6 + [1] * 10
+    (tmp_path / "never.py").write_text(PARTS["never"])
+    with pytest.raises(ConfigError, match=r"environment\.mixture\.never has no training task that can be used"):
+        prepare(config)
+
+
+def test_limits_of_a_part(scripted, mixture):
+    options = ("--environment.mixture.never.group_size", "2", "--environment.mixture.vowels.max_tokens", "1")
+    report = scripted.run(*mixture, *options, "--run.save_samples", "99", "--evaluation", "false")
+    assert report.status == "finished", scripted.error
+    sizes = collections.Counter(sample["id"].rpartition(".")[0] for sample in read_samples(scripted.folder))
+    parts = {
+        sample["id"].rpartition(".")[0]: sample["task"].partition("/")[0] for sample in read_samples(scripted.folder)
+    }
+    assert {(parts[group], size) for group, size in sizes.items()} == {("vowels", 4), ("never", 2)}
+
+
+def test_what_is_wrong_in_a_part_is_named_with_it(scripted, mixture, tmp_path):
+    run_file = tmp_path / "run.toml"
+    (tmp_path / "never.py").write_text("def tasks(split, num_tasks, seed):\n    return 1 / 0\n")
+    with pytest.raises(ConfigError, match=r"^environment\.mixture\.never: environment\.name: .* function reward"):
+        prepare(load_config(run_file, mixture))
