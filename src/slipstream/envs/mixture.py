@@ -3,7 +3,8 @@ happens with it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,8 @@ class Mixture(Environment):
         self._settings = dict(config.mixture)
         self.parts: dict[str, Environment] = {}
         for name, part in config.mixture.items():
-            with_part = f"environment.mixture.{name}"
-            try:
+            with _named(name):
                 self.parts[name] = load(section_of(config, part))
-            except SlipstreamError as error:
-                raise type(error)(f"{with_part}: {error}") from error
         environments = self.parts.values()
         self.max_turns = max(each.max_turns for each in environments)
         self.tools = tuple(dict.fromkeys(tool for each in environments for tool in each.tools))
@@ -97,15 +95,14 @@ class Mixture(Environment):
         return "; ".join(f"{name}: {each.eval_source}" for name, each in self.parts.items() if each.eval_source)
 
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
-        """One of each part in turn, as long as it has further ones."""
+        """One of each part in turn, for training as long as it has further ones."""
+        most = [self._num_train_tasks(name) if split == "train" else num_tasks for name in self.parts]
         made: list[list[Task]] = []
-        for name, environment in self.parts.items():
-            wanted = min(num_tasks, self._num_train_tasks(name)) if split == "train" else num_tasks
-            system = self._settings[name].system_prompt
-            tasks = make_tasks(environment, split, wanted)
-            made.append([_as_part(task, name, system) for task in tasks])
-        in_turn = (tasks[place] for place in range(max(map(len, made))) for tasks in made if place < len(tasks))
-        return list(in_turn)[:num_tasks]
+        for (name, environment), wanted in zip(self.parts.items(), shares(num_tasks, most), strict=True):
+            with _named(name):
+                tasks = make_tasks(environment, split, wanted)
+            made.append([_as_part(task, name, self._settings[name].system_prompt) for task in tasks])
+        return [tasks[place] for place in range(max(map(len, made))) for tasks in made if place < len(tasks)]
 
     def gold(self, task: Task) -> str | Sequence[Message] | None:
         """See `Environment`."""
@@ -154,6 +151,26 @@ class Mixture(Environment):
     async def close_episode(self, task: Task, state: Any) -> None:
         """See `Environment`."""
         await self.part_of(task).close_episode(_own(task), state)
+
+
+def shares(number: int, most: Sequence[int]) -> list[int]:
+    """`number` things given out one by one in turn to those that still take some; at most so many to each."""
+    given = [0] * len(most)
+    while left := min(number, sum(most)) - sum(given):
+        open_ones = [place for place, limit in enumerate(most) if given[place] < limit]
+        each = max(1, min(left // len(open_ones), *(most[place] - given[place] for place in open_ones)))
+        for place in open_ones[:left]:
+            given[place] += each
+    return given
+
+
+@contextlib.contextmanager
+def _named(part: str) -> Generator[None]:
+    """Errors inside name the part."""
+    try:
+        yield
+    except SlipstreamError as error:
+        raise type(error)(f"environment.mixture.{part}: {error}") from error
 
 
 def parts_of(environment: Environment) -> Mapping[str, Environment]:
