@@ -45,7 +45,7 @@ def test_text_parts_are_joined_and_a_tool_call_needs_no_text(tmp_path):
         ({"text": "x"}, "row 2 of .* has the keys text"),
         ({"messages": []}, "is not a list of messages"),
         ({"messages": "hi"}, "is not a list of messages"),
-        ({"messages": ["hi"]}, r"messages\[0\] is a str"),
+        ({"messages": ["hi"]}, r"messages\[0\] is a text"),
         ({"messages": [{"role": "bot", "content": "x"}]}, r"messages\[0\].role = 'bot' is unknown: use system, user"),
         (
             {"prompt": "x", "completion": [{"role": "assistant", "content": 5}]},

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
-from slipstream.data.plain_values import not_plain, plain_or_text
+from slipstream.data.plain_values import kind_of, not_plain, plain_or_text
 from slipstream.data.readers import Row, columns_of, read_rows
 from slipstream.errors import DataError
 from slipstream.records import Message, Role
@@ -149,6 +149,11 @@ def problems_of(rows: Sequence[Row], columns: Columns, form: Form = "auto", *, a
         make = _prompt_problem
     problems = [replace(make(row, columns), columns=row.values) for row in rows]
     for problem in problems:
+        if problem.prompt[-1].role == "assistant":
+            raise DataError(
+                f"{problem.where}: the prompt ends with an assistant's message, and the policy answers next: end it "
+                "with what is to be answered"
+            )
         if complaint := not_plain(problem.answer, "the answer") or not_plain(problem.extra, "extra_info"):
             raise DataError(f"{problem.where}: {complaint}: keep to text, numbers, booleans, lists and dictionaries")
     return problems
@@ -208,6 +213,9 @@ def _verl_problem(row: Row, columns: Columns) -> Problem:
 def _plain_problem(row: Row, columns: Columns) -> Problem:
     prompt = columns.prompt or _first_of(row.values, PROMPTS)
     answer = columns.answer or _first_of(row.values, ANSWERS)
+    for found, names, what in ((prompt, PROMPTS, "fill it in"), (answer, ANSWERS, "give the right answer")):
+        if not found and (empty := next((name for name in names if name in row.values), "")):
+            raise DataError(f"{row.where}: {empty} is null: {what} or remove the row")
     if not prompt or not answer:
         what = "a prompt" if not prompt else "an answer"
         keys = ", ".join(sorted(row.values)) or "none"
@@ -334,7 +342,7 @@ def _messages(value: Any, key: str, text_role: Role | None, where: str) -> list[
 
 def _message(turn: Any, path: str, where: str) -> Message:
     if not isinstance(turn, dict):
-        raise DataError(f"{where}: {path} is a {type(turn).__name__}: give {{'role': ..., 'content': ...}}")
+        raise DataError(f"{where}: {path} is {kind_of(turn)}: give {{'role': ..., 'content': ...}}")
     # In a parquet file every message has every field.
     entry = {name: value for name, value in cast("dict[str, Any]", turn).items() if value is not None}
     if "from" in entry and "role" not in entry:
@@ -344,7 +352,13 @@ def _message(turn: Any, path: str, where: str) -> Message:
     role = entry.get("role")
     if role not in get_args(Role):
         raise DataError(f"{where}: {path}.role = {role!r} is unknown: use {', '.join(get_args(Role))}")
-    calls = tuple(entry.get("tool_calls") or ())
+    calls = entry.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in cast("list[Any]", calls)):
+        raise DataError(
+            f"{where}: {path}.tool_calls = {calls!r:.60} is not a list of calls: give "
+            "[{'type': 'function', 'function': {'name': ..., 'arguments': ...}}]"
+        )
+    calls = tuple(cast("list[dict[str, Any]]", calls))
     content = entry.get("content")
     if content is None and calls:
         content = ""

@@ -30,3 +30,16 @@ def not_plain(value: Any, path: str) -> str:
 def plain_or_text(value: Any) -> Any:
     """The value itself if it is plain, otherwise its text (a date, for example)."""
     return str(value) if not_plain(value, "") else value
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON is, with its article."""
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return "null" if value is None else kinds.get(type(value), f"a value of type {type(value).__name__}")

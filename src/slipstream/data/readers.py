@@ -22,6 +22,7 @@ import msgspec
 from slipstream.config.python_objects import is_python_object, load
 from slipstream.config.sft import is_hub_name
 from slipstream.config.user_code import DataRead, FileRead, note, stamp_of
+from slipstream.data.plain_values import kind_of
 from slipstream.errors import ConfigError, DataError, first_line
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -168,8 +169,10 @@ def _json_rows(path: Path, setting: str) -> Iterator[Row]:
                     if number == 1 and line.lstrip().startswith(b"["):
                         raise DataError(f"{path} is one JSON list: {_ONE_A_LINE}") from error
                     raise DataError(f"{where} is not JSON ({error}): correct or remove it") from error
+                except RecursionError:
+                    raise DataError(f"{where} nests lists or objects too deeply: correct or remove it") from None
                 if not isinstance(values, dict):
-                    raise DataError(f"{where} is a {type(values).__name__}: {_ONE_A_LINE}")
+                    raise DataError(f"{where} is {kind_of(values)}: {_ONE_A_LINE}")
                 yield Row(where, cast("dict[str, Any]", values))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): correct {setting}") from error
