@@ -205,6 +205,7 @@ async def test_an_environment_that_raises_dies_or_hangs_costs_its_episode(fragil
     assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.full
 @one_loop
 async def test_processes_that_only_die_end_the_run(fragile, monkeypatch):
     monkeypatch.setattr(keeper, "MAX_DEATHS", 1)
@@ -227,6 +228,7 @@ async def test_no_key_of_the_run_is_visible_and_output_is_kept(fragile, monkeypa
     assert (tmp_path / "environment.log").read_text()
 
 
+@pytest.mark.full
 @one_loop
 async def test_tools_are_the_environments():
     shop = load("shop_legacy", "0.3")

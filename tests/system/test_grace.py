@@ -36,7 +36,12 @@ def ended(command, run_file, tmp_path, what, number, *settings):
             signal.SIGUSR1,
             "stopped by SIGUSR1 at step 1, of which step-000001 is a whole checkpoint, in phase train",
         ),
-        ("write", signal.SIGTERM, "stopped by SIGTERM at step 2, in phase checkpoint: no checkpoint of it could be"),
+        pytest.param(
+            "write",
+            signal.SIGTERM,
+            "stopped by SIGTERM at step 2, in phase checkpoint: no checkpoint of it could be",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_the_process_ends_by_itself_on_the_last_whole_checkpoint(command, run_file, tmp_path, what, number, words):
@@ -63,6 +68,7 @@ def test_the_process_ends_by_itself_on_the_last_whole_checkpoint(command, run_fi
     assert [row["step"] for row in read_metrics(folder)] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_without_a_checkpoint_it_says_so(command, run_file, tmp_path):
     folder, seconds, _, err = ended(command, run_file, tmp_path, "step", signal.SIGTERM)
     assert seconds < GRACE_S + 1.0

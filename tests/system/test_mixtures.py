@@ -7,7 +7,7 @@ import pytest
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
-from slipstream.runlog import read_samples
+from slipstream.runlog import read_metrics, read_samples
 from slipstream.runlog.ledger import balance
 
 PARTS = {
@@ -73,8 +73,8 @@ def test_each_part_has_its_tasks_rewards_and_figures(scripted, mixture):
     )
 
 
-@pytest.mark.parametrize("staleness", ["0", "2"])
-@pytest.mark.parametrize("curriculum", ["none", "adaptive"])
+@pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.full), "2"])
+@pytest.mark.parametrize("curriculum", [pytest.param("none", marks=pytest.mark.full), "adaptive"])
 def test_a_run_that_goes_on_draws_the_tasks_of_one_that_was_not_interrupted(
     scripted, mixture, tmp_path, staleness, curriculum
 ):
@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_draws_the_tasks_of_one_that_was_not_interrupted(
         assert [row.get("task/vowels/probability") for row in scripted.metrics[1:]] == probabilities
 
 
-@pytest.mark.parametrize("curriculum", ["none", "adaptive"])
+@pytest.mark.parametrize("curriculum", [pytest.param("none", marks=pytest.mark.full), "adaptive"])
 def test_under_ready_no_task_is_drawn_twice_or_never_in_an_epoch(scripted, mixture, curriculum):
     options = (*mixture, "--environment.curriculum", curriculum, "--training.staleness", "2", "--evaluation", "false")
     options += ("--run.save_samples", "16", "--run.max_steps_without_signal", "9", "--run.checkpoint_every", "1")
@@ -160,3 +160,24 @@ def test_what_is_wrong_in_a_part_is_named_with_it(scripted, mixture, tmp_path):
     (tmp_path / "never.py").write_text("def tasks(split, num_tasks, seed):\n    return 1 / 0\n")
     with pytest.raises(ConfigError, match=r"^environment\.mixture\.never: environment\.name: .* function reward"):
         prepare(load_config(run_file, mixture))
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_with_real_vllm_and_orchestrators_of_their_own_the_curriculum_reaches_them(
+    command, run_file, mixture, tmp_path
+):
+    coin = "float(__import__('zlib').crc32(completion.encode()) % 2)"
+    (tmp_path / "vowels.py").write_text(PARTS["vowels"].replace("float(completion == task.answer)", coin))
+    folder = tmp_path / "run"
+    options = ("--environment.curriculum", "adaptive", "--run.streams", "files", "--run.orchestrators", "2")
+    options += ("--training.steps", "12", "--evaluation", "false", "--run.max_steps_without_signal", "12")
+    options += ("--run.save_samples", "16", "--training.staleness", "1", "--training.order", "data")
+    code, _, err = command("train", run_file, *mixture, *options, "--run.folder", folder).wait()
+    assert code == 0, err
+    probabilities = [row["task/vowels/probability"] for row in read_metrics(folder) if row["step"]]
+    assert probabilities[0] == 0.75
+    assert probabilities[-1] > 0.9
+    assert balance(folder).num("trained") == 12 * 4
+    drawn = [len(tasks) for tasks in names(folder).values()]
+    assert drawn == [4] * 12

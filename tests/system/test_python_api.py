@@ -87,6 +87,7 @@ def test_a_model_is_evaluated_without_a_run(model):
     assert found.metrics["eval/reward"] == 1.0
 
 
+@pytest.mark.full
 def test_what_ends_a_run_is_raised_as_its_class(model, tmp_path, capfd):
     settings = {"steps": 3, "folder": tmp_path / "r", "progress": False, **SMALL}
     with pytest.raises(TrainingError, match="no group had any reward variance"):

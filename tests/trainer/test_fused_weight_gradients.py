@@ -107,7 +107,7 @@ def test_sums_are_those_of_float64(tied, checkpointing, folder_of, make_learner,
     check(learner, gradients)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("kernels")
 def test_compiled_layers_are_one_graph_for_all(checkpointing, folder_of, make_batch, fresh_compiler):
     folder = folder_of(False)
