@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -74,6 +75,33 @@ BROWSE = """
 """
 
 
+TOKENS = """
+(async () => {
+  const browser = document.querySelector(".browser"), colour = browser.querySelector(".colour");
+  const choose = (field, value) => { field.value = value; field.dispatchEvent(new Event("change")); };
+  choose(browser.querySelector("select[data-by=kind]"), "training");
+  choose(browser.querySelector("select[data-by=task]"), "set/1");
+  browser.querySelectorAll("button")[1].click();
+  await new Promise(done => setTimeout(done, 50));  // "toggle" is told later
+  const entry = browser.querySelector("[open]"), tokens = entry.querySelector(".tokens");
+  const found = [entry.dataset.task, entry.dataset.stop, tokens.hidden];
+  for (const by of ["log-probability", "advantage", "loss mask", "version"]) {
+    choose(colour, by);
+    const painted = [...tokens.querySelectorAll("span:not(.given)")].map(span => span.style.background);
+    const given = [...tokens.querySelectorAll(".given")].map(span => span.style.background);
+    found.push([by, !tokens.hidden, painted.every(Boolean), given.every(each => !each),
+                !browser.querySelector(".legend").hidden]);
+  }
+  const span = tokens.querySelector("span:not(.given)");
+  span.dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
+  found.push(span.textContent, span.title);
+  choose(colour, "");
+  found.push(tokens.hidden);
+  return found;
+})()
+"""
+
+
 async def check(page, path, width, *, dark=False):
     await page.open(path, width, dark=dark)
     drawn = await page.ask(DRAWN)
@@ -121,6 +149,30 @@ async def test_a_real_run_in_a_real_browser(model, run_file, tmp_path, write):  
             await page.open(tmp_path / "one.html", 1280, dark=is_dark)
             colors.append(await page.ask("getComputedStyle(document.body).backgroundColor"))
         assert light != dark
+
+
+async def test_tokens_are_coloured_and_rollouts_filtered_by_task(model, run_file, tmp_path):  # noqa: F811
+    (tmp_path / "two.py").write_text(
+        "def tasks(split, num_tasks, seed):\n"
+        "    return [dict(prompt=f'{split} {i}', answer='a', data_source=f'set/{i % 2}') for i in range(num_tasks)]\n"
+        "def reward(task, completion):\n    return float(completion == 'a')\n"
+    )
+    run = Scripted(model, run_file, tmp_path / "run")
+    options = ("--environment.name", str(tmp_path / "two.py"), "--training.steps", "3", "--run.save_samples", "16")
+    assert run.run(*options).status == "finished", run.error
+    path = write_report([run.folder], tmp_path / "tokens.html")
+    async with browser(find()) as page:
+        for width in (1280, 400):
+            titles = await check(page, path, width)
+            assert "Reward by task" in titles
+            found = await page.ask(TOKENS)
+            assert found[:3] == ["set/1", "answer", True], "hidden until a colour is chosen"
+            assert [tuple(row) for row in found[3:7]] == [
+                (by, True, True, True, True) for by in ("log-probability", "advantage", "loss mask", "version")
+            ]
+            assert found[7] in "ab"
+            assert re.fullmatch(r"log-probability -\d+\.\d+, advantage -?\d\.?\d*, version 0\.\d", found[8])
+            assert found[9] is True
 
 
 async def test_the_browser_check_notices_what_is_broken(tmp_path):

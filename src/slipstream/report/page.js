@@ -55,10 +55,54 @@ for (const plot of document.querySelectorAll("figure.plot")) {
     show(moves[event.key]);
   });
 }
+// The tokens of a rollout: coloured by what is chosen, and told under the pointer.
+const colours = (colour, legend, list, entries) => {
+  const tint = (pen, part) => `color-mix(in srgb, var(--${pen}) ${Math.round(100 * part)}%, transparent)`;
+  const words = {
+    "log-probability": "the stronger, the less likely the token was (full at -5 nats)",
+    advantage: "green: above the baseline, orange: below (full at 2)",
+    "loss mask": "blue: sampled by the policy and trained on, grey: sampled, without loss",
+    version: "one colour for each version of the weights",
+  };
+  const of = (span, pre, pens) => {
+    const advantage = span.dataset.a ?? pre.dataset.a;
+    if (colour.value === "log-probability" && span.dataset.l) return tint("c1", Math.min(1, -span.dataset.l / 5));
+    if (colour.value === "advantage" && advantage)
+      return tint(advantage > 0 ? "c2" : "c1", Math.min(1, Math.abs(advantage) / 2));
+    if (colour.value === "loss mask") return tint(pre.dataset.trained ? "c6" : "c0", 0.35);
+    if (colour.value === "version" && span.dataset.v) {
+      if (!pens.has(span.dataset.v)) pens.set(span.dataset.v, "c" + (pens.size % 7));
+      return tint(pens.get(span.dataset.v), 0.4);
+    }
+    return "";
+  };
+  const paint = (entry) => {
+    const pens = new Map();
+    for (const pre of entry.querySelectorAll(".tokens")) {
+      pre.hidden = !colour.value;
+      for (const span of pre.querySelectorAll("span:not(.given)")) span.style.background = of(span, pre, pens);
+    }
+  };
+  const choose = () => {
+    legend.hidden = !colour.value;
+    legend.textContent = words[colour.value] ?? "";
+    entries.filter((entry) => entry.open).forEach(paint);
+  };
+  colour.addEventListener("change", choose);
+  for (const entry of entries) entry.addEventListener("toggle", () => entry.open && paint(entry));
+  list.addEventListener("pointerover", (event) => {
+    const { l, v, a } = event.target.dataset ?? {};
+    if (l === undefined && v === undefined) return;
+    const gain = a ?? event.target.parentNode.dataset.a;
+    event.target.title = [l && `log-probability ${l}`, gain && `advantage ${gain}`, v && `version ${v}`]
+      .filter(Boolean)
+      .join(", ");
+  });
+};
 // The kept rollouts: filters, a search, and steps to the next and the previous entry.
 for (const browser of document.querySelectorAll(".browser")) {
   const bar = browser.querySelector(".filters"), list = browser.querySelector(".entries");
-  const search = bar.querySelector("input"), choices = [...bar.querySelectorAll("select")];
+  const search = bar.querySelector("input"), choices = [...bar.querySelectorAll("select[data-by]")];
   const entries = [...list.children], texts = entries.map((entry) => entry.textContent.toLowerCase());
   const shown = () => entries.filter((entry) => !entry.hidden);
 
@@ -88,6 +132,8 @@ for (const browser of document.querySelectorAll(".browser")) {
   for (const choice of choices) choice.addEventListener("change", filter);
   search.addEventListener("input", filter);
   for (const entry of entries) entry.addEventListener("toggle", tell);
+  const colour = bar.querySelector(".colour");
+  if (colour) colours(colour, bar.querySelector(".legend"), list, entries);
   bar.hidden = false;
   filter();
 }

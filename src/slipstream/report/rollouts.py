@@ -6,12 +6,13 @@ next and the previous entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slipstream.records import TRAINABLE_OUTCOMES
 from slipstream.report.headline import setting
 from slipstream.report.markup import Child, Html, h, join, number
+from slipstream.report.tokens import Key, key_of, token_views
 from slipstream.runlog import RunRecord
 from slipstream.runlog.samples import sample_id
 
@@ -30,7 +31,8 @@ def rollouts(record: RunRecord) -> Html:
     if not samples:
         return h("p", "This run kept no rollouts.", class_="missing")
     graded = [sample for sample in samples if sample.get("outcome", "done") in TRAINABLE_OUTCOMES]
-    return join(_before_and_after(graded), h("h3", "All kept rollouts"), _browser(samples, _threshold(record)))
+    browser = _browser(samples, _threshold(record), token_views(record))
+    return join(_before_and_after(graded), h("h3", "All kept rollouts"), browser)
 
 
 def _threshold(record: RunRecord) -> float:
@@ -89,7 +91,7 @@ def _pair(before: Sample, after: Sample) -> Html:
     return h("article", _prompt(after), _answer(after), h("div", columns, class_="pair"), class_="rollout")
 
 
-def _browser(samples: Sequence[Sample], threshold: float) -> Html:
+def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, Html]) -> Html:
     """Every kept rollout as a folded entry, in the order of their steps."""
     ordered = sorted(samples, key=lambda sample: (sample["step"], sample.get("split") != "eval"))
     limit = min(_MAX_CHARACTERS, max(_MIN_CHARACTERS, _ALL_CHARACTERS // (2 * len(ordered))))
@@ -101,17 +103,22 @@ def _browser(samples: Sequence[Sample], threshold: float) -> Html:
         _choice("step", [(str(step), f"step {step}") for step in steps], "all steps"),
         _choice("kind", [(name, name) for name in kinds], "held-out and training") if len(kinds) > 1 else None,
         _choice("grade", [(name, name) for name in grades], " and ".join(grades)),
+        _choice_of("task", ordered, "source", "all tasks"),
+        _choice_of("stop", ordered, "stop", "all ends"),
         _choice("tools", [("failed", "calls that failed")], "all calls of tools") if has_failed_calls else None,
         h("input", type="search", placeholder="search", aria_label="search prompts, completions and answers"),
         h("button", "previous", type="button", data_move=-1),
         h("button", "next", type="button", data_move=1),
         h("output", class_="note", aria_live="polite"),
+        _colours() if tokens else None,
     ]
     shared = _shared_start([str(sample.get("prompt", "")) for sample in ordered])
-    entries = [_entry(sample, threshold, limit, shared) for sample in ordered]
+    entries = [_entry(sample, threshold, limit, shared, tokens.get(key_of(sample))) for sample in ordered]
     note = f"Right: a reward of at least {number(threshold)}."
     if "failed" in grades:
         note += " Failed: neither graded nor trained on."
+    if 0 < len(tokens) < len(ordered):
+        note += f" Tokens are those of the latest {len(tokens)} rollouts."
     return join(
         h("p", note, class_="note"),
         h(
@@ -128,6 +135,22 @@ def _choice(name: str, options: Sequence[tuple[str, str]], every: str) -> Html:
     return h("select", shown, data_by=name, aria_label=f"which {name}", autocomplete="off")
 
 
+def _choice_of(name: str, samples: Sequence[Sample], key: str, every: str) -> Html | None:
+    """The filter by a text that samples have; None where they do not differ in it."""
+    found = sorted({str(sample.get(key) or "") for sample in samples} - {""})
+    return _choice(name, [(text, text.replace("_", " ")) for text in found], every) if len(found) > 1 else None
+
+
+def _colours() -> Html:
+    """What the tokens of the open entry are coloured by."""
+    by = ("log-probability", "advantage", "loss mask", "version")
+    shown = [h("option", "tokens by \u2026", value=""), *(h("option", f"tokens by {name}", value=name) for name in by)]
+    return join(
+        h("select", shown, class_="colour", aria_label="colour the tokens by", autocomplete="off"),
+        h("span", class_="note legend", aria_live="polite", hidden=True),
+    )
+
+
 def _shared_start(prompts: Sequence[str]) -> int:
     """Number of characters, up to the end of a word, with which all prompts begin and which tell none from another."""
     first, last = min(prompts), max(prompts)
@@ -135,7 +158,7 @@ def _shared_start(prompts: Sequence[str]) -> int:
     return first.rfind(" ", 0, end) + 1
 
 
-def _entry(sample: Sample, threshold: float, limit: int, shared: int) -> Html:
+def _entry(sample: Sample, threshold: float, limit: int, shared: int, tokens: Html | None) -> Html:
     is_right = isinstance(reward := sample.get("reward"), int | float) and reward >= threshold
     grade = "failed" if _has_failed(sample) else "right" if is_right else "wrong"
     summary = h(
@@ -152,10 +175,12 @@ def _entry(sample: Sample, threshold: float, limit: int, shared: int) -> Html:
         h("div", _block("completion", sample["completion"], limit),
           _block("right answer", sample.get("answer"), limit), class_="pair"),
         _block("error", sample.get("error"), limit),
+        tokens,
         h("p", _facts(sample), class_="note"),
     )  # fmt: skip
     return h("details", summary, h("div", body, class_="entry"), name="rollout", data_step=sample["step"],
-             data_kind=_kind(sample), data_grade=grade, data_tools=_tools(sample))  # fmt: skip
+             data_kind=_kind(sample), data_grade=grade, data_tools=_tools(sample),
+             data_task=sample.get("source"), data_stop=sample.get("stop"))  # fmt: skip
 
 
 def _excerpt(text: str) -> str:

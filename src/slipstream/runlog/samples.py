@@ -27,6 +27,7 @@ def sample_of(rollout: Rollout, step: int, version: str, **fields: Any) -> dict[
         **fields,
         "id": sample_id(rollout.id, step),
         "task": rollout.task_id,
+        **({"source": rollout.source} if rollout.source else {}),
         "prompt": rollout.prompt,
         **({"answer": rollout.answer} if rollout.answer else {}),
         "completion": rollout.completion,
@@ -57,13 +58,16 @@ def sample_id(rollout_id: str, step: int) -> str:
 
 def _tokens_of(sequence: Sequence) -> dict[str, Any]:
     """`sampled` are the ranges [start, end) of sampled tokens; `versions` are the versions with the positions from
-    which they sampled; log-probabilities are those of the sampled tokens."""
+    which they sampled; log-probabilities, and advantages where each token has its own, are those of the sampled
+    tokens."""
     logprobs = itertools.compress(sequence.logprobs or (), sequence.mask)
+    advantages = [round(value, 4) for value in itertools.compress(sequence.advantages or (), sequence.mask)]
     return {
         "token_ids": sequence.token_ids,
         "sampled": list(_runs(sequence.mask)),
         "versions": [[span.start, span.version] for span in sequence.versions],
         "logprobs": [round(value, 6) for value in logprobs],
+        **({"advantages": advantages} if advantages else {}),
     }
 
 
