@@ -155,6 +155,19 @@ def test_limits_of_a_part(scripted, mixture):
     assert {(parts[group], size) for group, size in sizes.items()} == {("vowels", 4), ("never", 2)}
 
 
+def test_gradients_of_parts_can_be_combined_by_pcgrad(scripted, mixture, tmp_path):
+    (tmp_path / "never.py").write_text(PARTS["never"].replace("return 0.0", 'return float(completion == "b")'))
+    options = ("--algorithm.task_gradients", "pcgrad", "--training.steps", "6", "--evaluation", "false")
+    assert scripted.run(*mixture, *options).status == "finished", scripted.error
+    both = [row for row in scripted.metrics[1:] if "train/task_conflict_fraction" in row]
+    assert both, "one part wants an a, the other a b"
+    assert min(row["train/task_lowest_cosine"] for row in both) < 0
+    with pytest.raises(
+        ConfigError, match=r'algorithm\.task_gradients has no effect without environment\.name = "mixture"'
+    ):
+        load_config(tmp_path / "run.toml", ["--algorithm.task_gradients", "pcgrad"])
+
+
 def test_what_is_wrong_in_a_part_is_named_with_it(scripted, mixture, tmp_path):
     run_file = tmp_path / "run.toml"
     (tmp_path / "never.py").write_text("def tasks(split, num_tasks, seed):\n    return 1 / 0\n")

@@ -112,6 +112,11 @@ class BatchTrainer:
         all_clipped = num_skipped == len(steps)
         return BatchResult(metrics | update_metrics, credit, NoSignal.ALL_CLIPPED if all_clipped else None)
 
+    @property
+    def _combines_tasks(self) -> bool:
+        algorithm = self.config.algorithm
+        return isinstance(algorithm, PlannedRL) and algorithm.task_gradients == "pcgrad"
+
     def step_batches(self, batch: records.Batch, credit: Credit | None = None) -> list[StepBatch]:
         """One batch per optimizer step, at most `updates_per_batch * epochs_per_batch`. `credit`: None for SFT."""
         training, algorithm = self.config.training, self.config.algorithm
@@ -124,6 +129,7 @@ class BatchTrainer:
             carries_loss=credit.carries_loss if credit else None,
             value_targets=credit.value_targets if credit else None,
             ignores_silent=self.critic is None and self.objective.ignores_silent,
+            by_task=self._combines_tasks,
         )
 
     def optimizer_steps(self, steps: Sequence[tuple[int, StepBatch]], batch_step: int) -> tuple[dict[str, float], int]:
@@ -148,7 +154,8 @@ class BatchTrainer:
         `may_be_zero`: after the first update of a batch the ratio of every token may be outside the clipping range.
         """
         training = self.config.training
-        metrics = self.learner.forward_backward(step, self.objective)
+        seed = f"{self.config.run.seed}/{number}" if self._combines_tasks else None
+        metrics = self.learner.forward_backward(step, self.objective, by_task=seed)
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         rate = learning_rate_at(
             number,

@@ -113,6 +113,14 @@ class Sums:
     num_row_tokens: int = 0
     longest_row: int = 0
 
+    def add(self, other: Sums) -> None:
+        """Add those of further rows."""
+        for name, value in other.values.items():
+            self.values[name] = self.values[name] + value if name in self.values else value
+        self.num_micro_batches += other.num_micro_batches
+        self.num_row_tokens += other.num_row_tokens
+        self.longest_row = max(self.longest_row, other.longest_row)
+
 
 def add_gradients(
     model: PolicyModel, rows: Iterable[MicroBatch | None], objective: Objective, divisors: dict[str, float]
@@ -227,21 +235,43 @@ class Learner:
             for step in {id(step): step for step in steps}.values():
                 step.old_logprobs = self.forward(step.sequences, sampling).logprobs
 
-    def forward_backward(self, batch: StepBatch, objective: Objective) -> dict[str, float]:
-        """Accumulate the gradient of the step's loss; returns the objective's metrics. Raises TrainingError for a batch
-        without a trainable token."""
+    def forward_backward(
+        self, batch: StepBatch, objective: Objective, *, by_task: str | None = None
+    ) -> dict[str, float]:
+        """Accumulate the gradient of the step's loss; returns the objective's metrics. With `by_task`, a seed, the
+        gradients of the batch's tasks are combined by PCGrad. Raises TrainingError for a batch without a trainable
+        token."""
         if not any(sequence.num_trainable for sequence in batch.sequences):
             raise TrainingError(
                 f"the batch of optimizer step {self.step} has {len(batch.sequences)} sequences and no "
                 "trainable token: check the masks and which outcomes are trained on"
             )
         divisors = objective.counts(batch)
-        sums = self._add_gradients(batch, objective, divisors)
+        tasks = [] if by_task is None else batch.by_task()
+        conflicts: dict[str, float] = {}
+        if len(tasks) < 2:
+            sums = self._add_gradients(batch, objective, divisors)
+        else:
+            # Each with the divisors of all: without conflicts their sum is the gradient of the whole loss.
+            sums = Sums({})
+            for task in tasks:
+                sums.add(self._add_gradients(task, objective, divisors))
+                self._keep_apart()
+            conflicts["task_conflict_fraction"], conflicts["task_lowest_cosine"] = self._combine(str(by_task))
         metrics = objective.summarize({key: value.cpu() for key, value in sums.values.items()}, divisors)
         counts = {"num_micro_batches": float(sums.num_micro_batches), "num_row_tokens": float(sums.num_row_tokens)}
         self._longest_row = max(self._longest_row, sums.longest_row)
         memory = memory_metrics(self.model.device, self.planned_bytes, self._longest_row)
-        return {**metrics, **counts, **memory}
+        return {**metrics, **conflicts, **counts, **memory}
+
+    def _keep_apart(self) -> None:
+        """Keep the gradient so far apart, as one task's."""
+        self.optimizer.set_aside()
+
+    def _combine(self, seed: str) -> tuple[float, float]:
+        """Combine the tasks' gradients; returns the fraction of pairs that conflict and the lowest cosine."""
+        found = self.optimizer.combine(seed)
+        return found.conflict_fraction, found.lowest_cosine
 
     def _add_gradients(self, batch: StepBatch, objective: Objective, divisors: dict[str, float]) -> Sums:
         rows = micro_batches(batch, self.micro_batch_tokens, packing=self.model.packing, device=self.model.device)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from slipstream.algo.prefixes import common_prefix, prefix_groups
 from slipstream.errors import TrainingError
 from slipstream.trainer.attention.row_layout import SegmentLayout, segment_layout, to_device
 
+T = TypeVar("T")
 _LONGEST_SHARING = 256
 """Tokens of a continuation beyond which sharing a prompt is slower on a CPU: its causal attention kernel skips masked
 positions, the kernel with an explicit mask does not (measured with a model of 0.8 million parameters)."""
@@ -61,6 +63,24 @@ class StepBatch:
     """Per sequence, for a critic."""
     silent: list[records.Sequence] = field(default_factory=list[records.Sequence])
     """Sequences that count in the loss's divisor but are not computed, because their gradient is exactly 0."""
+    tasks: list[str] | None = None
+    """Per sequence, the part of a mixture that it belongs to, where tasks' gradients are combined."""
+
+    def by_task(self) -> list[StepBatch]:
+        """The sequences of each task that has a trainable token, by the tasks' names; the whole where it names none."""
+        if self.tasks is None:
+            return [self]
+        names = sorted({name for name, s in zip(self.tasks, self.sequences, strict=True) if s.num_trainable})
+        chosen = ([place for place, name in enumerate(self.tasks) if name == wanted] for wanted in names)
+        return [self._only(places) for places in chosen]
+
+    def _only(self, places: list[int]) -> StepBatch:
+        def of(values: list[T] | None) -> list[T] | None:
+            return None if values is None else [values[place] for place in places]
+
+        sequences = [self.sequences[place] for place in places]
+        old, reference = of(self.old_logprobs), of(self.reference_logprobs)
+        return StepBatch(sequences, of(self.advantages), old, reference, of(self.value_targets))
 
     @property
     def num_tokens(self) -> int:
@@ -363,14 +383,16 @@ def make_step_batches(
     carries_loss: Sequence[bool] | None = None,
     value_targets: Sequence[list[ValueTargets]] | None = None,
     ignores_silent: bool = False,
+    by_task: bool = False,
 ) -> list[StepBatch]:
     """Split a batch into the step batches of its optimizer steps: whole groups over `updates_per_batch` steps, repeated
     `epochs` times.
 
     `advantages`: one per rollout. Left out are rollouts with an outcome that is never trained on, truncated ones with
     `train_on_truncated=False`, and those with `carries_loss` false. `value_targets`: per rollout, one per sequence.
-    With `ignores_silent` most rollouts of advantage 0 only count in the divisors (`StepBatch.silent`). Epochs repeat
-    the same objects, so that log-probabilities filled in once serve all. Fewer groups than updates give fewer steps.
+    With `by_task` the steps name the task of each sequence. With `ignores_silent` most rollouts of advantage 0 only
+    count in the divisors (`StepBatch.silent`). Epochs repeat the same objects, so that log-probabilities filled in once
+    serve all. Fewer groups than updates give fewer steps.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")
@@ -383,6 +405,7 @@ def make_step_batches(
     steps: list[StepBatch] = []
     for part in split(len(members), min(updates_per_batch, len(members))) if members else ():
         step = StepBatch([], None if advantages is None else [], value_targets=None if value_targets is None else [])
+        step.tasks = [] if by_task else None
         num_silent = 0
         for index in (index for group in part for index in members[group]):
             sequences = batch.rollouts[index].sequences
@@ -397,6 +420,8 @@ def make_step_batches(
                     step.silent += sequences
                     continue
             step.sequences += sequences
+            if step.tasks is not None:
+                step.tasks += [batch.rollouts[index].source.partition("/")[0]] * len(sequences)
             if advantages is not None and step.advantages is not None:
                 step.advantages += [advantages[index]] * len(sequences)
             if value_targets is not None and step.value_targets is not None:

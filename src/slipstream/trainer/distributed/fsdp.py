@@ -100,6 +100,12 @@ class RankGroup:
         torch.distributed.all_reduce(counts)
         return counts.tolist()
 
+    def products(self, own: list[float]) -> list[float]:
+        """All-reduce: the element-wise sums over the ranks, in float64."""
+        sums = torch.tensor(own, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(sums)
+        return sums.tolist()
+
     def first_problem(self, own: str) -> str:
         """All-reduce of error messages: the first rank's that has one, with its number; the same on all ranks."""
         messages = torch.zeros(self.size, _MAX_MESSAGE_BYTES, dtype=torch.uint8, device=self.device)

@@ -21,6 +21,7 @@ from slipstream.trainer.distributed.worker import (
     Answer,
     AnyCommand,
     Backward,
+    Combine,
     Commit,
     Describe,
     Gather,
@@ -30,6 +31,7 @@ from slipstream.trainer.distributed.worker import (
     RankModel,
     Save,
     Score,
+    SetAside,
     rank_batch_of,
 )
 from slipstream.trainer.learner import UNPROCESSED, Learner, Scores, Sums
@@ -197,6 +199,13 @@ class ShardedLearner(Learner):
             sums.num_micro_batches += int(answer.numbers[0])
             sums.num_row_tokens += int(answer.numbers[1])
         return sums
+
+    def _keep_apart(self) -> None:
+        self._sharded.all_do(SetAside(self._name))
+
+    def _combine(self, seed: str) -> tuple[float, float]:
+        conflicts, lowest = self._sharded.all_do(Combine(self._name, seed))[0].numbers
+        return conflicts, lowest
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
         """See the base."""

@@ -140,6 +140,19 @@ class Backward(Command, frozen=True):
     divisors: dict[str, float]
 
 
+class SetAside(Command, frozen=True):
+    """Keep the gradient so far apart, as one task's."""
+
+    doing = "keep a task's gradient"
+
+
+class Combine(Command, frozen=True):
+    """Combine the gradients that were set aside; `seed` decides the order of the projections."""
+
+    doing = "combine the tasks' gradients"
+    seed: str
+
+
 class Prepare(Command, frozen=True):
     """Clip the gradient and compute the update."""
 
@@ -195,7 +208,9 @@ class Allocated(Command, frozen=True):
     doing = "say what memory it has"
 
 
-AnyCommand = Score | Backward | Prepare | Commit | Gather | Describe | Save | Load | Negate | Allocated
+AnyCommand = (
+    Score | Backward | SetAside | Combine | Prepare | Commit | Gather | Describe | Save | Load | Negate | Allocated
+)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -238,6 +253,7 @@ class RankModel:
         if self.optimizer is not None:
             self.optimizer.norm_over_ranks = self.group.norm
             self.optimizer.sums_over_ranks = self.group.sums
+            self.optimizer.products_over_ranks = self.group.products
 
     def do(self, command: AnyCommand) -> Answer:
         """Execute a command. A ZeroGradientError is raised on all ranks alike and discards only that gradient; after
@@ -247,6 +263,11 @@ class RankModel:
                 return self._score(command.batch, command.sampling)
             case Backward():
                 return self._backward(command.batch, command.divisors)
+            case SetAside():
+                self._trained.set_aside()
+            case Combine():
+                found = self._trained.combine(command.seed)
+                return Answer(numbers=[found.conflict_fraction, found.lowest_cosine])
             case Prepare():
                 stats = self.prepare(command.learning_rate)
                 return Answer(numbers=[stats.learning_rate, stats.grad_norm, float(stats.clipped)])

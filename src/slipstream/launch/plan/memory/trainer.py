@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import RLConfig, RunConfig
-from slipstream.config.traits import keeps_copy, shares_weights, uses_critic
+from slipstream.config.traits import keeps_copy, num_task_gradients, shares_weights, uses_critic
 from slipstream.launch.plan.facts import Facts, ModelFacts
 from slipstream.launch.plan.memory.sizes import (
     activation_bytes_per_token,
@@ -56,7 +56,9 @@ def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:
 def model_state(config: RunConfig, dtype: str, facts: Facts, *, with_reference: bool = False) -> int:
     """Bytes of one trained model with its optimizer state, on one rank."""
     num_adapter_parameters = facts.adapter.num_parameters if facts.adapter else None
-    return training_state_bytes(
+    trained = num_adapter_parameters or facts.model.num_decoding
+    apart = 4 * trained * (num_task_gradients(config) - 1)
+    return apart + training_state_bytes(
         facts.model,
         dtype,
         with_reference=with_reference,
