@@ -191,7 +191,7 @@ def by_task():
 
 
 def flat(gradients, names):
-    return torch.cat([gradients[name].double().flatten() for name in names])
+    return torch.cat([gradients[name].cpu().double().flatten() for name in names])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.full)])
