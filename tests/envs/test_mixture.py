@@ -125,12 +125,25 @@ def test_parts_are_set_up_once_and_closed_whatever_one_of_them_raises(mixture):
 
 
 def test_errors_name_the_part(tmp_path, mixture):
-    with pytest.raises(
-        ConfigError, match=r"^environment\.mixture\.odd: environment\.settings\.size_of: .* no such setting"
-    ):
+    with pytest.raises(ConfigError, match=r"^environment\.mixture\.odd\.settings\.size_of: .* no such setting"):
         load(tmp_path, odd={"settings": {"size_of": 3}})
     mixture.parts["second"].tasks = lambda split, number: 1 / 0
     with pytest.raises(EnvironmentFault, match=r"^environment\.mixture\.second: tasks\('train', 2\) of Part raised"):
         make_tasks(mixture, "train", 4)
     assert isinstance(mixture, Mixture)
     assert isinstance(mixture, Environment)
+
+
+def test_a_part_that_keeps_its_own_process_is_set_up_again_before_its_own_episodes_only(mixture):
+    mixture.parts["second"].bounds_itself = True
+    first, second = make_tasks(mixture, "train", 2)
+
+    async def use():
+        await mixture.setup()
+        await mixture.setup_episode(first)
+        await mixture.setup_episode(second)
+
+    asyncio.run(use())
+    assert mixture.parts["first"].log == ["setup"]
+    assert mixture.parts["second"].log == ["setup", "setup"]
+    assert [mixture.has_tools(task) for task in (first, second)] == [False, True]

@@ -171,7 +171,7 @@ def test_gradients_of_parts_can_be_combined_by_pcgrad(scripted, mixture, tmp_pat
 def test_what_is_wrong_in_a_part_is_named_with_it(scripted, mixture, tmp_path):
     run_file = tmp_path / "run.toml"
     (tmp_path / "never.py").write_text("def tasks(split, num_tasks, seed):\n    return 1 / 0\n")
-    with pytest.raises(ConfigError, match=r"^environment\.mixture\.never: environment\.name: .* function reward"):
+    with pytest.raises(ConfigError, match=r"^environment\.mixture\.never\.name: .* function reward"):
         prepare(load_config(run_file, mixture))
 
 
@@ -194,3 +194,42 @@ def test_with_real_vllm_and_orchestrators_of_their_own_the_curriculum_reaches_th
     assert balance(folder).num("trained") == 12 * 4
     drawn = [len(tasks) for tasks in names(folder).values()]
     assert drawn == [4] * 12
+
+
+def test_two_parts_may_ask_the_same_in_sft(scripted, mixture, tmp_path):
+    for name in PARTS:
+        (tmp_path / f"{name}.py").write_text(PARTS["vowels"].replace('f"vowel {split} {i}"', 'f"same {split} {i}"'))
+    systems = ("--environment.mixture.vowels.system_prompt", "A.", "--environment.mixture.never.system_prompt", "B.")
+    prepared = prepare(load_config(tmp_path / "sft.toml", (*mixture, *systems)))
+    found = [(part, talk[0].content) for part, talk in zip(prepared.part_of_item, prepared.conversations, strict=True)]
+    assert sorted(found) == [(0, "A.")] * 6 + [(1, "B.")] * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--environment.mixture.never.system_prompt", '""'), 'never.system_prompt = "" is empty'),
+        (("--environment.mixture.never.max_tokens", "9999", "--sampling.max_tokens", "8"), "9999 is more than"),
+        (("--environment.mixture.never.max_tokens", "4", "--algorithm.kind", "dapo"), "overlong_buffer"),
+        (("--environment.mixture.never.group_size", "9"), "group_size = 9 must be 2 to 4"),
+        (("--environment.mixture.never.name", "mixture"), "is no task"),
+        (("--environment.settings.a", "1"), "whose parts have it each"),
+    ],
+)
+def test_settings_that_do_not_go_together(scripted, mixture, tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(tmp_path / "run.toml", (*mixture, *options))
+
+
+def test_what_the_plan_derives_may_be_less_than_a_part_asks_for(scripted, mixture, tmp_path):
+    config = load_config(tmp_path / "run.toml", (*mixture, "--environment.mixture.never.max_tokens", "9999"))
+    with pytest.raises(
+        ConfigError, match=r"never\.max_tokens = 9999 is more than sampling\.max_tokens = \d+, the most"
+    ):
+        prepare(config)
+
+
+def test_names_of_parts_are_no_secrets(scripted, mixture, tmp_path):
+    renamed = [option.replace("mixture.never", "mixture.token_key") for option in mixture]
+    assert scripted.run(*renamed, "--training.steps", "1").status == "finished", scripted.error
+    assert "redacted" not in (scripted.folder / "resolved.toml").read_text()

@@ -200,6 +200,10 @@ class Environment(ABC):
         """What is asked of completions for this task; less than the run's settings only."""
         return Limits()
 
+    def has_tools(self, task: Task) -> bool:
+        """Whether the policy may call tools in this task's episodes."""
+        return bool(self.tools)
+
     def grades_groups(self, task: Task) -> bool:
         """Whether the episodes of this task are graded by `score_group`."""
         return self.scores_groups

@@ -4,6 +4,7 @@ happens with it."""
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def section_of(config: EnvironmentConfig, part: MixturePart) -> EnvironmentConfi
             "python": part.python,
             "tools": part.tools,
             "max_turns": "auto" if part.max_turns is None else part.max_turns,
+            "apart": False,  # the whole mixture is
         }
     )
 
@@ -120,6 +122,10 @@ class Mixture(Environment):
         """See `Environment`."""
         return self.part_of(task).score_episode(_own(task), episode)
 
+    def has_tools(self, task: Task) -> bool:
+        """See `Environment`."""
+        return bool(self.part_of(task).tools)
+
     def grades_groups(self, task: Task) -> bool:
         """See `Environment`."""
         return self.part_of(task).grades_groups(_own(task))
@@ -133,11 +139,12 @@ class Mixture(Environment):
         return self.part_of(task).call_tool(name, arguments, _own(task))
 
     async def setup(self) -> None:
-        """Sets up all parts; later calls only those that see to their processes themselves."""
-        is_first, self._is_set_up = not self._is_set_up, True
+        """Sets up all parts, once."""
+        if self._is_set_up:
+            return
+        self._is_set_up = True
         for environment in self.parts.values():
-            if is_first or environment.bounds_itself:
-                await set_up(environment, self._set_up_s)
+            await set_up(environment, self._set_up_s)
 
     async def close(self) -> None:
         """Closes all parts."""
@@ -145,8 +152,11 @@ class Mixture(Environment):
             await shut_down(environment, self.on_warning)
 
     async def setup_episode(self, task: Task) -> Any:
-        """See `Environment`."""
-        return await self.part_of(task).setup_episode(_own(task))
+        """See `Environment`; a part's own process that has ended is started again first."""
+        part = self.part_of(task)
+        if part.bounds_itself:
+            await part.setup()
+        return await part.setup_episode(_own(task))
 
     async def close_episode(self, task: Task, state: Any) -> None:
         """See `Environment`."""
@@ -166,11 +176,16 @@ def shares(number: int, most: Sequence[int]) -> list[int]:
 
 @contextlib.contextmanager
 def _named(part: str) -> Generator[None]:
-    """Errors inside name the part."""
+    """Errors inside name the part, and its settings as they stand in the run file."""
+    prefix = f"environment.mixture.{part}"
     try:
         yield
     except SlipstreamError as error:
-        raise type(error)(f"environment.mixture.{part}: {error}") from error
+        text = _SETTINGS_OF_A_PART.sub(rf"{prefix}.\1", str(error))
+        raise type(error)(text if text.startswith(prefix) else f"{prefix}: {text}") from error
+
+
+_SETTINGS_OF_A_PART = re.compile(r"environment\.(name|settings|python|tools|max_turns|num_train_tasks)\b")
 
 
 def parts_of(environment: Environment) -> Mapping[str, Environment]:

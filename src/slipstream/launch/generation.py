@@ -214,7 +214,11 @@ def _mixture_shape(context: Context) -> dict[str, Any]:
     if section is None or not section.mixture:
         return {}
     is_adaptive = section.curriculum == "adaptive"
-    return {"weights": mixture_weights(context.config), "attempt": context.log.lineage if is_adaptive else None}
+    return {
+        "weights": mixture_weights(context.config),
+        "limits": [(part.group_size, part.max_tokens) for part in section.mixture.values()],
+        "attempt": context.log.lineage if is_adaptive else None,
+    }
 
 
 def _batcher(

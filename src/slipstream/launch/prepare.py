@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.config import DataConfig, Derived, Loaded, PlannedConfig, RunConfig
+from slipstream.config.checks import mixture_problems
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.parse.load import DEFAULT
 from slipstream.config.traits import measures_loss, uses_engine
@@ -144,8 +145,9 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
     train_tasks, eval_tasks = fitting.get("train", train_tasks), fitting["eval"]
     conversations: list[Sequence[Message]] = []
     eval_rows: list[Sequence[Message]] = []
+    part_of: dict[int, str] = {}
     if is_sft:
-        conversations, eval_rows = _conversations(config, environment, train_tasks, dropped)
+        conversations, eval_rows = _conversations(config, environment, train_tasks, dropped, part_of)
     talk = [*conversations, *eval_rows]
     unknown = unknown_characters(config, environment, tokenizer.vocabulary, talk, train_tasks, eval_tasks)
     turns = _turns(config, environment, tokenizer, [*train_tasks, *eval_tasks])
@@ -154,7 +156,8 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         conversations = _not_held_out(conversations, _question, held_out, dropped)
         conversations, examples = _tokenized(conversations, tokenizer, config, context, dropped)
         eval_rows, eval_examples = _tokenized(eval_rows, tokenizer, config, context, dropped, held_out=True)
-    part_of_item = _part_of_item(section, train_tasks, conversations, is_sft=is_sft)
+    items = [part_of.get(id(each), "") for each in conversations] if is_sft else [task.part for task in train_tasks]
+    part_of_item = _part_of_item(section, items)
     trained_on = [*conversations, *eval_rows] or [task.prompt for task in train_tasks]
     check_fields(tokenizer, [*trained_on, *(task.prompt for task in eval_tasks)], dropped)
     gold = partial(gold_turns, environment) if environment else answer_turns
@@ -173,6 +176,8 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         tools=ToolFacts(tokenizer.template, tokenizer.renders_tools) if environment and environment.tools else None,
     )
     plan = make_plan(config, facts)
+    for _, sentence in mixture_problems(plan.config):  # what is derived may be less than a part asks for
+        raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
     derived = plan.derived
@@ -326,9 +331,14 @@ def _fitting(
 
 
 def _conversations(
-    config: RunConfig, environment: Environment | None, tasks: list[Task], dropped: dict[str, int]
+    config: RunConfig,
+    environment: Environment | None,
+    tasks: list[Task],
+    dropped: dict[str, int],
+    part_of: dict[int, str],
 ) -> tuple[list[Sequence[Message]], list[Sequence[Message]]]:
-    """SFT's conversations: those to train on, and those whose loss is measured."""
+    """SFT's conversations: those to train on, and those whose loss is measured. `part_of` gets the part of a mixture
+    that each is of, by the object's id: two parts may have the same question."""
     if config.data is not None:
         return _rows(config.data, dropped, holds_out=measures_loss(config))
     assert environment is not None, "the config check asks for data or an environment"
@@ -336,6 +346,7 @@ def _conversations(
     for task in tasks:
         if turns := gold_turns(environment, task):
             found.append([*task.prompt, *turns])
+            part_of[id(found[-1])] = task.part
     if len(found) < len(tasks):
         dropped["no_gold_answer"] = len(tasks) - len(found)
     if not found:
@@ -346,28 +357,18 @@ def _conversations(
     return found, []
 
 
-def _part_of_item(
-    section: EnvironmentConfig | None,
-    tasks: Sequence[Task],
-    conversations: Sequence[Sequence[Message]],
-    *,
-    is_sft: bool,
-) -> tuple[int, ...]:
-    """The number of the part of a mixture that each training item belongs to. Raises ConfigError for a part without
-    any. Conversations have those of the tasks with the same question."""
-    if section is None or not section.mixture or not tasks:
+def _part_of_item(section: EnvironmentConfig | None, items: Sequence[str]) -> tuple[int, ...]:
+    """The number of the part of a mixture that each training item belongs to, of the parts' names. Raises ConfigError
+    for a part without any."""
+    if section is None or not section.mixture or not any(items):
         return ()
-    parts = {name: number for number, name in enumerate(section.mixture)}
-    found = [parts[task.part] for task in tasks]
-    if is_sft:
-        by_question = {_question(task.prompt): number for task, number in zip(tasks, found, strict=True)}
-        found = [by_question[_question(conversation)] for conversation in conversations]
-    for name, number in parts.items():
-        if number not in found:
+    for name in section.mixture:
+        if name not in items:
             raise ConfigError(
                 f"environment.mixture.{name} has no training task that can be used: give it some, or remove the part"
             )
-    return tuple(found)
+    parts = {name: number for number, name in enumerate(section.mixture)}
+    return tuple(parts[name] for name in items)
 
 
 def _rows(

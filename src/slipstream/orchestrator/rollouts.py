@@ -225,11 +225,11 @@ class RolloutRunner:
         rollout.num_turns, rollout.turn_spans = episode.num_turns, policy.spans
         rollout.num_thinking = policy.num_thinking
         rollout.metrics = dict(episode.metrics)
-        rollout.metrics |= self._tool_metrics(policy)
+        rollout.metrics |= self._tool_metrics(task, policy)
         return msgspec.structs.replace(episode, stop=stop, messages=episode.messages or tuple(following))
 
-    def _tool_metrics(self, policy: RecordingPolicy) -> dict[str, float]:
-        if not self._environment.tools:
+    def _tool_metrics(self, task: Task, policy: RecordingPolicy) -> dict[str, float]:
+        if not self._environment.has_tools(task):
             return {}
         return {"tool_calls": float(policy.num_tool_calls), "tool_failures": float(policy.num_tool_failures)}
 
@@ -238,7 +238,7 @@ class RolloutRunner:
         rollout.turns = policy.conversation[len(task.prompt) :]
         rollout.completion = rollout.completion or policy.last_text
         rollout.num_turns, rollout.turn_spans = max(1, policy.num_turns), policy.spans
-        rollout.metrics |= self._tool_metrics(policy)
+        rollout.metrics |= self._tool_metrics(task, policy)
 
     async def _close_episode(self, task: Task, state: Any) -> None:
         if getattr(self._environment.close_episode, "__func__", None) is Environment.close_episode:

@@ -118,7 +118,7 @@ def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, H
     if "failed" in grades:
         note += " Failed: neither graded nor trained on."
     if 0 < len(tokens) < len(ordered):
-        note += f" Tokens are those of the latest {len(tokens)} rollouts."
+        note += f" {len(tokens)} of the latest rollouts have their tokens."
     return join(
         h("p", note, class_="note"),
         h(

@@ -12,7 +12,7 @@ from slipstream.report.markup import Html, h
 from slipstream.runlog import RunRecord, read_samples
 
 MAX_TOKENS = 60_000
-"""Most tokens in a report: those of the latest rollouts."""
+"""Most tokens in a report: those of the latest rollouts that fit."""
 Key = tuple[int, str]
 """Step and id of a sample."""
 
@@ -35,10 +35,9 @@ def token_views(record: RunRecord) -> dict[Key, Html]:
     left = MAX_TOKENS
     for sample in sorted(samples, key=lambda sample: sample["step"], reverse=True):
         sequences = [each for each in sample.get("sequences") or () if _is_whole(each)]
-        left -= sum(len(each["token_ids"]) for each in sequences)
-        if left < 0:
-            break
-        if sequences:
+        size = sum(len(each["token_ids"]) for each in sequences)
+        if size and size <= left:
+            left -= size
             texts = texts or _Texts(_tokenizer_of(record, folder))
             found[key_of(sample)] = h("div", [_sequence(each, sample, texts) for each in sequences], class_="sequences")
     return found

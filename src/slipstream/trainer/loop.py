@@ -326,7 +326,8 @@ class TrainingLoop:
         """Have the curriculum, if any, observe a batch; adds its metrics."""
         if self.curriculum is None:
             return None
-        metrics |= self.curriculum.metrics(batch.step)
+        drawn = max(batch.draws) // self.config.training.prompts_per_batch if batch.draws else batch.step
+        metrics |= self.curriculum.metrics(drawn)
         return self.curriculum.observe(batch, self.step, self.draws)
 
     def _replay_starts(self) -> set[int]:

@@ -1,6 +1,7 @@
 """Checks of settings against each other, without the model, the tasks or the machine."""
 
 from slipstream.config.checks.batches import warmup_problems
+from slipstream.config.checks.mixture import mixture_problems
 from slipstream.config.checks.settings import contradictions, foreign_key, inapplicable, reason_against
 
-__all__ = ["contradictions", "foreign_key", "inapplicable", "reason_against", "warmup_problems"]
+__all__ = ["contradictions", "foreign_key", "inapplicable", "mixture_problems", "reason_against", "warmup_problems"]

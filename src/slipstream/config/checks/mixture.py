@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slipstream.config.mixture import MIXTURE, MixturePart
+from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig, RunConfig
 
 _OF_PARTS = ("settings", "python", "tools", "max_turns", "num_train_tasks")
@@ -47,7 +48,24 @@ def _part(path: str, part: MixturePart, config: RunConfig) -> Iterator[tuple[str
             f"{path}.name",
             f'{path}.name = "{part.name}" is no task: give reasoning_gym/<task>, rows or path/to/file.py:Class',
         )
+    if part.system_prompt == "":
+        yield (
+            f"{path}.system_prompt",
+            f'{path}.system_prompt = "" is empty: leave it out, and where this part is to have none, give the others '
+            "theirs instead of environment.system_prompt",
+        )
+    if part.system_prompt and part.name.startswith("verifiers/"):
+        yield (
+            f"{path}.system_prompt",
+            f"{path}.system_prompt does not reach {part.name}, which writes its own messages: set it in its settings",
+        )
     most, algorithm = config.sampling.max_tokens, config.algorithm
+    if part.max_tokens is not None and isinstance(algorithm, RLConfig) and resolved(algorithm).overlong_buffer:
+        yield (
+            f"{path}.max_tokens",
+            f"{path}.max_tokens = {part.max_tokens} is not what algorithm.overlong_buffer measures length by, "
+            "which is sampling.max_tokens: set algorithm.overlong_buffer = 0, or leave it out",
+        )
     if part.max_tokens is not None and most != "auto" and part.max_tokens > most:
         yield (
             f"{path}.max_tokens",

@@ -125,6 +125,10 @@ class Apart(Environment):
         """See `Environment`."""
         return self._environment.limits(task)
 
+    def has_tools(self, task: Task) -> bool:
+        """See `Environment`."""
+        return self._environment.has_tools(task)
+
     def grades_groups(self, task: Task) -> bool:
         """See `Environment`."""
         return self._environment.grades_groups(task)

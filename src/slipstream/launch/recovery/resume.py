@@ -89,7 +89,7 @@ def identity_of(
     found = {"training items": tasks_digest(tasks) if not conversations else _digest([*conversations])}
     if config.environment is not None and config.environment.mixture:
         found["weights of environment.mixture"] = _digest(
-            [[name, part.weight] for name, part in config.environment.mixture.items()]
+            [config.environment.curriculum, *([n, part.weight] for n, part in config.environment.mixture.items())]
         )
     if config.lora is not None or needs_reference(config):
         found["weights at model.path"] = weights_digest(folder)

@@ -17,6 +17,7 @@ _COMPARABLE = ("environment.name", "evaluation.threshold")
 """Settings without which two accuracies are not of the same thing."""
 _WORTH_A_NOTE = (
     "environment.settings",
+    "environment.mixture",
     "environment.system_prompt",
     "sampling.temperature",
     "sampling.max_tokens",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from slipstream.config import RunConfig
+from slipstream.config.parse.keys import as_table
 from slipstream.launch.tools.targets import Target
 from slipstream.orchestrator.evaluate import Evaluation, is_right, vote_of
 from slipstream.records import Rollout, SamplingParams, Task
@@ -45,6 +46,7 @@ def kept(
         "environment.settings": section.settings,
         "environment.seed": section.seed,
         "environment.system_prompt": section.system_prompt,
+        **({"environment.mixture": as_table(section.mixture)} if section.mixture else {}),
         "evaluation.num_tasks": len(tasks),
         "evaluation.samples_per_task": size,
         "evaluation.threshold": given.threshold,
