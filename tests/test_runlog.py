@@ -426,6 +426,20 @@ def test_a_secret_written_as_json_would_is_redacted(secret):
     assert tomllib.loads(clean)["service"]["token"] == runlog.REDACTED
 
 
+def test_parts_of_a_mixture_may_have_names_like_secrets_and_their_secrets_are_hidden():
+    part = {
+        "name": "reasoning_gym/gcd",
+        "settings": {"api_key": "hunter2-secret", "mixture": {"token": "hunter3-secret"}},
+    }
+    found = redact({"environment": {"mixture": {"token_count": part, "key": {"name": "x"}}}})
+    hidden = {"api_key": "<redacted>", "mixture": {"token": "<redacted>"}}
+    assert found == {"environment": {"mixture": {"token_count": {**part, "settings": hidden}, "key": {"name": "x"}}}}
+    toml = '[environment.mixture.token_count]\nname = "rows"\nsettings = {password = "hunter2-secret"}\n'
+    clean, secrets = redact_toml(toml)
+    assert secrets == {"hunter2-secret"}
+    assert 'name = "rows"' in clean
+
+
 def test_redaction_keeps_the_rest():
     fields = {"a": [1, {"key": 5, "keys": "x"}], "token": None, "secret": ""}
     assert redact(fields) == fields

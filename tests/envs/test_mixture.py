@@ -93,6 +93,7 @@ def test_everything_is_the_parts(mixture):
     assert [gold_turns(mixture, task)[0].content for task in (first, second)] == ["0", "1"]
     assert mixture.call_tool("add", {"a": 1, "b": 2}, second) == 3
     assert [mixture.limits(task) for task in (first, second)] == [Limits(), Limits(2, 7)]
+    assert [mixture.has_tools(task) for task in (first, second)] == [False, True]
     assert not mixture.grades_groups(first)
 
 
@@ -132,18 +133,3 @@ def test_errors_name_the_part(tmp_path, mixture):
         make_tasks(mixture, "train", 4)
     assert isinstance(mixture, Mixture)
     assert isinstance(mixture, Environment)
-
-
-def test_a_part_that_keeps_its_own_process_is_set_up_again_before_its_own_episodes_only(mixture):
-    mixture.parts["second"].bounds_itself = True
-    first, second = make_tasks(mixture, "train", 2)
-
-    async def use():
-        await mixture.setup()
-        await mixture.setup_episode(first)
-        await mixture.setup_episode(second)
-
-    asyncio.run(use())
-    assert mixture.parts["first"].log == ["setup"]
-    assert mixture.parts["second"].log == ["setup", "setup"]
-    assert [mixture.has_tools(task) for task in (first, second)] == [False, True]

@@ -15,7 +15,9 @@ from slipstream.config.environment import EnvironmentConfig
 from slipstream.engine_protocols import Generates
 from slipstream.envs.base import ContextFull, Reply, Score
 from slipstream.envs.hosted import keeper
-from slipstream.envs.registry import load_environment
+from slipstream.envs.hosted.apart import placement
+from slipstream.envs.registry import load_environment, played
+from slipstream.envs.single_turn import make_tasks
 from slipstream.errors import ConfigError, EnvironmentFault
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.records import Completion, SamplingParams, ToolCall
@@ -88,6 +90,34 @@ class Speaker(Generates):
         return Completion(request.id, ids, [-0.5] * len(ids), "stop")
 
 
+OWN = """
+from slipstream.envs import Environment, Episode, Message, Task
+
+class Own(Environment):
+    max_turns = 1
+
+    def tasks(self, split, num_tasks):
+        return [Task(f"{split}{i}", (Message("user", f"say hi {split} {i}"),), "hi") for i in range(num_tasks)]
+
+    async def run(self, task, policy):
+        return Episode((await policy.chat(task.prompt)).text)
+
+    def score(self, task, completion):
+        from slipstream.envs import Score
+        return Score(float(completion == task.answer))
+"""
+
+
+class OwnScorer:
+    """Grades in this process."""
+
+    def __init__(self, environment):
+        self.environment = environment
+
+    async def score(self, task, episode):
+        return self.environment.score_episode(task, episode)
+
+
 class NoScorer:
     async def score(self, task, episode):
         raise AssertionError("the environment has graded it")
@@ -105,6 +135,43 @@ async def rollout(environment, *turns, run_timeout_s=60.0):
 def right_and_wrong(environment):
     answer = environment.tasks("train", 1)[0].answer
     return answer, str(int(answer) + 1)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@one_loop
+async def test_a_part_of_a_mixture_beside_another_that_plays_itself(apart, tmp_path):
+    """Also where the whole mixture is in a process of its own, because the other part has a `run`."""
+    (tmp_path / "own.py").write_text(OWN)
+    mixture = {
+        "game": {
+            "name": f"verifiers/{ENVIRONMENTS / 'guess_legacy.py'}",
+            "python": interpreter("0.3"),
+            "settings": {"size": 20},
+        },
+        "own": {"name": str(tmp_path / "own.py")},
+    }
+    config = EnvironmentConfig.model_validate({"name": "mixture", "mixture": mixture, "apart": apart})
+    environment = load_environment(config)
+    assert placement(environment)[0], "of the part with a run"
+    whole = played(environment, config)
+    whole.attach(lambda text: None, tmp_path)
+    game, own = make_tasks(environment, "train", 2)
+
+    async def play(task, *turns):
+        runner = RolloutRunner(whole, OwnScorer(environment), Letters(), Speaker(*turns), request_timeout_s=60)
+        return await runner.run(task, rollout_id="r", group_id="g", sampling=SamplingParams(8), seed=1)
+
+    await whole.setup()
+    try:
+        assert (await play(own, "hi")).reward == 1.0
+        right = await play(game, game.answer)
+        late = await play(game, str(int(game.answer) + 1), game.answer)
+        assert (right.outcome, right.num_turns, late.outcome, late.num_turns) == ("done", 1, "done", 2)
+        assert right.reward == late.reward == 2.0, "as the game itself grades"
+    finally:
+        await whole.close()
+    if not apart:
+        assert (tmp_path / "game" / "environment.log").exists(), "each part with a process has a log of its own"
 
 
 def test_tasks_come_from_the_environments_own_data(guess):

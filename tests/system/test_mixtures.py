@@ -1,15 +1,25 @@
 """Runs on a mixture of tasks, with a scripted engine."""
 
 import collections
+import re
+import time
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from slipstream.config import load_config
+from slipstream.config.environment import EnvironmentConfig
+from slipstream.data.curriculum import MixtureCurriculum
+from slipstream.envs.mixture import section_of
+from slipstream.envs.registry import load_environment
+from slipstream.envs.single_turn import make_tasks
 from slipstream.errors import ConfigError
 from slipstream.launch.prepare import prepare
 from slipstream.runlog import read_metrics, read_samples
 from slipstream.runlog.ledger import balance
 
+ROOT = Path(__file__).parents[2]
 PARTS = {
     "vowels": """
 def tasks(split, num_tasks, seed):
@@ -146,22 +156,38 @@ def test_sft_imitates_each_parts_gold_answers_by_weight(scripted, mixture, tmp_p
 
 def test_limits_of_a_part(scripted, mixture):
     options = ("--environment.mixture.never.group_size", "2", "--environment.mixture.vowels.max_tokens", "1")
-    report = scripted.run(*mixture, *options, "--run.save_samples", "99", "--evaluation", "false")
+    asked = []
+
+    def counts(engine):
+        engine.on_request = lambda request: asked.append((request.group_id, request.sampling.max_tokens))
+
+    options += ("--run.save_samples", "99", "--evaluation", "false")
+    report = scripted.run(*mixture, *options, change=counts)
     assert report.status == "finished", scripted.error
     sizes = collections.Counter(sample["id"].rpartition(".")[0] for sample in read_samples(scripted.folder))
     parts = {
         sample["id"].rpartition(".")[0]: sample["task"].partition("/")[0] for sample in read_samples(scripted.folder)
     }
     assert {(parts[group], size) for group, size in sizes.items()} == {("vowels", 4), ("never", 2)}
+    # Of ids of rollouts, which have a serial number; the probe's have none.
+    limits = {parts[group]: {tokens for name, tokens in asked if name == group} for group in sizes}
+    assert limits == {"vowels": {1}, "never": {max(tokens for _, tokens in asked)}}
+    assert limits["never"] != {1}
 
 
 def test_gradients_of_parts_can_be_combined_by_pcgrad(scripted, mixture, tmp_path):
     (tmp_path / "never.py").write_text(PARTS["never"].replace("return 0.0", 'return float(completion == "b")'))
     options = ("--algorithm.task_gradients", "pcgrad", "--training.steps", "6", "--evaluation", "false")
-    assert scripted.run(*mixture, *options).status == "finished", scripted.error
-    both = [row for row in scripted.metrics[1:] if "train/task_conflict_fraction" in row]
-    assert both, "one part wants an a, the other a b"
-    assert min(row["train/task_lowest_cosine"] for row in both) < 0
+    # With four updates each has a single group, and so one task: there is nothing to combine.
+    for updates, conflicts in (("1", True), ("2", None), ("4", False)):
+        scripted.folder = tmp_path / f"run-{updates}"
+        assert scripted.run(*mixture, *options, "--training.updates_per_batch", updates).status == "finished", (
+            scripted.error
+        )
+        rows = [row for row in scripted.metrics[1:] if "train/loss" in row]
+        lowest = min(row["train/task_lowest_cosine"] for row in rows)
+        found = max(row["train/task_conflict_fraction"] for row in rows)
+        assert conflicts is None or (lowest < 0, found > 0) == (conflicts, conflicts), "one wants an a, the other a b"
     with pytest.raises(
         ConfigError, match=r'algorithm\.task_gradients has no effect without environment\.name = "mixture"'
     ):
@@ -233,3 +259,27 @@ def test_names_of_parts_are_no_secrets(scripted, mixture, tmp_path):
     renamed = [option.replace("mixture.never", "mixture.token_key") for option in mixture]
     assert scripted.run(*renamed, "--training.steps", "1").status == "finished", scripted.error
     assert "redacted" not in (scripted.folder / "resolved.toml").read_text()
+
+
+def test_a_change_of_what_was_drawn_already_ends_the_run_at_once(scripted, mixture, monkeypatch):
+    monkeypatch.setattr(MixtureCurriculum, "_first_unseen", lambda self, step, draws: step - 1)
+    options = ("--environment.curriculum", "adaptive", "--evaluation", "false", "--run.max_steps_without_signal", "9")
+    began = time.monotonic()
+    assert scripted.run(*mixture, *options, "--training.steps", "9").status == "failed"
+    assert "the curriculum changed tasks that were drawn already" in str(scripted.error)
+    assert time.monotonic() - began < 60
+
+
+def test_the_plan_tells_what_is_drawn_of_each_part(scripted, mixture, tmp_path):
+    notes = {note.name: note for note in prepare(load_config(tmp_path / "run.toml", mixture)).plan.notes}
+    assert (notes["tasks of vowels"].value, notes["tasks of never"].value) == (6, 10)
+    assert notes["tasks of vowels"].how == "75 % of what is drawn, 1.5 passes over them"
+
+
+def test_the_page_shows_what_can_be_loaded():
+    (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/mixtures.md").read_text(), re.DOTALL)
+    config = EnvironmentConfig.model_validate(tomllib.loads(block)["environment"])
+    assert list(config.mixture) == ["reverse", "sums", "exams"]
+    for name in ("reverse", "sums"):
+        section = section_of(config, config.mixture[name])
+        assert make_tasks(load_environment(section), "train", 3)

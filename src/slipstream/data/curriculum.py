@@ -116,13 +116,9 @@ class MixtureCurriculum:
 
 
 def _total(metrics: Mapping[str, float], part: str, key: str) -> float:
-    """Of all data sources of a part."""
-    names: Sequence[str] = [
-        name
-        for name in metrics
-        if name == f"task/{part}/{key}" or (name.startswith(f"task/{part}/") and name.endswith(f"/{key}"))
-    ]
-    return sum(metrics[name] for name in dict.fromkeys(names))
+    """The sum over a part's data sources, or the part's own where it has none."""
+    prefix = f"task/{part}/"
+    return sum(value for name, value in metrics.items() if name.startswith(prefix) and name.endswith(f"/{key}"))
 
 
 def _shares(weights: Sequence[float]) -> list[float]:

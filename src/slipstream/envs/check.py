@@ -27,6 +27,7 @@ from typing import Literal
 
 from slipstream.envs.base import Environment, RewardError, RewardTimeout, Score, Scorer
 from slipstream.envs.hosted.environment import Verifiers
+from slipstream.envs.mixture import parts_of
 from slipstream.envs.scoring.rehearsal import Rehearsal
 from slipstream.envs.single_turn import gold_turns, make_tasks
 from slipstream.records import Message, Task
@@ -114,7 +115,8 @@ async def check_environment(
     """Grades gold and junk for `num_tasks` training tasks and applies the rules; with `held_out`, also checks whether
     held-out tasks are among them. `rehearsal` plays the episodes; without it texts alone are graded. Stops after three
     timeouts, because a reward that hangs would take a deadline for each completion."""
-    tasks = make_tasks(environment, "train", num_tasks)
+    made = make_tasks(environment, "train", num_tasks)
+    tasks = [task for task in made if isinstance(environment, Verifiers) or not _is_hosted(environment, task)]
     golds = {task.id: turns for task in tasks if (turns := gold_turns(environment, task))}
     known = [(task, golds[task.id][-1].content) for task in tasks if task.id in golds]
     if isinstance(environment, Verifiers):
@@ -146,7 +148,14 @@ async def check_environment(
         reason = f"{len(tasks) - len(known)} of {len(tasks)} tasks have no gold answer: give them"
         failures.append(reason)
     notes = _differences(environment, rehearsal, len(known)) if rehearsal else ()
+    if len(tasks) < len(made):
+        notes += (f"{len(made) - len(tasks)} tasks are of verifiers, which grade themselves, and were not checked",)
     return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason, notes)
+
+
+def _is_hosted(environment: Environment, task: Task) -> bool:
+    """Whether the task belongs to a part of a mixture that plays and grades its episodes itself."""
+    return isinstance(parts_of(environment).get(task.part), Verifiers)
 
 
 def _differences(environment: Environment, rehearsal: Rehearsal, num_known: int) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ class Mixture(Environment):
         self._settings = dict(config.mixture)
         self.parts: dict[str, Environment] = {}
         for name, part in config.mixture.items():
-            with _named(name):
+            with _named(name, len(config.mixture)):
                 self.parts[name] = load(section_of(config, part))
         environments = self.parts.values()
         self.max_turns = max(each.max_turns for each in environments)
@@ -78,10 +78,10 @@ class Mixture(Environment):
         return any(each.is_held_up for each in self.parts.values())
 
     def attach(self, warn: Callable[[str], None] | None = None, log_folder: Path | None = None) -> None:
-        """See `Environment`. Parts with processes of their own get a folder for each."""
+        """See `Environment`; each part has a folder of its own for logs."""
         super().attach(warn, log_folder)
         for name, each in self.parts.items():
-            each.attach(warn, log_folder / name if log_folder is not None and each.bounds_itself else log_folder)
+            each.attach(warn, log_folder / name if log_folder is not None else None)
 
     @property
     def num_train_tasks(self) -> int:
@@ -101,7 +101,7 @@ class Mixture(Environment):
         most = [self._num_train_tasks(name) if split == "train" else num_tasks for name in self.parts]
         made: list[list[Task]] = []
         for (name, environment), wanted in zip(self.parts.items(), shares(num_tasks, most), strict=True):
-            with _named(name):
+            with _named(name, len(self.parts)):
                 tasks = make_tasks(environment, split, wanted)
             made.append([_as_part(task, name, self._settings[name].system_prompt) for task in tasks])
         return [tasks[place] for place in range(max(map(len, made))) for tasks in made if place < len(tasks)]
@@ -152,11 +152,8 @@ class Mixture(Environment):
             await shut_down(environment, self.on_warning)
 
     async def setup_episode(self, task: Task) -> Any:
-        """See `Environment`; a part's own process that has ended is started again first."""
-        part = self.part_of(task)
-        if part.bounds_itself:
-            await part.setup()
-        return await part.setup_episode(_own(task))
+        """See `Environment`."""
+        return await self.part_of(task).setup_episode(_own(task))
 
     async def close_episode(self, task: Task, state: Any) -> None:
         """See `Environment`."""
@@ -175,16 +172,19 @@ def shares(number: int, most: Sequence[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _named(part: str) -> Generator[None]:
-    """Errors inside name the part, and its settings as they stand in the run file."""
+def _named(part: str, num_parts: int) -> Generator[None]:
+    """Errors inside name the part, and settings as they stand in the run file."""
     prefix = f"environment.mixture.{part}"
     try:
         yield
     except SlipstreamError as error:
         text = _SETTINGS_OF_A_PART.sub(rf"{prefix}.\1", str(error))
+        text = _NUM_EVAL_TASKS.sub(lambda found: f"{found[1]}{int(found[2]) * num_parts}", text)
         raise type(error)(text if text.startswith(prefix) else f"{prefix}: {text}") from error
 
 
+_NUM_EVAL_TASKS = re.compile(r"(set evaluation\.num_tasks to )(\d+)")
+"""A part is asked for its share."""
 _SETTINGS_OF_A_PART = re.compile(r"environment\.(name|settings|python|tools|max_turns|num_train_tasks)\b")
 
 

@@ -13,6 +13,7 @@ from slipstream.config import PlannedConfig
 from slipstream.config.traits import apply_timeout_s
 from slipstream.data.mixture import MixtureOrder, Weights, changes_of
 from slipstream.data.sampler import DataOrder
+from slipstream.errors import IntegrityError
 from slipstream.launch.prepare import Prepared
 from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.control.handle import Waits
@@ -30,12 +31,15 @@ class BatchOrder:
         self._size, seed = prepared.config.training.prompts_per_batch, prepared.config.run.seed
         self._order = DataOrder(prepared.num_items, seed)
         self._mixture: MixtureOrder | None = None
+        self._refused = ""
         if prepared.part_of_item:
             weights = Weights(mixture_weights(prepared.config))
             self._mixture = MixtureOrder(prepared.part_of_item, weights, self._size, seed)
 
     def items(self, step: int) -> list[int]:
         """The items that the batch of `step` begins with."""
+        if self._refused:
+            raise IntegrityError(f"the curriculum changed tasks that were drawn already ({self._refused}): report it")
         if self._mixture is not None:
             return self._mixture.at(step)
         return self._order.at(step * self._size, self._size)
@@ -46,9 +50,13 @@ class BatchOrder:
             self._mixture.weights.changes = changes_of(changes)
 
     def change(self, step: int, weights: Sequence[float]) -> None:
-        """Further ones, from `step` of the order of the tasks on."""
+        """Further ones, from `step` of the order of the tasks on. Nobody waits for this call's end: what is wrong with
+        it is raised when items are asked for."""
         assert self._mixture is not None
-        self._mixture.change(step, weights)
+        try:
+            self._mixture.change(step, weights)
+        except ValueError as error:
+            self._refused = str(error)
 
     def tasks(self, step: int) -> list[Task]:
         """The tasks that the batch of `step` begins with."""

@@ -6,6 +6,7 @@ It only reads files, so `slipstream plan` does exactly this and stops.
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -180,6 +181,7 @@ def _prepare(loaded: Loaded, *, weights: bool) -> Prepared:
         raise ConfigError(sentence)
     source = environment.eval_source if environment and eval_tasks else ""
     notes = [Note("held-out tasks", len(eval_tasks), "", source)] if source else []
+    notes += _mixture_notes(plan.config, part_of_item)
     derived = plan.derived
     if model.revision != loaded.config.model.revision:
         reason = f"the commit that the hub has for {loaded.config.model.path}"
@@ -369,6 +371,23 @@ def _part_of_item(section: EnvironmentConfig | None, items: Sequence[str]) -> tu
             )
     parts = {name: number for number, name in enumerate(section.mixture)}
     return tuple(parts[name] for name in items)
+
+
+def _mixture_notes(config: PlannedConfig, part_of_item: Sequence[int]) -> list[Note]:
+    """For each part of a mixture its training tasks, and how often they are drawn."""
+    if not part_of_item or config.environment is None:
+        return []
+    parts, sizes = config.environment.mixture, Counter(part_of_item)
+    total, training = sum(part.weight for part in parts.values()), config.training
+    drawn = training.steps * training.prompts_per_batch
+    notes: list[Note] = []
+    for number, (name, part) in enumerate(parts.items()):
+        share = part.weight / total
+        how = f"{100 * share:.3g} % of what is drawn, {share * drawn / sizes[number]:.3g} passes over them"
+        if config.environment.curriculum == "adaptive":
+            how += ", before the curriculum changes it"
+        notes.append(Note(f"tasks of {name}", sizes[number], "", how))
+    return notes
 
 
 def _rows(

@@ -59,7 +59,7 @@ for (const plot of document.querySelectorAll("figure.plot")) {
 const colours = (colour, legend, list, entries) => {
   const tint = (pen, part) => `color-mix(in srgb, var(--${pen}) ${Math.round(100 * part)}%, transparent)`;
   const words = {
-    "log-probability": "the stronger, the less likely the token was (full at -5 nats)",
+    "log-probability": "darker: less likely when it was sampled (full colour at \u22125 nats)",
     advantage: "green: above the baseline, orange: below (full at 2)",
     "loss mask": "blue: sampled by the policy and trained on, grey: sampled, without loss",
     version: "one colour for each version of the weights",

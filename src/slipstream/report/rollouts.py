@@ -31,7 +31,7 @@ def rollouts(record: RunRecord) -> Html:
     if not samples:
         return h("p", "This run kept no rollouts.", class_="missing")
     graded = [sample for sample in samples if sample.get("outcome", "done") in TRAINABLE_OUTCOMES]
-    browser = _browser(samples, _threshold(record), token_views(record))
+    browser = _browser(samples, _threshold(record), *token_views(record))
     return join(_before_and_after(graded), h("h3", "All kept rollouts"), browser)
 
 
@@ -91,7 +91,7 @@ def _pair(before: Sample, after: Sample) -> Html:
     return h("article", _prompt(after), _answer(after), h("div", columns, class_="pair"), class_="rollout")
 
 
-def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, Html]) -> Html:
+def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, Html], missing: str) -> Html:
     """Every kept rollout as a folded entry, in the order of their steps."""
     ordered = sorted(samples, key=lambda sample: (sample["step"], sample.get("split") != "eval"))
     limit = min(_MAX_CHARACTERS, max(_MIN_CHARACTERS, _ALL_CHARACTERS // (2 * len(ordered))))
@@ -119,6 +119,7 @@ def _browser(samples: Sequence[Sample], threshold: float, tokens: Mapping[Key, H
         note += " Failed: neither graded nor trained on."
     if 0 < len(tokens) < len(ordered):
         note += f" {len(tokens)} of the latest rollouts have their tokens."
+    note += f" {missing}" if missing else ""
     return join(
         h("p", note, class_="note"),
         h(

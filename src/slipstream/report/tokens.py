@@ -22,14 +22,14 @@ def key_of(sample: dict[str, Any]) -> Key:
     return sample["step"], str(sample.get("id", ""))
 
 
-def token_views(record: RunRecord) -> dict[Key, Html]:
-    """For each of the latest rollouts its sequences with a span for each sampled token; empty for a run that kept no
-    tokens."""
+def token_views(record: RunRecord) -> tuple[dict[Key, Html], str]:
+    """For each of the latest rollouts its sequences with a span for each sampled token, none for a run that kept no
+    tokens; and a note on what is missing, if anything is."""
     folder = Path(record.summary.folder)
     try:
         samples = read_samples(folder)
     except (SlipstreamError, OSError):
-        return {}  # the report tells of the damage elsewhere
+        return {}, ""  # the report tells of the damage elsewhere
     texts: _Texts | None = None
     found: dict[Key, Html] = {}
     left = MAX_TOKENS
@@ -40,7 +40,7 @@ def token_views(record: RunRecord) -> dict[Key, Html]:
             left -= size
             texts = texts or _Texts(_tokenizer_of(record, folder))
             found[key_of(sample)] = h("div", [_sequence(each, sample, texts) for each in sequences], class_="sequences")
-    return found
+    return found, "" if texts is None or texts.are_known else "Tokens have their ids: no tokenizer can be read."
 
 
 def _is_whole(sequence: Any) -> bool:
@@ -103,6 +103,11 @@ class _Texts:
                 self._tokenizer = Tokenizer.from_file(str(path))
             except Exception:  # noqa: BLE001 (a damaged file: the library raises its own)
                 return
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
 
     def of(self, token: int) -> str:
         """One token, alone."""

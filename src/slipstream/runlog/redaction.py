@@ -24,8 +24,6 @@ _SECRET_WORDS = frozenset(
 )
 
 
-_NAMED = "mixture"
-"""The key of a table by names of the user's own, such as `token_count`."""
 _USERINFO = re.compile(r"""(:/{1,2})[^\s/?#'"]+@""")  # `Path` collapses two slashes to one
 
 
@@ -44,20 +42,16 @@ def redact(value: object) -> object:
     """A copy in which text under secret keys, and user information in addresses, is replaced."""
     if isinstance(value, Mapping):
         items = cast(Mapping[str, object], value).items()
-        return {
-            key: _of_names(item, redact) if key == _NAMED else map_text(item, _hide) if is_secret(key) else redact(item)
-            for key, item in items
-        }
+        return {key: map_text(item, _hide) if _hides(key, item) else redact(item) for key, item in items}
     if isinstance(value, list | tuple):
         return [redact(item) for item in cast(list[object], value)]
     return hide_userinfo(value) if isinstance(value, str) else value
 
 
-def _of_names(value: object, change: Callable[[object], object]) -> object:
-    """A copy in which `change` is applied to what stands under names that the user gives, which are no keys."""
-    if not isinstance(value, Mapping):
-        return change(value)
-    return {name: change(item) for name, item in cast(Mapping[str, object], value).items()}
+def _hides(key: str, item: object) -> bool:
+    """Whether what stands under the key is secret. The parts of a mixture have names of the user's own, such as
+    `token_count`: a table with a `name` is none."""
+    return is_secret(key) and not (isinstance(item, Mapping) and "name" in item)
 
 
 def secrets_of(value: object) -> set[str]:
@@ -65,10 +59,7 @@ def secrets_of(value: object) -> set[str]:
     found: set[str] = set()
     if isinstance(value, Mapping):
         for key, item in cast(Mapping[str, object], value).items():
-            if key == _NAMED and isinstance(item, Mapping):
-                found = found.union(*map(secrets_of, cast(Mapping[str, object], item).values()))
-            else:
-                found |= _all_text(item) if is_secret(key) else secrets_of(item)
+            found |= _all_text(item) if _hides(key, item) else secrets_of(item)
     elif isinstance(value, list | tuple):
         found = found.union(*map(secrets_of, cast(list[object], value)))
     return found - {"", REDACTED}

@@ -247,17 +247,18 @@ class Learner:
                 "trainable token: check the masks and which outcomes are trained on"
             )
         divisors = objective.counts(batch)
-        tasks = [] if by_task is None else batch.by_task()
         conflicts: dict[str, float] = {}
-        if len(tasks) < 2:
-            sums = self._add_gradients(batch, objective, divisors)
+        if by_task is None or len(tasks := batch.by_task()) < 2:
+            sums, found = self._add_gradients(batch, objective, divisors), (0.0, 1.0)
         else:
             # Each with the divisors of all: without conflicts their sum is the gradient of the whole loss.
             sums = Sums({})
             for task in tasks:
                 sums.add(self._add_gradients(task, objective, divisors))
                 self._keep_apart()
-            conflicts["task_conflict_fraction"], conflicts["task_lowest_cosine"] = self._combine(str(by_task))
+            found = self._combine(by_task)
+        if by_task is not None:
+            conflicts = dict(zip(("task_conflict_fraction", "task_lowest_cosine"), found, strict=True))
         metrics = objective.summarize({key: value.cpu() for key, value in sums.values.items()}, divisors)
         counts = {"num_micro_batches": float(sums.num_micro_batches), "num_row_tokens": float(sums.num_row_tokens)}
         self._longest_row = max(self._longest_row, sums.longest_row)

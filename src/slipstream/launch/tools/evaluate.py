@@ -93,7 +93,9 @@ def sample_groups(prepared: Prepared, progress: Progress, num_tasks: int, group_
             return rollout
 
         rollouts = await all_of(
-            attempt(group, task, number) for group, task in enumerate(tasks) for number in range(group_size)
+            attempt(group, task, number)
+            for group, task in enumerate(tasks)
+            for number in range(runner.group_size(task, group_size))
         )
         check_failures(rollouts, "the trial", section.max_reward_failures)
         return rollouts
