@@ -8,7 +8,7 @@ from slipstream.envs import Task
 from slipstream.errors import EnvironmentFault
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.batches.batcher import Batcher
-from slipstream.orchestrator.batches.dynamic_sampling import Refills, choose
+from slipstream.orchestrator.batches.dynamic_sampling import MAX_TASKS, Refills, choose, task_counts
 from slipstream.orchestrator.hooks import Hooks
 from slipstream.records import Message, Rollout, TurnSpan, Version
 from tests.orchestrator.test_orchestrator import END, SAMPLING, Odd, make_runner
@@ -146,3 +146,25 @@ def test_every_rollout_is_in_the_batch_or_counted(rewards, size):
     wanted = refills.num_wanted(groups, size)
     assert 0 <= wanted <= size
     assert (wanted == 0) == (sum(map(refills.has_signal, groups)) >= size)
+
+
+def rollouts(source, *outcomes):
+    return [
+        Rollout(f"{source}.{n}", "t", source, [], 0.0, outcome, source=source) for n, outcome in enumerate(outcomes)
+    ]
+
+
+def test_groups_are_counted_by_task_whether_they_are_trained_on_or_not():
+    groups = [
+        rollouts("sums", "done", "done"),
+        rollouts("sums", "done", "reward_error", "truncated"),
+        rollouts("words/a", "engine_error", "cancelled"),
+        rollouts("", "done"),
+    ]
+    assert task_counts(groups, lambda group: len(group) == 3) == {
+        "task/sums/drawn_groups": 2, "task/sums/signal_groups": 1, "task/sums/dropped": 1,
+        "task/words/a/drawn_groups": 1, "task/words/a/signal_groups": 0, "task/words/a/dropped": 2,
+    }  # fmt: skip
+    many = [rollouts(f"s{n}", "done") for n in range(MAX_TASKS + 3)]
+    assert task_counts([*many, *many], lambda group: True)["task/left_out"] == 3
+    assert task_counts(many[:MAX_TASKS] * 2, lambda group: True)["task/s0/drawn_groups"] == 2

@@ -283,3 +283,41 @@ def test_the_page_shows_what_can_be_loaded():
     for name in ("reverse", "sums"):
         section = section_of(config, config.mixture[name])
         assert make_tasks(load_environment(section), "train", 3)
+
+
+RUN_FILE = """
+[environment]
+name = "mixture"
+[environment.mixture.vowels]
+name = "vowels.py"
+[environment.mixture.sheet]
+name = "rows"
+settings = {path = "rows.jsonl", eval_path = "rows.jsonl", reward = "vowels.py:compute_score"}
+"""
+
+
+def test_paths_of_parts_are_found_beside_the_run_file(scripted, mixture, tmp_path):
+    text = (tmp_path / "run.toml").read_text()
+    before, after = text[: text.index("[environment]")], text[text.index("[algorithm]") :]
+    (tmp_path / "parts.toml").write_text(before + RUN_FILE + after)
+    config = load_config(tmp_path / "parts.toml").config
+    parts = config.environment.mixture
+    assert parts["vowels"].name == str(tmp_path / "vowels.py")
+    folder = {"path": f"{tmp_path}/rows.jsonl", "eval_path": f"{tmp_path}/rows.jsonl"}
+    assert parts["sheet"].settings == {**folder, "reward": f"{tmp_path}/vowels.py:compute_score"}
+
+
+def test_a_run_does_not_go_on_with_other_weights_or_another_reward(scripted, mixture, tmp_path):
+    options = (*mixture, "--evaluation", "false", "--run.folder", str(scripted.folder), "--training.steps", "4")
+    assert scripted.run(*options, "--training.steps", "2").status == "finished", scripted.error
+    with pytest.raises(ConfigError, match=r"weights of environment\.mixture"):
+        raise_of(scripted, *options, "--environment.mixture.never.weight", "2.0")
+    (tmp_path / "never.py").write_text(PARTS["never"].replace("0.0", "0.5"))
+    with pytest.raises(ConfigError, match=r"environment\.name never\.py|never\.py"):
+        raise_of(scripted, *options)
+
+
+def raise_of(scripted, *options):
+    """Resume, and raise what ended it."""
+    scripted.run(*options, resume=True)
+    raise scripted.error

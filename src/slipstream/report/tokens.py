@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import SlipstreamError
 from slipstream.report.headline import setting
 from slipstream.report.markup import Html, h
-from slipstream.runlog import RunRecord, read_samples
+from slipstream.runlog import RunRecord, samples_with_tokens
 
 MAX_TOKENS = 60_000
 """Most tokens in a report: those of the latest rollouts that fit."""
@@ -25,11 +24,7 @@ def key_of(sample: dict[str, Any]) -> Key:
 def token_views(record: RunRecord) -> tuple[dict[Key, Html], str]:
     """For each of the latest rollouts its sequences with a span for each sampled token, none for a run that kept no
     tokens; and a note on what is missing, if anything is."""
-    folder = Path(record.summary.folder)
-    try:
-        samples = read_samples(folder)
-    except (SlipstreamError, OSError):
-        return {}, ""  # the report tells of the damage elsewhere
+    folder, samples = Path(record.summary.folder), samples_with_tokens(record)
     texts: _Texts | None = None
     found: dict[Key, Html] = {}
     left = MAX_TOKENS

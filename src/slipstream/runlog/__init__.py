@@ -35,7 +35,7 @@ from slipstream.runlog.reader import (
     read_settings,
     summarize,
 )
-from slipstream.runlog.record import RunRecord, Setting, read_run
+from slipstream.runlog.record import RunRecord, Setting, read_run, samples_with_tokens
 from slipstream.runlog.redaction import REDACTED
 from slipstream.runlog.samples import read_tickets, sample_of
 from slipstream.runlog.writer import EventLog, RunLog, append_event, exit_code_of, refuse_used, versions
@@ -66,6 +66,7 @@ __all__ = [
     "read_tickets",
     "refuse_used",
     "sample_of",
+    "samples_with_tokens",
     "summarize",
     "versions",
 ]

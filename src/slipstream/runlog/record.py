@@ -87,6 +87,12 @@ def read_run(folder: str | Path) -> RunRecord:
     return RunRecord(summary, rows, events, samples, settings, report, damage)
 
 
+def samples_with_tokens(record: RunRecord) -> list[dict[str, Any]]:
+    """The same samples with their tokens. What cannot be read is in `damage` already."""
+    lines = _usable(Path(record.summary.folder) / "samples.jsonl", _STEP, [])
+    return samples_of(lines, record.events)
+
+
 def _usable(path: Path, needs: dict[str, Any], damage: list[str], without: str = "") -> list[dict[str, Any]]:
     """The lines with the fields that every line must have."""
     rows = read_lines(path, damage, without=without)
