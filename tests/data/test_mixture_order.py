@@ -7,8 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.data.curriculum import FLOOR, Curriculum
+from slipstream.config import RunConfig
+from slipstream.config.traits import planned_config
+from slipstream.data.curriculum import FLOOR, Curriculum, MixtureCurriculum
+from slipstream.data.draws import Draws
 from slipstream.data.mixture import MixtureOrder, Weights
+from slipstream.orchestrator.batches.slots import Slots
+from slipstream.records import Batch, Version
 
 SIZES = (40, 7, 300)
 
@@ -115,3 +120,51 @@ def test_a_part_of_which_nothing_was_drawn_keeps_its_weight():
     assert curriculum.observe({0: 0.0}, 1)
     low, high = curriculum.weights.at(1)
     assert high / low == pytest.approx(1 / FLOOR, rel=1e-3)
+
+
+@given(
+    staleness=st.integers(0, 3),
+    refills=st.integers(0, 2),
+    choose=st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_weight_changes_for_a_step_of_which_a_group_may_have_begun(staleness, refills, choose):
+    """A generating side with real slots that is as far ahead as they let it be, and a trainer behind it."""
+    size, num_steps = 3, 12
+    config = planned_config(
+        RunConfig.model_validate(
+            {
+                "model": {"path": "m"},
+                "environment": {"name": "mixture", "curriculum": "adaptive", "mixture": {"a": {"name": "x"}}},
+                "algorithm": {"kind": "grpo", "max_refills": refills},
+                "training": {
+                    "steps": num_steps, "prompts_per_batch": size, "staleness": staleness, "order": "ready",
+                },
+            }
+        )
+    )  # fmt: skip
+    curriculum, draws = MixtureCurriculum(config), Draws()
+    slots, begun, running, made, silent = Slots(size, staleness, 0, num_steps), -1, [], [], []
+    for trained in range(num_steps):
+        while not made or choose.random() < 0.7:
+            while slots.num_free and slots.step < num_steps:
+                begun += 1
+                slots.begin(begun)
+                running.append(begun)
+            if not running:
+                break
+            number = running.pop(choose.randrange(len(running)))
+            if choose.random() < 0.6 and len(silent) < refills * size:
+                silent.append(number)
+                slots.drop(number)
+            else:
+                slots.finish(number)
+            while slots.step < num_steps and (numbers := slots.cut()) is not None:
+                made.append([*numbers, *silent])
+                silent = []
+        batch = Batch(trained, Version(0, trained), [])
+        draws.use(sorted(made.pop(0)))
+        first = curriculum._first_unseen(trained + 1, draws)
+        assert begun < first * size
+        assert curriculum.observe(batch, trained + 1, draws) is None, "nothing was counted"
+        slots.release(trained + 1)

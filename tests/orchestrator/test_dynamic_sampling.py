@@ -15,7 +15,7 @@ from tests.orchestrator.test_orchestrator import END, SAMPLING, Odd, make_runner
 
 
 def task(letter):
-    return Task(letter, (Message("user", letter),), "b")
+    return Task(letter, (Message("user", letter),), "b", {"data_source": letter})
 
 
 class Worth(Odd):
@@ -83,6 +83,12 @@ async def test_groups_without_signal_are_drawn_again():
         "rollout/groups": 4.0,
     }
     assert 0.4 < batch.metrics["reward/drawn_mean"] < 0.8
+    counts = {name: batch.metrics[name] for name in batch.metrics if name.endswith(("drawn_groups", "signal_groups"))}
+    assert {name: value for name, value in counts.items() if name.startswith("task/")} == {
+        "task/u/drawn_groups": 6.0, "task/u/signal_groups": 6.0,
+        "task/b/drawn_groups": 4.0, "task/b/signal_groups": 0.0,
+        "task/a/drawn_groups": 1.0, "task/a/signal_groups": 0.0,
+    }, "of those that were dropped, too"  # fmt: skip
 
 
 async def test_it_is_the_same_again_and_seeds_differ_between_rounds():

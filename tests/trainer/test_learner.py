@@ -184,3 +184,21 @@ def test_outcomes_that_are_not_trained_on_are_left_out():
     assert make_step_batches(nothing, [1.0], train_on_truncated=False) == []
     with pytest.raises(TrainingError, match="4 advantages for 5 rollouts"):
         make_step_batches(batch, [1.0] * 4)
+
+
+def test_a_steps_sequences_know_their_part_of_a_mixture_and_are_divided_by_it():
+    def rollout(name, source, *lengths):
+        sequences = [records.Sequence([1] * n, [True] * n, [-float(n)] * n) for n in lengths]
+        return records.Rollout(name, name, name, sequences, 0.0, "done", source=source)
+
+    made = [rollout("a", "sums", 2, 3), rollout("b", "words/x", 4), rollout("c", "sums", 5), rollout("d", "words/y", 6)]
+    batch = records.Batch(0, records.Version(0, 0), made)
+    (step,) = make_step_batches(batch, [1.0, -1.0, 0.5, 0.0], by_task=True, ignores_silent=True)
+    assert step.tasks == ["sums", "sums", "words", "sums", "words"], "the part, whatever its data source"
+    step.old_logprobs = [torch.tensor([float(len(each))]) for each in step.sequences]
+    sums, words = step.by_task()
+    assert [len(each) for each in sums.sequences] == [2, 3, 5]
+    assert (sums.advantages, words.advantages) == ([1.0, 1.0, 0.5], [-1.0, 0.0])
+    assert [each.item() for each in words.old_logprobs] == [4.0, 6.0]
+    (plain,) = make_step_batches(batch, [1.0, -1.0, 0.5, 0.0])
+    assert plain.by_task() == [plain]
