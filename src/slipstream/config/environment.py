@@ -19,13 +19,12 @@ class EnvironmentConfig(Section):
     `path/to/file.py:Class`, `name@digest` (see `registry`), `mixture` (of the tasks below `mixture`), or the name of an
     entry point in the group `slipstream.environments`."""
     mixture: dict[PartName, MixturePart] = {}
-    """Several tasks in one run, by a name for each, where `name = "mixture"`: `[environment.mixture.NAME]` with `name`,
+    """With `name = "mixture"`, the tasks of the run: a table `[environment.mixture.NAME]` for each, with `name`,
     `weight`, `settings`, `system_prompt`, `num_train_tasks`, `group_size`, `max_tokens`, `max_turns`, `tools` and
-    `python`. Held-out tasks are taken from the parts in turn."""
+    `python`. Held-out tasks are taken from all of them in turn."""
     curriculum: Literal["none", "adaptive"] = "none"
-    """`adaptive`: after each batch a part's weight becomes `weight` times the recent fraction of its groups whose
-    rewards differ, at least a tenth: what is always right, or never, is drawn less often. The weights are in
-    checkpoints."""
+    """`adaptive`: a task of a mixture is drawn by `weight` times the recent fraction of its groups whose rewards differ
+    (at least 0.1), so that what is always right, or never, is drawn less often. Checkpoints hold these weights."""
     registry: str = ""
     """The folder in which `name@digest` is looked up, to which `slipstream env push` has added it. What is there is
     verified before any of it is imported, and kept on this machine, so that a later start does not need the folder."""
