@@ -11,6 +11,7 @@ continues in a new sequence: tokens are never re-made from text.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -176,6 +177,14 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
     def num_trainable(self) -> int:
         """Number of tokens that carry loss."""
         return sum(self.mask)
+
+    def ages(self, step: int) -> Counter[int]:
+        """Number of sampled tokens by how many versions they are behind `step`."""
+        found: Counter[int] = Counter()
+        for index, span in enumerate(self.versions):
+            end = self.versions[index + 1].start if index + 1 < len(self.versions) else len(self)
+            found[step - int(span.version.split(".")[1])] += sum(self.mask[span.start : end])
+        return found
 
 
 class Rollout(msgspec.Struct, forbid_unknown_fields=True):

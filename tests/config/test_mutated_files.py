@@ -34,8 +34,8 @@ def judge(results, cases, starts):
 
 
 @pytest.mark.timeout(900)
-def test_twenty_are_planned_or_refused_in_one_sentence(tmp_path):
-    judge(mutated(tmp_path / "files", 20, 0), 20, 0)
+def test_ten_are_planned_or_refused_in_one_sentence(tmp_path):
+    judge(mutated(tmp_path / "files", 10, 0), 10, 0)
 
 
 @pytest.mark.full

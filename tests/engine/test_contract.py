@@ -318,7 +318,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeCase]:
 
 
 # In every architecture weights lie otherwise; that each bridge brings all of them, one shows.
-@pytest.mark.quick("untied-*", "experts-disk", "vision-disk")
+@pytest.mark.quick("untied-*", "experts-disk")
 @pytest.mark.parametrize("name", BRIDGES)
 def test_the_engine_answers_as_one_started_on_the_version(whole: WholeCase, name: str):
     whole.check(name, *whole.attach(name))

@@ -33,7 +33,8 @@ def test_updates_under_long_generations(live: LiveEngine, tmp_path, name, sampli
     assert num_crossings(check_updates_under_long_generations(live, tmp_path, name, sampling)) > NUM_RUNNING
 
 
-@pytest.mark.parametrize("name", [pytest.param("disk", marks=pytest.mark.full), "broadcast"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["disk", "broadcast"])
 def test_the_same_as_deltas(live: LiveEngine, tmp_path, name):
     assert num_crossings(check_updates_under_long_generations(live, tmp_path, name, {}, delta=True)) > NUM_RUNNING
 

@@ -151,3 +151,35 @@ async def test_real_tasks_pass(task):
 async def test_a_real_reward_that_accepts_everything_is_found():
     env = load_environment(EnvironmentConfig(name="reasoning_gym/game_of_life_halting"))
     assert not (await check_environment(env, InlineScorer(env), 20)).passed
+
+
+async def test_each_part_of_a_mixture_is_judged_by_itself(tmp_path):
+    (tmp_path / "parts.py").write_text(PARTS)
+    part = {"name": f"{tmp_path}/parts.py", "settings": {"asks": "a"}}
+    mixture = {
+        "good": part,
+        "lenient": part | {"settings": {"asks": "b", "is_lenient": True}},
+        "silent": part | {"settings": {"asks": "c", "has_gold": False}},
+    }
+    environment = load_environment(EnvironmentConfig.model_validate({"name": "mixture", "mixture": mixture}))
+    result = await check_environment(environment, InlineScorer(environment), 8)
+    assert result.failures == [
+        "lenient: the reward is 1 whatever the completion: nothing can be learnt from it",
+        "8 of 24 tasks have no gold answer (of silent: 8): give them",
+    ]
+    assert {(r.part, r.num_scored) for r in result.results if r.kind == "gold"} == {("good", 8), ("lenient", 8)}
+
+
+PARTS = """
+def tasks(split, num_tasks, seed, asks, is_lenient=False, has_gold=True):
+    answers = [f"{asks}{7919 * number % 997}" for number in range(num_tasks)]
+    return [
+        {"prompt": f"{split} {asks} {number}", "right": answer, "is_lenient": is_lenient}
+        | ({"answer": answer} if has_gold else {})
+        for number, answer in enumerate(answers)
+    ]
+
+
+def reward(task, completion):
+    return task.info["is_lenient"] or completion == task.info["right"]
+"""

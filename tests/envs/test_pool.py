@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import uvloop
 from tests.envs.environments import config, task
 
@@ -17,6 +18,8 @@ from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.pool import InlineScorer, ScorerPool
 from slipstream.envs.scoring.process import Worker
 from slipstream.errors import ConfigError, EnvironmentFault
+
+SHARED = pytest.mark.asyncio(loop_scope="module")
 
 
 def alive(pid):
@@ -34,7 +37,7 @@ async def gone(pid, within_s=20.0):
     return not alive(pid)
 
 
-@pytest.fixture(params=["inline", "pool"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["inline", "pool"])
 async def scorer(request):
     """Both scorers do the same for rewards that neither hang nor exit."""
     if request.param == "inline":
@@ -52,6 +55,7 @@ async def test_a_planned_section_without_training_tasks_is_graded_by():
         assert (await pool.score(task("4"), "4")).reward == 1.0
 
 
+@SHARED
 async def test_scores_and_metrics(scorer):
     assert await scorer.score(task("4"), "4") == Score(1.0, {"length": 1.0})
     assert await scorer.score(task("4"), "5") == Score(0.0, {"length": 1.0})
@@ -60,6 +64,7 @@ async def test_scores_and_metrics(scorer):
     assert (await scorer.score(task(), "give true")).reward == 1.0
 
 
+@SHARED
 @pytest.mark.parametrize(
     ("completion", "said"),
     [
@@ -78,6 +83,7 @@ async def test_a_reward_that_fails_says_how(scorer, completion, said):
     assert (await scorer.score(task("4"), "4")).reward == 1.0
 
 
+@SHARED
 async def test_the_traceback_comes_along(scorer):
     with pytest.raises(RewardFailed) as failure:
         await scorer.score(task(), "raise boom")

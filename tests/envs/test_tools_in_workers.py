@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import tests.envs.hostile as hostile
 import tests.envs.hostile_tools as hostile_tools
 import uvloop
@@ -31,6 +32,8 @@ DIES += ["forges x", "junk x", "closes x", "guard KILL", "fork_bomb x"]
 HANGS = [f"hangs {how}" for how in ("sleep", "loop", "regex", "sympy", "stop", "deaf", "program", "bomb")]
 HANGS += ["guard STOP", "awaits ever", "awaits blocked", "awaits stubborn"]
 
+SHARED = pytest.mark.asyncio(loop_scope="module")
+
 
 def config(**options):
     name = f"{hostile_tools.__file__}:Hostile"
@@ -41,17 +44,19 @@ def act(mode):
     return ToolCall("act", {"mode": mode})
 
 
-@pytest.fixture(params=["inline", "pool"])
-async def scorer(request, monkeypatch):
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["inline", "pool"])
+async def scorer(request):
     """Both do the same for calls that neither hang nor exit."""
-    monkeypatch.setenv(hostile.MARK, "none")
-    if request.param == "inline":
-        yield InlineScorer(load_environment(config()))
-    else:
-        async with ScorerPool(config()) as pool:
-            yield pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(hostile.MARK, "none")
+        if request.param == "inline":
+            yield InlineScorer(load_environment(config()))
+        else:
+            async with ScorerPool(config()) as pool:
+                yield pool
 
 
+@SHARED
 @pytest.mark.parametrize(
     ("call", "failure", "said"),
     [
@@ -82,6 +87,7 @@ async def test_what_a_call_gives(scorer, call, failure, said):
     assert said in result.content
 
 
+@SHARED
 async def test_a_long_result_is_cut_and_says_so(scorer):
     result = await scorer.call_tool(task(), ToolCall("much", {"length": 1_000_000}))
     assert result.content.startswith("?éé")
@@ -89,11 +95,13 @@ async def test_a_long_result_is_cut_and_says_so(scorer):
     assert result.content.endswith("[cut: these are the first 32,768 of 1,000,001 characters]")
 
 
+@SHARED
 async def test_the_traceback_of_a_tool_is_for_people(scorer):
     assert len((await scorer.call_tool(task(), act("raises long"))).content) < 1100
     assert "in raises" in (await scorer.call_tool(task(), act("raises stop"))).details
 
 
+@SHARED
 async def test_an_episode_is_graded_with_its_messages(scorer):
     messages = (Message("assistant", "a"), Message("user", "b"), Message("assistant", "messages"))
     score = await scorer.score(task(), Episode("messages", num_turns=2, messages=messages))
@@ -102,6 +110,7 @@ async def test_an_episode_is_graded_with_its_messages(scorer):
         await scorer.score(task(), Episode("turns that are not finite"))
 
 
+@SHARED
 async def test_a_group_is_graded_together(scorer):
     found = await scorer.score_group(task(), [Episode(text) for text in ("ranks", "b", "three c")])
     assert [score.reward for score in found] == [1.0, 0.0, 2.0]
@@ -109,6 +118,7 @@ async def test_a_group_is_graded_together(scorer):
     assert [score.reward for score in await scorer.score_group(task(), [Episode("later")] * 3)] == [0.0, 1.0, 2.0]
 
 
+@SHARED
 @pytest.mark.parametrize(
     ("mode", "said"),
     [

@@ -35,7 +35,7 @@ def answer(prompt, seed):
 async def make(first, refills, max_refills=9, threshold=None, group_size=8, max_failures=0.5):
     """The batch whose tasks are the letters `first`, and the tasks that each round began."""
     begun, hooks = [], Hooks()
-    hooks.round_began = begun.append
+    hooks.round_began = lambda num_rollouts: begun.append(num_rollouts // group_size)
     offered = [[task(letter) for letter in letters] for letters in refills]
     batcher = Batcher(
         make_runner(ScriptedEngine(answer), Worth()),

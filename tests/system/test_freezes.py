@@ -11,7 +11,7 @@ from slipstream.runlog import read_events, read_exit, stacks
 
 from .test_real_runs import COIN, check_run, num_steps
 
-pytestmark = [pytest.mark.engine, pytest.mark.real_start]
+pytestmark = [pytest.mark.engine, pytest.mark.real_start, pytest.mark.full]
 
 SHORT_DEADLINES = ("--inference.request_timeout_s", "5", "--weights.apply_timeout_s", "10")
 SILENCE_S = 10.0
@@ -37,7 +37,6 @@ def started(command, run_file, folder, *options):
     return run
 
 
-@pytest.mark.full
 def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = started(command, run_file, folder, "--training.steps", "40", "--training.staleness", "1")
@@ -63,9 +62,7 @@ def test_a_run_that_was_stopped_blames_nobody_and_outlives_an_engine_that_is(com
     assert run.left_behind() == []
 
 
-@pytest.mark.parametrize(
-    "bridge", ["disk", *(pytest.param(name, marks=pytest.mark.full) for name in ("lora", "restart"))]
-)
+@pytest.mark.parametrize("bridge", ["disk", "lora", "restart"])
 def test_a_frozen_engine_is_outlived_where_a_dead_one_is(command, run_file, tmp_path, bridge):
     folder = tmp_path / "run"
     options = ("--lora.rank", "4") if bridge == "lora" else ("--weights.bridge", bridge)
@@ -81,7 +78,6 @@ def test_a_frozen_engine_is_outlived_where_a_dead_one_is(command, run_file, tmp_
     assert run.left_behind() == []
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("bridge", ["broadcast", "single_copy"])
 def test_a_frozen_engine_ends_the_run_as_a_dead_one_does_where_no_file_has_its_weights(
     command, run_file, tmp_path, bridge
@@ -98,7 +94,6 @@ def test_a_frozen_engine_ends_the_run_as_a_dead_one_does_where_no_file_has_its_w
     assert run.left_behind() == []
 
 
-@pytest.mark.full
 def test_one_of_several_engines_that_is_frozen_is_replaced(command, run_file, tmp_path):
     folder = tmp_path / "run"
     run = started(command, run_file, folder, "--inference.replicas", "2", "--training.steps", "40")

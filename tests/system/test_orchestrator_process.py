@@ -265,6 +265,7 @@ def test_another_plan_is_refused(scripted, run_file):
 
 @pytest.mark.engine
 @pytest.mark.real_start
+@pytest.mark.full
 def test_with_real_vllm_its_death_and_the_end(command, run_file, tmp_path):
     folder = tmp_path / "run"
     often = ("--run.checkpoint_every", "3", "--training.staleness", "1", "--training.steps", "20")

@@ -30,3 +30,14 @@ def test_those_that_a_reward_function_of_verl_gave_are_counted_too():
     assert score.metrics == {"good": 2.0, "non_finite": 2.0}
     found = rollout_metrics(batch_of(score.metrics, {"good": 4.0}, score.metrics))
     assert (found["reward/good"], found["reward/non_finite"]) == (8 / 3, 4.0)
+
+
+def test_the_staleness_of_each_task_is_over_its_tokens():
+    def of(source, *spans):
+        sequence = records.Sequence([1] * 4, [True] * 4, versions=[records.VersionSpan(*span) for span in spans])
+        return records.Rollout("r", "t", "g", [sequence], reward=1.0, outcome="done", source=source)
+
+    rollouts = [of("a", (0, "0.7")), of("b", (0, "0.5"), (1, "0.6")), of("b", (0, "0.7"))]
+    counts = {f"task/{name}/{key}": 1.0 for name in "ab" for key in ("drawn_groups", "signal_groups")}
+    found = rollout_metrics(records.Batch(7, records.Version(0, 7), rollouts, metrics=counts))
+    assert (found["task/a/staleness"], found["task/b/staleness"]) == (0.0, 5 / 8)

@@ -40,16 +40,21 @@ class _Checked:
     notes: list[str]
     rewards_per_s: float
 
-    @property
-    def gold_reward(self) -> float | None:
-        """Mean reward of the gold answers, if any were graded."""
-        return next((r.mean_reward for r in self.result.results if r.kind == "gold" and r.num_scored), None)
-
-    @property
-    def junk_reward(self) -> float | None:
-        """Mean reward of the junk, if any was graded."""
-        rewards = [reward for r in self.result.results if r.kind != "gold" for reward in r.rewards]
+    def mean_reward(self, *, is_gold: bool, part: str = "") -> float | None:
+        """Mean reward of the gold answers or of the junk, if any were graded; of one part of a mixture, if named."""
+        counted = [r for r in self.result.results if (r.kind == "gold") == is_gold and part in ("", r.part)]
+        rewards = [reward for result in counted for reward in result.rewards]
         return sum(rewards) / len(rewards) if rewards else None
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What the model made of the tasks."""
+
+    found: GroupStatistics
+    judgement: Judgement
+    by_task: dict[str, tuple[GroupStatistics, Judgement]]
+    """The same of each part of a mixture, and of each data source."""
 
 
 @env_app.command(name="new")
@@ -118,7 +123,7 @@ def env_test(
     run_file: RunFile,
     /,
     *overrides: Overrides,
-    num_tasks: Annotated[int, Parameter(help="Training tasks to grade.")] = 64,
+    num_tasks: Annotated[int, Parameter(help="Training tasks to grade, of each part of a mixture.")] = 64,
     model: Annotated[
         bool, Parameter(negative="", help="Also sample the run file's model, and judge whether RL can learn.")
     ] = False,
@@ -154,13 +159,13 @@ def env_test(
     tried = None
     if model and not failures:
         tried = _try_model(loaded, num_tasks, samples, checked, "none" if json else "plain" if plain else "auto")
-    verdict = "reward broken" if failures else tried[1].verdict if tried else ""
+    verdict = "reward broken" if failures else tried.judgement.verdict if tried else ""
     if json:
         _print_json(checked, failures, notes, tried, verdict if model else "")
     elif tried:
-        _print_trial(*tried, checked)
+        _print_trial(tried, checked)
     if verdict == "reward broken":
-        text = "; ".join(failures) or (tried[1].text if tried else "")
+        text = "; ".join(failures) or (tried.judgement.text if tried else "")
         raise EnvironmentFault(f"environment {checked.result.environment} cannot be trained on: {text}")
     return 0
 
@@ -220,7 +225,7 @@ def _check(config: RunConfig, num_tasks: int) -> _Checked:
 
 def _try_model(
     loaded: Loaded, num_tasks: int, samples: int | None, checked: _Checked, view: Literal["auto", "plain", "none"]
-) -> tuple[GroupStatistics, Judgement]:
+) -> _Trial:
     """Sample the model on training tasks and judge what came."""
     from slipstream.algo.readiness import group_statistics, judge
     from slipstream.config.schema import RLConfig
@@ -230,12 +235,20 @@ def _try_model(
 
     algorithm = loaded.config.algorithm
     group_size = algorithm.group_size if isinstance(algorithm, RLConfig) and algorithm.group_size > 1 else _SAMPLES
+    assert loaded.config.environment is not None
+    num_tasks *= max(1, len(loaded.config.environment.mixture))
     rollouts = sample_groups(prepare(loaded), make_view(view), num_tasks, samples or group_size)
     reward_threshold = algorithm.reward_threshold if isinstance(algorithm, RLConfig) else None
     found = group_statistics(rollouts, checked.result.threshold, reward_threshold)
     if found is None:
         raise EnvironmentFault(f"all of {len(rollouts)} rollouts failed; the first: {rollouts[0].error}")
-    return found, judge(found, checked.gold_reward)
+    by_task: dict[str, tuple[GroupStatistics, Judgement]] = {}
+    for source in sorted({rollout.source for rollout in rollouts} - {""}):
+        of_task = [rollout for rollout in rollouts if rollout.source == source]
+        if own := group_statistics(of_task, checked.result.threshold, reward_threshold):
+            part = source.partition("/")[0] if loaded.config.environment.mixture else ""
+            by_task[source] = own, judge(own, checked.mean_reward(is_gold=True, part=part))
+    return _Trial(found, judge(found, checked.mean_reward(is_gold=True)), by_task if len(by_task) > 1 else {})
 
 
 def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> None:
@@ -244,19 +257,23 @@ def _print_check(checked: _Checked, notes: Sequence[str], *, passed: bool) -> No
     from slipstream.view import render_table
 
     rows = [
-        {"kind": r.kind, "answers graded": r.num_scored}
+        ({"part": r.part} if r.part else {})
+        | {"kind": r.kind, "answers graded": r.num_scored}
         | ({"mean reward": r.mean_reward, "right, %": 100 * r.accuracy} if r.num_scored else {})
         for r in checked.result.results
     ]
     if rows:
-        Console(emoji=False).print(render_table(rows, ["kind", "mean reward", "right, %", "answers graded"]))
+        columns = ["part"] if any("part" in row for row in rows) else []
+        columns += ["kind", "mean reward", "right, %", "answers graded"]
+        Console(emoji=False).print(render_table(rows, columns))
     for text in notes:
         print(text)
     if passed:
         print(f"passed: the rewards of {checked.result.environment} tell right answers from wrong ones")
 
 
-def _print_trial(found: GroupStatistics, judgement: Judgement, checked: _Checked) -> None:
+def _print_trial(trial: _Trial, checked: _Checked) -> None:
+    found = trial.found
     low, high = (100 * bound for bound in found.pass_at_1_interval)
     lines = [
         ("pass@1", f"{100 * found.pass_at_1:.1f} % (95 % interval {low:.1f} to {high:.1f})"),
@@ -276,26 +293,28 @@ def _print_trial(found: GroupStatistics, judgement: Judgement, checked: _Checked
         lines.append(("failed", f"{found.num_failed} rollouts"))
     for name, text in lines:
         print(f"{name:<20}{text}")
-    print(f"{judgement.verdict}: {judgement.text}")
+    for task, (_, judgement) in trial.by_task.items():
+        print(f"{task}: {judgement.verdict}: {judgement.text}")
+    print(f"{trial.judgement.verdict}: {trial.judgement.text}")
 
 
 def _between(checked: _Checked) -> str:
     """The gold answers' reward and the junk's, as a scale."""
-    if checked.gold_reward is None or checked.junk_reward is None:
-        return ""
-    return f" (gold answers {checked.gold_reward:.3g}, junk {checked.junk_reward:.3g})"
+    gold, junk = checked.mean_reward(is_gold=True), checked.mean_reward(is_gold=False)
+    return f" (gold answers {gold:.3g}, junk {junk:.3g})" if gold is not None and junk is not None else ""
 
 
 def _print_json(
     checked: _Checked,
     failures: Sequence[str],
     notes: Sequence[str],
-    tried: tuple[GroupStatistics, Judgement] | None,
+    tried: _Trial | None,
     verdict: str,
 ) -> None:
     result = checked.result
     kinds = [
-        {"kind": r.kind, "num_scored": r.num_scored}
+        ({"part": r.part} if r.part else {})
+        | {"kind": r.kind, "num_scored": r.num_scored}
         | ({"mean_reward": r.mean_reward, "accuracy": r.accuracy} if r.num_scored else _UNGRADED)
         | {"num_failed": r.num_failed, "num_timeouts": r.num_timeouts, "first_failure": r.first_failure}
         for r in result.results
@@ -306,7 +325,12 @@ def _print_json(
     if verdict:
         summary["verdict"] = verdict
     if tried is not None:
-        summary["model"] = {**asdict(tried[0]), "text": tried[1].text}
+        summary["model"] = {**asdict(tried.found), "text": tried.judgement.text}
+        if tried.by_task:
+            summary["model"]["by_task"] = {
+                task: {**asdict(found), "verdict": judgement.verdict, "text": judgement.text}
+                for task, (found, judgement) in tried.by_task.items()
+            }
     print_json(summary)
 
 

@@ -13,6 +13,8 @@ that reach `threshold`. The rules:
   graded reward still has a slope;
 - no kind of junk makes the reward fail: an untrained policy writes junk;
 - fewer than half of the held-out prompts are training prompts: otherwise `split` is ignored.
+
+The rules hold for each part of a mixture by itself.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import asyncio
 import itertools
 import random
 import statistics
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from slipstream.envs.base import Environment, RewardError, RewardTimeout, Score, Scorer
@@ -64,6 +67,8 @@ class KindResult:
     first_failure: str = ""
     first_failed: str = ""
     """The first completion that failed, and its prompt."""
+    part: str = ""
+    """The part of a mixture whose tasks these are of."""
 
     @property
     def num_scored(self) -> int:
@@ -112,45 +117,59 @@ async def check_environment(
     held_out: bool = True,
     rehearsal: Rehearsal | None = None,
 ) -> EnvironmentCheck:
-    """Grades gold and junk for `num_tasks` training tasks and applies the rules; with `held_out`, also checks whether
-    held-out tasks are among them. `rehearsal` plays the episodes; without it texts alone are graded. Stops after three
-    timeouts, because a reward that hangs would take a deadline for each completion."""
-    made = make_tasks(environment, "train", num_tasks)
+    """Grades gold and junk for `num_tasks` training tasks, in a mixture of each part, and applies the rules; with
+    `held_out`, also checks whether held-out tasks are among them. `rehearsal` plays the episodes; without it texts
+    alone are graded. Stops after three timeouts, because a reward that hangs would take a deadline for each
+    completion."""
+    parts = list(parts_of(environment))
+    made = make_tasks(environment, "train", num_tasks * len(parts))
     tasks = [task for task in made if isinstance(environment, Verifiers) or not _is_hosted(environment, task)]
     golds = {task.id: turns for task in tasks if (turns := gold_turns(environment, task))}
-    known = [(task, golds[task.id][-1].content) for task in tasks if task.id in golds]
     if isinstance(environment, Verifiers):
         reason = (
             f"{environment.name} plays and grades its episodes in its own process and gives no gold answers, so "
             "nothing is checked without a model: use slipstream env test RUN --model"
         )
         return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason], reason)
-    if not known:
+    if not golds:
         reason = f"none of {len(tasks)} tasks has a gold answer, so the reward cannot be checked: add them"
         return EnvironmentCheck(environment.name, len(tasks), threshold, [], [reason], reason)
+    held_out_tasks = make_tasks(environment, "eval", min(num_tasks, _NUM_HELD_OUT) * len(parts)) if held_out else []
     results: list[KindResult] = []
-    for kind, plays in completions(known, seed).items():
+    failures: list[str] = []
+    for part in parts:
+        own = [task for task in tasks if task.part == part]
+        known = [(task, golds[task.id][-1].content) for task in own if task.id in golds]
+        of_part: list[KindResult] = []
+        for kind, plays in completions(known, seed).items() if known else ():
 
-        async def grade(task: Task, completion: str, kind: Kind = kind) -> Score:
-            if rehearsal is None:
-                return await scorer.score(task, completion)
-            turns = golds[task.id] if kind == "gold" else [Message("assistant", completion)]
-            return await rehearsal.score(task, turns, is_gold=kind == "gold")
+            async def grade(task: Task, completion: str, kind: Kind = kind) -> Score:
+                if rehearsal is None:
+                    return await scorer.score(task, completion)
+                turns = golds[task.id] if kind == "gold" else [Message("assistant", completion)]
+                return await rehearsal.score(task, turns, is_gold=kind == "gold")
 
-        results.append(await _play(kind, plays, grade, threshold))
-        if sum(result.num_timeouts for result in results) >= _STOP_AFTER_TIMEOUTS:
-            break
-    failures = judge_results(results)
-    if held_out:
-        failures += shared_prompts(tasks, make_tasks(environment, "eval", min(num_tasks, _NUM_HELD_OUT)))
-    reason = ""
-    if len(known) < len(tasks):
-        reason = f"{len(tasks) - len(known)} of {len(tasks)} tasks have no gold answer: give them"
+            if sum(result.num_timeouts for result in results + of_part) < _STOP_AFTER_TIMEOUTS:
+                of_part.append(replace(await _play(kind, plays, grade, threshold), part=part))
+        results += of_part
+        found = judge_results(of_part) if of_part else []
+        found += shared_prompts(own, [task for task in held_out_tasks if task.part == part])
+        failures += [f"{part}: {text}" if part else text for text in found]
+    if reason := _without_gold(tasks, golds):
         failures.append(reason)
-    notes = _differences(environment, rehearsal, len(known)) if rehearsal else ()
+    notes = _differences(environment, rehearsal, len(golds)) if rehearsal else ()
     if len(tasks) < len(made):
         notes += (f"{len(made) - len(tasks)} tasks are of verifiers, which grade themselves, and were not checked",)
     return EnvironmentCheck(environment.name, len(tasks), threshold, results, failures, reason, notes)
+
+
+def _without_gold(tasks: Sequence[Task], golds: Mapping[str, object]) -> str:
+    """The complaint about tasks without a gold answer; empty if there are none."""
+    missing = Counter(task.part for task in tasks if task.id not in golds)
+    if not missing:
+        return ""
+    parts = "" if [*missing] == [""] else f" (of {', '.join(f'{part}: {number}' for part, number in missing.items())})"
+    return f"{missing.total()} of {len(tasks)} tasks have no gold answer{parts}: give them"
 
 
 def _is_hosted(environment: Environment, task: Task) -> bool:

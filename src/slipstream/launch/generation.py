@@ -137,11 +137,9 @@ class GenerationHooks(Hooks):
         self._context = context
         self._progress = context.progress
 
-    def round_began(self, num_tasks: int) -> None:
+    def round_began(self, num_rollouts: int) -> None:
         """See `Hooks`."""
-        algorithm = self._context.config.algorithm
-        assert algorithm.kind != "sft"
-        self._progress.phase("generate", num_tasks * algorithm.group_size)
+        self._progress.phase("generate", num_rollouts)
 
     def rollout_ended(self) -> None:
         """See `Hooks`."""

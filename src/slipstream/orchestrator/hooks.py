@@ -13,8 +13,8 @@ from slipstream.records import ApplyReport
 class Hooks:
     """Methods that do nothing unless a subclass overrides them; called by the event loop."""
 
-    def round_began(self, num_tasks: int) -> None:
-        """A round of generation for a batch begins: one group of rollouts for each of `num_tasks` tasks."""
+    def round_began(self, num_rollouts: int) -> None:
+        """A round of generation for a batch begins, of at most so many rollouts."""
 
     def rollout_ended(self) -> None:
         """A rollout of a batch has ended, with whatever outcome."""

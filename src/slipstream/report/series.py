@@ -170,6 +170,7 @@ _TASK_PANELS = {
     "probability": ("Curriculum", "The probability with which a group is for this part.", "%"),
     "length": ("Length by task", "Mean tokens of each task's completions.", ""),
     "truncated_fraction": ("Truncated by task", "Of each task's completions, those cut at the limit.", "%"),
+    "staleness": ("Staleness by task", "Of each task's tokens, mean versions behind the step.", ""),
 }
 """By the metric's last name: title, note, unit. Counts have no plot."""
 

@@ -60,10 +60,10 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
         metrics["rollout/turns"] = statistics.fmean(rollout.num_turns for rollout in rollouts)
     if any(thinking := [rollout.num_thinking for rollout in rollouts]):
         metrics["rollout/thinking_length"] = statistics.fmean(thinking)
-    return metrics | _by_task(rollouts, batch.metrics)
+    return metrics | _by_task(rollouts, batch.metrics, batch.step)
 
 
-def _by_task(rollouts: list[records.Rollout], counts: Mapping[str, float]) -> dict[str, float]:
+def _by_task(rollouts: list[records.Rollout], counts: Mapping[str, float], step: int) -> dict[str, float]:
     """Metrics of each task of which the orchestrator has counted the groups: of a mixture's parts, of data sources."""
     metrics: dict[str, float] = {}
     total = sum(rollout.num_sampled for rollout in rollouts)
@@ -82,6 +82,12 @@ def _by_task(rollouts: list[records.Rollout], counts: Mapping[str, float]) -> di
             f"{prefix}/truncated_fraction": statistics.fmean(rollout.outcome == "truncated" for rollout in own),
             f"{prefix}/tokens_fraction": sum(lengths) / max(1, total),
         }
+        ages: Counter[int] = Counter()
+        for rollout in own:
+            for sequence in rollout.sequences:
+                ages.update(sequence.ages(step))
+        if num_tokens := sum(ages.values()):
+            metrics[f"{prefix}/staleness"] = sum(age * count for age, count in ages.items()) / num_tokens
     return metrics
 
 

@@ -65,7 +65,7 @@ class Batcher:
             while number < self.refills.max_refills and (wanted := self.refills.num_wanted(groups, size)):
                 number += 1
                 further = self.share.part(self.refills.tasks(step, number))[:wanted]
-                self.hooks.round_began(len(further))
+                self.hooks.round_began(self.num_rollouts(further))
                 groups += await self._round(step, version, number * size, further, size)
             choice = choose(self.refills, groups, size, number, may_be_empty=self.share.number > 0)
             chosen, left_out, metrics = choice.groups, choice.left_out, choice.metrics
@@ -132,6 +132,10 @@ class Batcher:
                 **metrics,
             },
         )
+
+    def num_rollouts(self, tasks: Sequence[Task]) -> int:
+        """How many rollouts the groups of these tasks have."""
+        return sum(self.runner.group_size(task, self.group_size) for task in tasks)
 
     def check(self, step: int, version: Version, groups: Sequence[list[Rollout]]) -> None:
         """Raise where too many rollouts failed, log-probabilities are missing, or a token's version is too old."""

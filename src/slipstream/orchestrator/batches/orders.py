@@ -53,7 +53,7 @@ class InDataOrder:
             version = await self._versions.wait_for(oldest_version(step, self._batcher.staleness, first), None)
             self._batcher.trained(self._versions.released)
             tasks = self._batcher.share.part(self._tasks_of_step(step))
-            self._hooks.round_began(len(tasks))
+            self._hooks.round_began(self._batcher.num_rollouts(tasks))
             async with self._versions.generating():
                 batch = await self._batcher.make(step, version, tasks)
             self._hooks.batch_ended()
@@ -98,7 +98,7 @@ class ReadyFirst:
         async with task_group() as tasks:
             watch = tasks.create_task(self._watch(slots))
             for step in range(first, num_steps):
-                self._hooks.round_began(self._size)
+                self._hooks.round_began(self._size * self._batcher.group_size)
                 while (numbers := slots.cut()) is None:
                     self._changed.clear()
                     for _ in range(slots.num_free):

@@ -44,13 +44,9 @@ def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float
     ages: Counter[int] = Counter()
     mixed = 0
     for rollout in rollouts:
-        versions: set[str] = set()
         for sequence in rollout.sequences:
-            for index, span in enumerate(sequence.versions):
-                end = sequence.versions[index + 1].start if index + 1 < len(sequence.versions) else len(sequence)
-                ages[step - int(span.version.split(".")[1])] += sum(sequence.mask[span.start : end])
-                versions.add(span.version)
-        mixed += len(versions) > 1
+            ages.update(sequence.ages(step))
+        mixed += len({span.version for sequence in rollout.sequences for span in sequence.versions}) > 1
     total = sum(ages.values())
     if not total:
         return {}
