@@ -21,6 +21,7 @@ MIN_FILE_LINES, MAX_PACKAGE_MODULES = 40, 13
 LAYERS = {
     "records": 0,
     "errors": 0,
+    "exports": 0,
     "patience": 0,
     "progress": 0,
     "engine_protocols": 1,

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.mixture import MIXTURE
 from slipstream.config.python_objects import is_python_object
-from slipstream.config.schema import EnvironmentConfig
 from slipstream.config.user_code import import_file, place_of
 from slipstream.envs.base import Environment
 from slipstream.envs.from_python import load_python_environment

@@ -18,27 +18,32 @@ off; `exit.json` and `resolved.toml` are replaced atomically. Text under keys th
 number that is not finite is written as null and named in a warning event. Nothing here imports torch.
 """
 
-from slipstream.runlog.reader import (
-    ACCURACY,
-    REWARD,
-    ExitReport,
-    ExitStatus,
-    RunStatus,
-    RunSummary,
-    holds_run,
-    is_running,
-    list_runs,
-    read_events,
-    read_exit,
-    read_metrics,
-    read_samples,
-    read_settings,
-    summarize,
-)
-from slipstream.runlog.record import RunRecord, Setting, read_run, samples_with_tokens
-from slipstream.runlog.redaction import REDACTED
-from slipstream.runlog.samples import read_tickets, sample_of
-from slipstream.runlog.writer import EventLog, RunLog, append_event, exit_code_of, refuse_used, versions
+from typing import TYPE_CHECKING
+
+from slipstream.exports import exported
+
+if TYPE_CHECKING:
+    from slipstream.runlog.reader import (
+        ACCURACY,
+        REWARD,
+        ExitReport,
+        ExitStatus,
+        RunStatus,
+        RunSummary,
+        holds_run,
+        is_running,
+        list_runs,
+        read_events,
+        read_exit,
+        read_metrics,
+        read_samples,
+        read_settings,
+        summarize,
+    )
+    from slipstream.runlog.record import RunRecord, Setting, read_run, samples_with_tokens
+    from slipstream.runlog.redaction import REDACTED
+    from slipstream.runlog.samples import read_tickets, sample_of
+    from slipstream.runlog.writer import EventLog, RunLog, append_event, exit_code_of, refuse_used, versions
 
 __all__ = [
     "ACCURACY",
@@ -70,3 +75,16 @@ __all__ = [
     "summarize",
     "versions",
 ]
+__getattr__ = exported(
+    __name__,
+    {
+        "reader": (
+            "ACCURACY REWARD ExitReport ExitStatus RunStatus RunSummary holds_run is_running list_runs "
+            "read_events read_exit read_metrics read_samples read_settings summarize"
+        ),
+        "record": "RunRecord Setting read_run samples_with_tokens",
+        "redaction": "REDACTED",
+        "samples": "read_tickets sample_of",
+        "writer": "EventLog RunLog append_event exit_code_of refuse_used versions",
+    },
+)

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.config.bounds import GIB
+from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import given, is_python_object
-from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Environment, Episode, RewardError, RewardFailed, RewardTimeout, Score, ToolResult
 from slipstream.envs.scoring.calls import judge, judge_group, run_tool
 from slipstream.envs.scoring.process import Answer, Setup, worker_environment

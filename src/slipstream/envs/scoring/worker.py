@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import give
-from slipstream.config.schema import EnvironmentConfig
 from slipstream.envs.base import Environment, RewardError, Score, ToolResult
 from slipstream.envs.registry import load_environment
 from slipstream.envs.scoring.calls import explained, failed_tool, judge, judge_group, run_tool
