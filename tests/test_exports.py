@@ -19,6 +19,14 @@ def test_a_reward_worker_imports_neither_the_whole_schema_nor_the_run_folders_wr
     """Each starts a process, and starts it again after a reward that hangs."""
     code = "import sys, slipstream.envs.scoring.worker; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    heavy = {"slipstream.config.schema", "slipstream.runlog.writer", "torch", "transformers", "vllm", "aiohttp", "numpy"}
+    heavy = {
+        "slipstream.config.schema",
+        "slipstream.runlog.writer",
+        "torch",
+        "transformers",
+        "vllm",
+        "aiohttp",
+        "numpy",
+    }
     assert "slipstream.envs.registry" in imported
     assert heavy.isdisjoint(imported)
