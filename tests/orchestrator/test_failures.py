@@ -98,7 +98,9 @@ async def test_an_episode_without_a_failure_is_none():
 
 def test_so_many_are_kept_of_each_step_and_kind_and_evaluation():
     kept, version = [], 7
-    failures = Failures(2, lambda rollout, step, held_out: kept.append((rollout.id, step, held_out)), lambda: version)
+    failures = Failures(
+        2, 3, lambda rollout, step, held_out: kept.append((rollout.id, step, held_out)), lambda: version
+    )
 
     def rollout(name, outcome="environment_error", **metrics):
         return Rollout(name, "t", "g", [], 0.0, outcome, metrics)
@@ -114,5 +116,6 @@ def test_so_many_are_kept_of_each_step_and_kind_and_evaluation():
     assert kept == [
         *(("3.0.0", 3, False), ("3.1.0", 3, False), ("eval.0", 7, True)),
         *(("3.0.1", 3, False), ("3.1.1", 3, False), ("eval.1", 7, True)),
+        ("eval.2", 7, True),
         *(("4.0.0", 4, False), ("eval.0", 8, True)),
     ]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -109,7 +110,7 @@ def create_engine(
     plan: EnginePlan, log_folder: Path, on_event: OnEvent, *, ahead: EngineAhead | None = None
 ) -> SupervisedEngine | EngineReplicas:
     """Create the engine without starting it; its output goes to `engine.log` in `log_folder`, that of several replicas
-    to `engine-<number>.log`. `ahead`: a process that has imported vLLM already, which may become the first engine's."""
+    to `engine-<number>.log`; one of several orchestrators has a replica too, if it has one engine. `ahead`: a process that has imported vLLM already, which may become the first engine's."""
     launcher = SUBPROCESSES if plan.orders is None else Elsewhere(plan.orders)
 
     def create(
@@ -127,8 +128,8 @@ def create_engine(
         )
 
     settings = plan.settings
-    if len(plan.gpus) == 1:
-        return create(settings, "engine.log" if plan.is_only else _log_of(plan.first_number), on_event, ahead)
+    if plan.is_only and len(plan.gpus) == 1:
+        return create(settings, "engine.log", on_event, ahead)
     engines: list[SupervisedEngine] = []
     for number, gpus in enumerate(plan.gpus):
         first_rank = settings.first_rank + number * settings.tensor_parallel_size
@@ -136,8 +137,12 @@ def create_engine(
         own = msgspec.structs.replace(settings, gpus=gpus, first_rank=first_rank)
         first = ahead if number == 0 else None
         engines.append(create(own, _log_of(own_number), functools.partial(on_event, replica=own_number), first))
+
+    def on_replica_event(kind: str, *, replica: int, **fields: Any) -> None:
+        on_event(kind, replica=plan.first_number + replica, **fields)
+
     per_engine = min(settings.max_num_seqs, -(-plan.num_sequences // len(engines)))
-    return EngineReplicas(engines, num_places=per_engine, on_event=on_event)
+    return EngineReplicas(engines, num_places=per_engine, on_event=on_replica_event)
 
 
 def _log_of(number: int) -> str:

@@ -166,6 +166,8 @@ def _runner(context: Context, engine: RunEngine, scorer: ScorerPool, versions: V
     prepared, config = context.prepared, context.config
     assert prepared.environment is not None
     assert config.environment is not None
+    num_failures, others = config.run.save_failures, config.run.orchestrators - 1
+    own_part = (num_failures + others - context.orchestrator) // (others + 1)
     return RolloutRunner(
         prepared.environment,
         scorer,
@@ -175,7 +177,7 @@ def _runner(context: Context, engine: RunEngine, scorer: ScorerPool, versions: V
         run_timeout_s=config.environment.run_timeout_s,
         context_length=config.inference.max_model_len,
         warn=context.log.warning,
-        on_ended=Failures(config.run.save_failures, keep, version).ended,
+        on_ended=Failures(own_part, num_failures, keep, version).ended,
         retries=retries_of(config, lambda reason: context.log.count({f"retry/{reason}": 1.0})),
     )
 

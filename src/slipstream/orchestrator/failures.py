@@ -19,12 +19,15 @@ def failure_of(rollout: Rollout) -> Kind | None:
 
 
 class Failures:
-    """Passes on the first `most` rollouts of each kind of failure: of each training step, and of each evaluation."""
+    """Passes on the first rollouts of each kind of failure: `most` of each training step, `most_held_out` of each
+    evaluation."""
 
-    def __init__(self, most: int, keep: Callable[[Rollout, int, bool], None], version: Callable[[], int]) -> None:
+    def __init__(
+        self, most: int, most_held_out: int, keep: Callable[[Rollout, int, bool], None], version: Callable[[], int]
+    ) -> None:
         """`keep` gets the rollout, its step and whether it is of an evaluation; `version` is the step of the version
         that an evaluation is of."""
-        self._most = most
+        self._most = {False: most, True: most_held_out}
         self._keep = keep
         self._version = version
         self._kept: Counter[tuple[int, bool, Kind]] = Counter()
@@ -37,5 +40,5 @@ class Failures:
         of, is_held_out = rollout.id.partition(".")[0], rollout.id.startswith("eval.")
         step = int(of) if of.isdigit() else self._version()
         self._kept[step, is_held_out, kind] += 1
-        if self._kept[step, is_held_out, kind] <= self._most:
+        if self._kept[step, is_held_out, kind] <= self._most[is_held_out]:
             self._keep(rollout, step, is_held_out)
