@@ -110,7 +110,8 @@ def create_engine(
     plan: EnginePlan, log_folder: Path, on_event: OnEvent, *, ahead: EngineAhead | None = None
 ) -> SupervisedEngine | EngineReplicas:
     """Create the engine without starting it; its output goes to `engine.log` in `log_folder`, that of several replicas
-    to `engine-<number>.log`; one of several orchestrators has a replica too, if it has one engine. `ahead`: a process that has imported vLLM already, which may become the first engine's."""
+    to `engine-<number>.log`. One of several orchestrators has replicas also where it has one engine. `ahead`: a process
+    that has imported vLLM already, which may become the first engine's."""
     launcher = SUBPROCESSES if plan.orders is None else Elsewhere(plan.orders)
 
     def create(
