@@ -522,7 +522,7 @@ def test_a_registry_is_a_path_or_a_bucket(run_file, tmp_path):
         ("s3:/bucket", "environment.registry = 's3:/bucket' is neither a folder nor a bucket of S3"),
         ("gs://bucket", "environment.registry = 'gs://bucket' is neither a folder nor a bucket of S3"),
         ("s3://bucket/../x", "environment.registry = 's3://bucket/../x' has a prefix that cannot be one"),
-        ("s3://me:hunter2@bucket", "environment.registry has '@' or '?' in it"),
+        ("s3://me:hunter2@bucket", "environment.registry has '@', '?' or ':' in it"),
         ("a\\u0000b", "environment.registry = "),
     ):
         with pytest.raises(ConfigError) as caught:

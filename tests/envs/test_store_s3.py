@@ -275,8 +275,9 @@ def test_endpoints_that_are_not(monkeypatch):
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        (f"s3://{KEY}:{SECRET}@bucket/prefix", r"^the address of a bucket has '@' or '\?' in it"),
-        (f"s3://bucket/prefix?X-Amz-Signature={SECRET}", r"^the address of a bucket has '@' or '\?' in it"),
+        (f"s3://{KEY}:{SECRET}@bucket/prefix", r"^the address of a bucket has '@', '\?' or ':' in it"),
+        (f"s3://{KEY}:{SECRET}/bucket", r"^the address of a bucket has '@', '\?' or ':' in it"),
+        (f"s3://bucket/prefix?X-Amz-Signature={SECRET}", r"^the address of a bucket has '@', '\?' or ':' in it"),
         *[(text, "is neither a folder nor a bucket of S3: write s3://bucket") for text in
           ("s3://", "s3:///prefix", "s3:/bucket", "S3://bucket", "s3://b", "s3://a bucket", "gs://bucket", "https://h/b")],
         *[(f"s3://bucket/{text}", "has a prefix that cannot be one") for text in
@@ -422,7 +423,7 @@ def test_certificates_are_checked(working, tmp_path, monkeypatch):
     path, context = certificate(tmp_path)
     with failing(Fails(pushed.archive), context) as url:
         give_credentials(monkeypatch, url)
-        untrusted = r"has a certificate that cannot be verified \(SSLError\): name its authority in AWS_CA_BUNDLE"
+        untrusted = r"has no certificate that can be verified \(SSLError\): name its authority in AWS_CA_BUNDLE"
         said(ConfigError, untrusted, located, section(pushed))
         monkeypatch.setenv("AWS_CA_BUNDLE", str(path))
         assert located(section(pushed))

@@ -34,12 +34,12 @@ def bucket_of(text: str, setting: str = "") -> Bucket:
     """The bucket at an address, which is named `setting` in errors. Raises ConfigError for any other text, which it
     does not show where it may hold a key."""
     what = f"{setting} = " if setting else ""
-    if "@" in text or "?" in text:
-        raise ConfigError(
-            f"{setting or 'the address of a bucket'} has '@' or '?' in it, as addresses with keys have, which logs "
-            f"would show: {_FORM}, and give keys as environment variables or in a profile"
-        )
     scheme, _, rest = text.partition("://")
+    if not {*"@?:"}.isdisjoint(rest):
+        raise ConfigError(
+            f"{setting or 'the address of a bucket'} has '@', '?' or ':' in it, as addresses with keys have, which "
+            f"logs would show: {_FORM}, and give keys as environment variables or in a profile"
+        )
     name, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
     if scheme != "s3" or not _NAME.fullmatch(name):

@@ -228,7 +228,10 @@ class S3Registry:
         if isinstance(error, of_credentials):
             return f"needs credentials, which cannot be found ({kind}): {_SAY_KEYS}"
         if isinstance(error, errors.SSLError):
-            return f"has a certificate that cannot be verified ({kind}): name its authority in AWS_CA_BUNDLE"
+            return (
+                f"has no certificate that can be verified ({kind}): name its authority in AWS_CA_BUNDLE, or correct "
+                "the endpoint"
+            )
         if isinstance(error, (errors.ConnectionError, errors.HTTPClientError, errors.IncompleteReadError)):
             return f"does not answer, or breaks off ({kind}): check the network and the endpoint, and try again"
         return f"cannot be used ({kind}): check the endpoint, the region and boto3's other settings"
