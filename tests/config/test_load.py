@@ -508,6 +508,30 @@ class TestPaths:
         assert load_config(run_file(), ["--run.folder", "~/r"]).config.run.folder == Path(home) / "r"
 
 
+def test_a_registry_is_a_path_or_a_bucket(run_file, tmp_path):
+    text = MINIMAL.replace("reasoning_gym/spell_backward", "letters@0123456789ab")
+
+    def registry(address):
+        return load_config(
+            run_file(with_line(f'registry = "{address}"', "[environment]", text))
+        ).config.environment.registry
+
+    assert registry("kept") == str(tmp_path / "kept")
+    assert registry("s3://bucket/team/rl") == "s3://bucket/team/rl"
+    for address, expected in (
+        ("s3:/bucket", "environment.registry = 's3:/bucket' is neither a folder nor a bucket of S3"),
+        ("gs://bucket", "environment.registry = 'gs://bucket' is neither a folder nor a bucket of S3"),
+        ("s3://bucket/../x", "environment.registry = 's3://bucket/../x' has a prefix that cannot be one"),
+        ("s3://me:hunter2@bucket", "environment.registry has '@', '?' or ':' in it"),
+        ("a\\u0000b", "environment.registry = "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            registry(address)
+        assert expected in str(caught.value)
+        assert "(run.toml:" in str(caught.value)
+        assert "hunter2" not in str(caught.value)
+
+
 def test_loading_changes_nothing_on_disk(run_file, tmp_path):
     path = run_file()
     load_config(path, ["--run.folder", str(tmp_path / "new")])

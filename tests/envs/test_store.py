@@ -4,6 +4,7 @@ import io
 import os
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -69,33 +70,33 @@ def link(kind, name="environment.py", target="/etc/passwd"):
 
 
 def test_what_is_pushed_is_what_is_pulled(working, tmp_path):
-    pushed = push(working, tmp_path / "registry")
+    pushed = push(working, str(tmp_path / "registry"))
     name, _, digest = pushed.reference.partition("@")
     assert (name, len(digest), pushed.num_files, pushed.num_left_out, pushed.is_new) == ("letters", 64, 4, 4, True)
-    assert not push(working, tmp_path / "registry").is_new
+    assert not push(working, str(tmp_path / "registry")).is_new
     os.utime(working / "rows.txt", (1, 1))
     (working / "helper.py").chmod(0o700)
-    assert push(working, tmp_path / "registry", "other").reference == f"other@{digest}", "by content alone"
-    folder = pull(pushed.reference, tmp_path / "registry", tmp_path / "new" / "pulled")
+    assert push(working, str(tmp_path / "registry"), "other").reference == f"other@{digest}", "by content alone"
+    folder = pull(pushed.reference, str(tmp_path / "registry"), tmp_path / "new" / "pulled")
     assert {*files_in(folder)[0]} == {"environment.py", "helper.py", "rows.txt", "deep/er/note.txt"}
     assert "helper" not in sys.modules
     (folder / "helper.py").write_text("LETTER = 'b'\n")
-    assert push(folder, tmp_path / "registry", "letters").reference != pushed.reference
+    assert push(folder, str(tmp_path / "registry"), "letters").reference != pushed.reference
     left = [path for path in (tmp_path / "registry").rglob("*") if path.suffix != ".tar" and path.is_file()]
     assert left == []
     with pytest.raises(ConfigError, match=r"is not an empty folder"):
-        pull(pushed.reference, tmp_path / "registry", folder)
+        pull(pushed.reference, str(tmp_path / "registry"), folder)
 
 
 def test_a_run_finds_it_by_digest_and_verifies_it_before_it_imports(working, tmp_path, cache):
-    registry = tmp_path / "registry"
+    registry = str(tmp_path / "registry")
     pushed = push(working, registry)
-    given = EnvironmentConfig(name=pushed.reference[: len("letters@") + 12], registry=str(registry))
+    given = EnvironmentConfig(name=pushed.reference[: len("letters@") + 12], registry=registry)
     section = located(given)
     assert section.name == str(cache / pushed.reference / "environment.py")
     assert load_environment(section).tasks("train", 2)[0].answer == "a"
     assert located(given.model_copy(update={"name": f"{given.name}:Letters"})).name == f"{section.name}:Letters"
-    pushed.archive.unlink()
+    Path(pushed.archive).unlink()
     assert located(given).name == section.name, "what is on this machine needs no registry"
     helper = cache / pushed.reference / "helper.py"
     helper.chmod(0o600)
@@ -106,11 +107,11 @@ def test_a_run_finds_it_by_digest_and_verifies_it_before_it_imports(working, tmp
 
 
 def test_a_replaced_archive_is_refused(working, tmp_path, cache):
-    registry = tmp_path / "registry"
+    registry = str(tmp_path / "registry")
     pushed = push(working, registry)
     (working / "helper.py").write_text("raise SystemExit('imported')\n")
-    push(working, registry).archive.replace(pushed.archive)
-    given = EnvironmentConfig(name=pushed.reference, registry=str(registry))
+    Path(push(working, registry).archive).replace(pushed.archive)
+    given = EnvironmentConfig(name=pushed.reference, registry=registry)
     with pytest.raises(DataError, match=r"it was damaged or replaced, push the environment again"):
         located(given)
     with pytest.raises(DataError, match=r"it was damaged or replaced"):
@@ -169,21 +170,21 @@ def test_other_archives_that_cannot_be(tmp_path, monkeypatch):
 def test_folders_that_cannot_be_pushed(working, tmp_path, monkeypatch):
     (working / "passwd").symlink_to("/etc/passwd")
     with pytest.raises(ConfigError, match=r"passwd is a link, which no environment may hold"):
-        push(working, tmp_path / "registry")
+        push(working, str(tmp_path / "registry"))
     (working / "passwd").unlink()
     with pytest.raises(ConfigError, match=r"cannot be an environment's name"):
-        push(working, tmp_path / "registry", "../up")
+        push(working, str(tmp_path / "registry"), "../up")
     monkeypatch.setattr(content, "MAX_FILES", 3)
     with pytest.raises(ConfigError, match=r"holds 4 files .* and an environment at most 3"):
-        push(working, tmp_path / "registry")
+        push(working, str(tmp_path / "registry"))
     (working / "environment.py").unlink()
     with pytest.raises(ConfigError, match=r"has no environment.py"):
-        push(working, tmp_path / "registry")
+        push(working, str(tmp_path / "registry"))
     assert not (tmp_path / "registry").exists()
 
 
 def test_names_that_lead_to_nothing(working, tmp_path):
-    registry = tmp_path / "registry"
+    registry = str(tmp_path / "registry")
     pushed = push(working, registry)
     for name in ("letters@abc", "letters@" + "g" * 12, "@" + "0" * 12):
         with pytest.raises(ConfigError, match=r"names no environment by digest: write name@digest"):
@@ -192,8 +193,8 @@ def test_names_that_lead_to_nothing(working, tmp_path):
     with pytest.raises(ConfigError, match=r"is not on this machine: set environment.registry"):
         located(missing)
     with pytest.raises(ConfigError, match=rf"has no environment letters@0+: its newest is {pushed.reference[:20]}"):
-        located(missing.model_copy(update={"registry": str(registry)}))
+        located(missing.model_copy(update={"registry": registry}))
     with pytest.raises(ConfigError, match=r"environment.registry has no effect"):
         located(EnvironmentConfig(name="rows", registry="x"))
     assert reference_of("a@" + "0" * 64 + ":B").attribute == "B"
-    assert digest_of_folder(pull(pushed.reference, registry, tmp_path / "p")) == pushed.archive.stem
+    assert digest_of_folder(pull(pushed.reference, registry, tmp_path / "p")) == Path(pushed.archive).stem

@@ -1,5 +1,6 @@
 """What `slipstream env new` writes can be checked, planned and trained; and so can what is named by digest."""
 
+import json
 import re
 import sys
 
@@ -10,6 +11,7 @@ from slipstream.cli.env_files import environment_files, next_commands
 from slipstream.cli.init_files import RL, SFT
 from slipstream.runlog import read_settings
 
+from ..s3_server import KEY, SECRET, TOKEN, Server, give_credentials
 from .conftest import Scripted
 
 SMALL = (
@@ -107,3 +109,54 @@ def test_a_run_by_digest(slipstream, model, tmp_path, scripted):
     assert slipstream("env", "pull", reference, "registry", "again")[0] == 3
     assert slipstream("env", "push", "mine", "registry", "--json")[0] == 0
     assert slipstream("env", "pull", reference[:20], "registry", "again")[0] == 3
+
+
+def test_a_run_by_digest_from_a_bucket_is_resumed(slipstream, model, tmp_path, scripted, monkeypatch):
+    boto3 = pytest.importorskip("boto3", reason="needs boto3: the extra `dev` brings it")
+    server = Server(tmp_path)
+    try:
+        give_credentials(monkeypatch, server.url)
+        boto3.client("s3").create_bucket(Bucket="environments")
+        assert slipstream("env", "new", "mine")[0] == 0
+        code, out, err = slipstream("env", "push", "mine", "s3://environments/rl/", "--json")
+        assert (code, err) == (0, "")
+        pushed = json.loads(out)
+        reference, bucket = pushed["reference"], "s3://environments/rl"
+        assert pushed["registry"] == bucket
+        code, out, err = slipstream("env", "push", "mine", bucket)
+        assert (code, err) == (0, "")
+        assert "was there already" in out
+        assert f'name = "{reference}"\nregistry = "{bucket}"\n' in out
+        assert slipstream("env", "pull", reference, bucket, "again")[0] == 0
+        options = ("--environment.name", reference, "--environment.registry", bucket)
+        run = (model, tmp_path / "mine" / "rl.toml", tmp_path / "rl")
+        (tmp_path / "mine" / "environment.py").write_text("raise SystemExit('not this one')")
+        rl = trained(*run, *options, "--run.checkpoint_every", "1")
+        assert read_settings(rl.folder)["environment.registry"] == bucket
+
+        # On another machine, with no such environment yet.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another cache"))
+        report = rl.run(
+            "--model.path", str(model), *SMALL[2:], *options, "--training.steps", "3", script=sorting(rl), resume=True
+        )
+        assert (report.status, report.step) == ("finished", 3), report.message
+        # What it was made with is the same from a folder, too.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a third cache"))
+        assert slipstream("env", "push", "again", "registry", "--name", "mine")[0] == 0
+        options = ("--environment.name", reference, "--environment.registry", str(tmp_path / "registry"))
+        report = rl.run(
+            "--model.path", str(model), *SMALL[2:], *options, "--training.steps", "4", script=sorting(rl), resume=True
+        )
+        assert (report.status, report.step) == ("finished", 4), report.message
+        attempts = json.loads((rl.folder / "provenance.json").read_text())["attempts"]
+        digests = [
+            sorted((e["name"], e["digest"]) for e in each["sources"] if e["kind"] == "environment") for each in attempts
+        ]
+        assert len(digests) == 3
+        assert digests[0] == digests[1] == digests[2] != []
+        for path in rl.folder.rglob("*"):
+            assert path.is_dir() or not any(secret.encode() in path.read_bytes() for secret in (KEY, SECRET, TOKEN)), (
+                path
+            )
+    finally:
+        server.end()

@@ -2,11 +2,9 @@
 
 import asyncio
 import signal
-import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -14,6 +12,7 @@ from slipstream.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.transport import RedisStreams, TransportLost
 from slipstream.transport.redis_server import RedisServer
 
+from ..certificates import certificate
 from ..redis_server import Server
 from .conftest import open_in
 
@@ -220,28 +219,6 @@ class Proxy:
                 break
             writer.write(data)
         writer.close()
-
-
-def certificate(folder):
-    """Of `localhost`, signed by itself: its file, and a server's side of TLS with it."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost")])
-    signed = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
-    path, key_path = folder / "certificate.pem", folder / "key.pem"
-    path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    key_path.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(path, key_path)
-    return path, context
 
 
 def test_tls_is_checked(redis_server, tmp_path, monkeypatch):

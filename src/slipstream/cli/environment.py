@@ -78,42 +78,48 @@ def env_new(folder: Annotated[Path, Parameter(help="New folder for the files.")]
 @env_app.command(name="push")
 def env_push(
     folder: Annotated[Path, Parameter(help="The environment's folder, with environment.py in it.")],
-    registry: Annotated[Path, Parameter(help="The folder that keeps environments; made if it is not there.")],
+    registry: Annotated[
+        str, Parameter(help="What keeps environments: a folder, made if it is not there, or s3://bucket/prefix.")
+    ],
     /,
     *,
     name: Annotated[str, Parameter(help="Its name there; default: the folder's.")] = "",
     json: Json = False,
 ) -> int:
-    """Keep an environment in a folder by the digest of its content, and print the name that a run file gives it.
+    """Keep an environment in a folder or S3 bucket by its content's digest, and print the name for a run file.
 
-    Hidden files, compiled Python, and the folders runs and models are left out and counted. Links are refused.
+    Hidden files, compiled Python, and the folders runs and models are left out and counted. Links are refused. A bucket
+    needs the extra s3 (pip install 'slipstream[s3]'), and credentials where boto3 looks for them.
     """
     from slipstream.config.parse.dump import toml_value
     from slipstream.envs.store.registry import push
 
-    found = push(Path(folder), Path(registry), name)
+    found = push(Path(folder), registry, name)
     if json:
-        print_json(asdict(found) | {"archive": str(found.archive)})
+        print_json(asdict(found))
     else:
         state = "pushed" if found.is_new else "was there already"
         print(f"{state}: {found.num_files} files, {found.num_left_out} left out\n\n[environment]")
-        print(f'name = "{found.reference}"\nregistry = {toml_value(str(Path(registry).resolve()))}')
+        print(f'name = "{found.reference}"\nregistry = {toml_value(found.registry)}')
     return 0
 
 
 @env_app.command(name="pull")
 def env_pull(
     reference: Annotated[str, Parameter(help="name@digest, as `slipstream env push` printed it.")],
-    registry: Annotated[Path, Parameter(help="The folder that keeps environments.")],
+    registry: Annotated[str, Parameter(help="The folder or bucket (s3://bucket/prefix) that it was pushed to.")],
     folder: Annotated[Path, Parameter(help="New folder for the environment.")],
     /,
     *,
     json: Json = False,
 ) -> int:
-    """Copy an environment out of a folder that keeps them, to work on it. Verifies it, and executes nothing."""
+    """Copy an environment out of the folder or S3 bucket that keeps it, to work on it.
+
+    Verifies it, and executes nothing.
+    """
     from slipstream.envs.store.registry import pull
 
-    path = pull(reference, Path(registry), Path(folder))
+    path = pull(reference, registry, Path(folder))
     print_json({"folder": str(path)}) if json else print(f"pulled: {path}")
     return 0
 

@@ -5,12 +5,12 @@ The password comes from an environment variable and stands in no setting, log or
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
+from slipstream.config.addresses import is_loopback
 from slipstream.errors import ConfigError, SlipstreamError, first_line
 from slipstream.transport.base import TransportLost
 from slipstream.transport.polled import Unreachable
@@ -131,7 +131,7 @@ def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -
     password = environment.get(password_variable) if password_variable else None
     if password_variable and not password:
         raise ConfigError(f"{password_variable} is to hold the password of {name}, and is not set: set it")
-    if parts.scheme == "unix" or _is_loopback(parts.hostname or ""):
+    if parts.scheme == "unix" or is_loopback(parts.hostname or ""):
         return name, password
     if parts.scheme != "rediss" or password is None:
         missing = " and ".join(
@@ -154,10 +154,3 @@ def _checked(url: str, password_variable: str, environment: Mapping[str, str]) -
 def _host_and_port(parts: SplitResult) -> str:
     host = parts.hostname or ""
     return f"[{host}]:{parts.port or 6379}" if ":" in host else f"{host}:{parts.port or 6379}" if host else ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from slipstream.config.addresses import is_address
 from slipstream.config.checks import contradictions, foreign_key, inapplicable, reason_against
 from slipstream.config.parse.aliases import FOREIGN_SECTIONS, note, translated
 from slipstream.config.parse.command_line import Override, apply_override, parse_overrides
@@ -271,7 +272,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, sources: _Origins) -> Non
             tree["data"][name] = resolve(f"data.{name}", text, always=not is_hub_name(text))
     if text := text_at("lora", "path"):
         tree["lora"]["path"] = resolve("lora.path", text, always=True)
-    if text := text_at("environment", "registry"):
+    if (text := text_at("environment", "registry")) and not is_address(text):
         tree["environment"]["registry"] = resolve("environment.registry", text, always=True)
     if isinstance(section := tree.get("environment"), dict):
         _resolve_environment(section, "environment", resolve)

@@ -1,5 +1,5 @@
-"""Checks that settings can be paths: on any Linux machine and in this process's locale. Does not access the file
-system."""
+"""Checks that settings can be paths, on any Linux machine and in this process's locale, or addresses where these may
+stand instead. Accesses neither file system nor network."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 from collections.abc import Iterator
 from typing import cast
 
+from slipstream.config.addresses import bucket_of, is_address
 from slipstream.config.parse.messages import show
 from slipstream.config.recipes import BUILT_IN
 from slipstream.config.schema import RLConfig, RunConfig
+from slipstream.errors import ConfigError
 
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 
 
 def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for each setting that names a file and cannot be a path."""
+    """(key, sentence) for each setting that names a file and cannot be a path, or a bucket and cannot be one."""
     named: dict[str, object] = {"model.path": config.model.path, "run.folder": config.run.folder}
     for section in ("data", "lora", "teacher"):
         named[f"{section}.path"] = getattr(getattr(config, section), "path", None)
@@ -31,6 +33,13 @@ def path_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
                     named |= _paths_at(f"{prefix}.settings.{key}", part.settings.get(key))
     if isinstance(config.algorithm, RLConfig):
         named |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in BUILT_IN}
+    if environment is not None and is_address(environment.registry):
+        try:
+            bucket_of(environment.registry, "environment.registry")
+        except ConfigError as error:
+            yield "environment.registry", str(error)
+    elif environment is not None:
+        named["environment.registry"] = environment.registry
     for key, value in named.items():
         if value is not None and (reason := unusable_path(str(value))):
             yield key, f"{key} = {show(str(value))} {reason}"

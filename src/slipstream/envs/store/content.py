@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 from slipstream.errors import ConfigError, DataError
 
 MAX_FILES, MAX_BYTES = 10_000, 1 << 30
+MAX_ARCHIVE_BYTES = MAX_BYTES + MAX_FILES * (8 << 10)
+"""With what a tar file has beside contents: long names, and blocks that are not full."""
 _HEADER = b"slipstream environment 1\n"
 _CACHES = ("__pycache__",)
 _LEFT_OUT = ("runs", "models")
@@ -99,16 +101,17 @@ def write_archive(archive: Path, files: Mapping[str, Path]) -> None:
                 tar.addfile(member, file)
 
 
-def unpack(archive: Path, folder: Path) -> None:
+def unpack(archive: Path, folder: Path, place: str = "") -> None:
     """Write an archive's files into the new, empty `folder`, readable by their owner alone. Raises DataError for an
-    archive that is damaged or holds anything but plain files of this folder."""
+    archive that is damaged or holds anything but plain files of this folder; `place` is where it was copied from."""
     names, size_bytes = set[str](), 0
+    place = place or str(archive)
     try:
         with tarfile.open(archive, "r:") as tar:
             for member in tar:
                 size_bytes += member.size
                 if problem := _why_no_member(member, names, size_bytes):
-                    raise DataError(f"{archive} cannot be unpacked: {member.name!r:.80} {problem}")
+                    raise DataError(f"{place} cannot be unpacked: {member.name!r:.80} {problem}")
                 names.add(member.name)
                 source, target = tar.extractfile(member), folder / member.name
                 assert source is not None
@@ -117,9 +120,9 @@ def unpack(archive: Path, folder: Path) -> None:
                     shutil.copyfileobj(source, file)
                 target.chmod(_READ_ONLY)
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise DataError(f"{archive} is no whole archive ({error}): push the environment again") from error
+        raise DataError(f"{place} is no whole archive ({error}): push the environment again") from error
     except OSError as error:
-        raise DataError(f"{archive} cannot be unpacked into {folder} ({error.strerror or error})") from error
+        raise DataError(f"{place} cannot be unpacked into {folder} ({error.strerror or error})") from error
 
 
 def _why_no_member(member: tarfile.TarInfo, names: set[str], size_bytes: int) -> str:

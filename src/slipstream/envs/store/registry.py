@@ -1,27 +1,27 @@
-"""A folder of environments: `push` adds one, `pull` copies one out, and `located` finds the one that a run file names.
+"""A folder or bucket of environments: `push` adds one, `pull` copies one out, and `located` finds the one that a run
+file names.
 
-An environment lies at `<registry>/<name>/<digest>.tar`. Nothing of it is imported before the digest of what was
-unpacked is the one that was asked for, so neither the folder nor whoever can write to it needs to be trusted.
+Nothing of an environment is imported before the digest of what was unpacked is the one that was asked for, so neither
+the registry nor whoever can write to it needs to be trusted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Generator
+import tempfile
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.config.addresses import bucket_of, is_address
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.python_objects import is_python_object
-from slipstream.envs.store.content import (
-    digest_of,
-    digest_of_folder,
-    files_in,
-    unpack,
-    write_archive,
-)
+from slipstream.envs.store.backends import Archive, FolderRegistry, Registry
+from slipstream.envs.store.content import digest_of, digest_of_folder, files_in, unpack, write_archive
+from slipstream.envs.store.s3 import S3Registry
 from slipstream.errors import ConfigError, DataError
 from slipstream.runlog.temporary import cache_root, private_folder, temporary
 
@@ -51,7 +51,10 @@ class Pushed:
     """An environment in a registry."""
 
     reference: str
-    archive: Path
+    registry: str
+    """Its address, as a run file names it."""
+    archive: str
+    """The path or address of what is kept there."""
     num_files: int
     num_left_out: int
     is_new: bool
@@ -70,8 +73,13 @@ def is_reference(name: str) -> bool:
     return "@" in name and not is_python_object(name) and ".py" not in name and "/" not in name
 
 
-def push(folder: Path, registry: Path, name: str = "") -> Pushed:
-    """Add the environment in `folder` to a registry, which is made if it is not there. Raises ConfigError."""
+def open_registry(address: str) -> Registry:
+    """The registry at a folder's path or a bucket's address. Raises ConfigError."""
+    return S3Registry(bucket_of(address)) if is_address(address) else FolderRegistry(Path(address))
+
+
+def push(folder: Path, address: str, name: str = "") -> Pushed:
+    """Add the environment in `folder` to a registry; a folder is made if it is not there. Raises ConfigError."""
     if not (folder / MAIN).is_file():
         raise ConfigError(f"{folder} has no {MAIN}, which is what a run loads: name the environment's file so")
     name = name or folder.resolve().name
@@ -79,31 +87,31 @@ def push(folder: Path, registry: Path, name: str = "") -> Pushed:
         raise ConfigError(f"{name!r} cannot be an environment's name: give letters, digits, '.', '_' and '-' as --name")
     files, num_left_out = files_in(folder, is_working=True)
     digest = digest_of(files)
-    archive = registry / name / f"{digest}.tar"
-    try:
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        with temporary("environment", archive.parent) as here:
-            is_new = not archive.is_file() or _digest_in(archive, here) != digest
-            if is_new:
-                write_archive(here / archive.name, files)
-                if _digest_in(here / archive.name, here) != digest:
-                    raise ConfigError(f"{folder} was changed while it was pushed: push it again")
-                (here / archive.name).replace(archive)
-    except OSError as error:
-        raise ConfigError(f"{registry} cannot be written to ({error.strerror}): name another folder") from error
-    return Pushed(f"{name}@{digest}", archive, len(files), num_left_out, is_new)
+    registry = open_registry(address)
+    with registry.adding(name) as here:
+        whole = [found for found in registry.archives(name, digest) if _is_whole(registry, found, here)]
+        if whole:
+            place = whole[0].place
+        else:
+            file = here / "archive.tar"
+            write_archive(file, files)
+            if _digest_in(file, here) != digest:
+                raise ConfigError(f"{folder} was changed while it was pushed: push it again")
+            place = registry.put(name, digest, file)
+    return Pushed(f"{name}@{digest}", registry.address, place, len(files), num_left_out, is_new=not whole)
 
 
-def pull(text: str, registry: Path, folder: Path) -> Path:
+def pull(text: str, address: str, folder: Path) -> Path:
     """Copy an environment into the new or empty `folder`, to work on it. Executes nothing. Raises ConfigError and
     DataError."""
     reference = reference_of(text)
-    archive = _archive(reference, registry)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: give a new one")
+    registry = open_registry(address)
+    archive = _archive(reference, registry)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _unpacked(archive, folder.parent) as whole:
+        with _unpacked(registry, archive, folder.parent) as whole:
             _check(reference, archive, whole)
             for path in whole.rglob("*"):
                 path.chmod(0o755 if path.is_dir() else 0o644)
@@ -122,25 +130,26 @@ def located(section: EnvironmentConfig) -> EnvironmentConfig:
         if section.registry:
             raise ConfigError("environment.registry has no effect: environment.name is no name@digest: remove it")
         return section
+    opened = functools.cache(lambda: open_registry(section.registry)) if section.registry else None
     mixture = {
-        name: part.model_copy(update={"name": _located(part.name, section.registry)})
-        for name, part in section.mixture.items()
+        name: part.model_copy(update={"name": _located(part.name, opened)}) for name, part in section.mixture.items()
     }
-    name = _located(section.name, section.registry)
+    name = _located(section.name, opened)
     return section.model_copy(update={"name": name, "registry": "", "mixture": mixture})
 
 
-def _located(name: str, registry: str) -> str:
+def _located(name: str, opened: Callable[[], Registry] | None) -> str:
     """The path of the verified file that a reference means; any other name as it is."""
     if not is_reference(name):
         return name
     reference = reference_of(name)
-    file = _on_this_machine(reference, registry) / MAIN
+    file = _on_this_machine(reference, opened) / MAIN
     return f"{file}:{reference.attribute}" if reference.attribute else str(file)
 
 
-def _on_this_machine(reference: Reference, registry: str) -> Path:
-    """The folder of unpacked and verified environments, in which this one is."""
+def _on_this_machine(reference: Reference, opened: Callable[[], Registry] | None) -> Path:
+    """The folder into which this environment was unpacked, verified. `opened` opens the registry for one that is not
+    here yet."""
     try:
         cache = private_folder(cache_root(os.environ) / "environments")
     except (OSError, RuntimeError) as error:
@@ -151,14 +160,15 @@ def _on_this_machine(reference: Reference, registry: str) -> Path:
     found = sorted(cache.glob(f"{reference.name}@{reference.digest}*"))
     if len(found) == 1:
         return _verified(found[0])
-    if not registry:
+    if opened is None:
         raise ConfigError(
             f"environment.name = {reference.shown} is not on this machine: set environment.registry "
-            "to the folder that it was pushed to"
+            "to the folder or bucket that it was pushed to"
         )
-    archive = _archive(reference, Path(registry))
-    target = cache / f"{reference.name}@{archive.stem}"
-    with _unpacked(archive, cache) as whole:
+    registry = opened()
+    archive = _archive(reference, registry)
+    target = cache / f"{reference.name}@{archive.digest}"
+    with _unpacked(registry, archive, cache) as whole:
         _check(reference, archive, whole)
         with contextlib.suppress(OSError):  # another run was faster
             whole.replace(target)
@@ -172,43 +182,52 @@ def _verified(folder: Path) -> Path:
     return folder
 
 
-def _archive(reference: Reference, registry: Path) -> Path:
-    found = sorted((registry / reference.name).glob(f"{reference.digest}*.tar"))
+def _archive(reference: Reference, registry: Registry) -> Archive:
+    found = registry.archives(reference.name, reference.digest)
     if len(found) == 1:
         return found[0]
     if found:
         raise ConfigError(
             f"{registry} has {len(found)} environments {reference.name}@{reference.digest}...: give more digits"
         )
-    others = sorted((registry / reference.name).glob("*.tar"), key=lambda path: path.stat().st_mtime)
-    newest = f"its newest is {reference.name}@{others[-1].stem[:12]}" if others else f"it has no {reference.name!r}"
+    others = registry.archives(reference.name)
+    newest = f"its newest is {reference.name}@{others[-1].digest:.12}" if others else f"it has no {reference.name!r}"
     raise ConfigError(f"{registry} has no environment {reference.shown}: {newest}")
 
 
-def _check(reference: Reference, archive: Path, whole: Path) -> None:
+def _check(reference: Reference, archive: Archive, whole: Path) -> None:
     """Raise DataError unless an archive holds what its name and the reference say."""
     digest = digest_of_folder(whole)
-    if digest != archive.stem or not digest.startswith(reference.digest):
+    if digest != archive.digest or not digest.startswith(reference.digest):
         raise DataError(
-            f"{archive} holds the environment of digest {digest:.12}, and {reference.shown} was "
+            f"{archive.place} holds the environment of digest {digest:.12}, and {reference.shown} was "
             "asked for: it was damaged or replaced, push the environment again"
         )
 
 
-def _digest_in(archive: Path, beside: Path) -> str:
-    """The digest of what an archive holds; empty for one that cannot be read."""
+def _is_whole(registry: Registry, archive: Archive, beside: Path) -> bool:
+    """Whether a registry's archive holds what its name says."""
     try:
-        with _unpacked(archive, beside) as whole:
-            return digest_of_folder(whole)
+        with _unpacked(registry, archive, beside) as whole:
+            return digest_of_folder(whole) == archive.digest
     except DataError:
-        return ""
+        return False
+
+
+def _digest_in(file: Path, beside: Path) -> str:
+    """The digest of what a file holds; empty for one that is no archive of an environment."""
+    with tempfile.TemporaryDirectory(dir=beside) as whole, contextlib.suppress(DataError):
+        unpack(file, Path(whole))
+        return digest_of_folder(Path(whole))
+    return ""
 
 
 @contextlib.contextmanager
-def _unpacked(archive: Path, beside: Path) -> Generator[Path]:
+def _unpacked(registry: Registry, archive: Archive, beside: Path) -> Generator[Path]:
     """Inside, a folder below `beside` that holds what an archive does, and may be moved away."""
     with temporary("environment", beside) as here:
+        file = registry.fetch(archive, here)
         whole = here / "whole"
         whole.mkdir(mode=0o700)
-        unpack(archive, whole)
+        unpack(file, whole, archive.place)
         yield whole
