@@ -126,6 +126,7 @@ def test_parts_of_a_mixture(client, working, cache):
     }
 
 
+@pytest.mark.quick("cut")
 @pytest.mark.parametrize("what", ["another", "cut", "junk", "empty"])
 def test_a_damaged_or_replaced_object_is_named_and_repaired(client, working, tmp_path, cache, what):
     pushed = push(working, ADDRESS)
@@ -227,6 +228,7 @@ def test_no_credentials(server, working, monkeypatch):
     said(ConfigError, r"cannot be found \(ProfileNotFound\): set AWS_", push, working, ADDRESS)
 
 
+@pytest.mark.full
 def test_a_profile_gives_credentials_and_endpoint(client, server, working, tmp_path, monkeypatch):
     give_credentials(monkeypatch, "")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
@@ -389,6 +391,7 @@ def test_what_the_server_says_is_not_repeated(from_server):
     from_server(r"refuses access \(status 403\)", LIST=lambda handler: refused(handler, SECRET))
 
 
+@pytest.mark.full
 def test_what_is_no_server_of_s3(from_server):
     hello = r"fails \(status 500\), 3 times: try again later, or correct the endpoint"
     from_server(hello, LIST=lambda handler: answered(handler, b"<html>Hello"))
@@ -400,6 +403,7 @@ def test_a_server_that_hangs(from_server, monkeypatch):
     assert from_server(hangs, LIST=lambda _: time.sleep(2.0)).count("LIST") == 3
 
 
+@pytest.mark.full
 def test_a_server_that_answers_byte_by_byte(from_server, monkeypatch):
     monkeypatch.setattr(s3, "_ANSWER_S", 1.0)
 
@@ -417,6 +421,7 @@ def test_a_server_that_answers_byte_by_byte(from_server, monkeypatch):
         assert time.monotonic() - began < 8.0
 
 
+@pytest.mark.full
 def test_certificates_are_checked(working, tmp_path, monkeypatch):
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
     pushed = push(working, str(tmp_path / "registry"))
@@ -429,6 +434,7 @@ def test_certificates_are_checked(working, tmp_path, monkeypatch):
         assert located(section(pushed))
 
 
+@pytest.mark.full
 def test_a_role_that_is_not_given(working, tmp_path, monkeypatch, caplog):
     caplog.set_level("DEBUG")
     (tmp_path / "config").write_text(
@@ -449,6 +455,7 @@ def test_a_role_that_is_not_given(working, tmp_path, monkeypatch, caplog):
     assert KEY not in caplog.text
 
 
+@pytest.mark.full
 def test_nothing_listens(working, monkeypatch):
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
     with failing(lambda *_: None) as url:
