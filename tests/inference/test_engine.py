@@ -1,9 +1,16 @@
 """What an engine's supervisor says of a death, whenever it comes."""
 
+import asyncio
+import os
+import signal
+import sys
+
 import pytest
 
 from slipstream.errors import EngineError
+from slipstream.inference import child_process
 from slipstream.inference.engine import SupervisedEngine
+from slipstream.inference.launchers import Subprocesses
 from slipstream.inference.settings import EngineSettings
 from slipstream.records import ApplyReport, Ticket, Version
 
@@ -26,3 +33,60 @@ async def test_a_death_in_the_middle_of_a_broadcast_names_the_remedy(tmp_path, m
         await engine.apply(Ticket(Version(0, 2, ""), "broadcast", "", ()), 1.0)
     assert "no file holds the weights that it had by broadcast: continue the run with --resume" in str(raised.value)
     assert "it said nothing and was killed" in str(raised.value)
+
+
+class Sleepers(Subprocesses):
+    """Starts processes that never get ready, and sends each its signal."""
+
+    def __init__(self, *numbers):
+        self.numbers, self.started = list(numbers), []
+
+    def launch(self, module, arguments, environment, log):
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+        self.started.append(child_process.launch(command, environment, log))
+        os.kill(self.started[-1].pid, self.numbers.pop(0))
+        return self.started[-1]
+
+
+@pytest.mark.parametrize("first", [signal.SIGSTOP, signal.SIGKILL])
+async def test_one_that_is_stopped_or_killed_before_it_is_ready_is_started_again(tmp_path, first):
+    events, launcher = [], Sleepers(first, signal.SIGKILL)
+    engine = SupervisedEngine(
+        EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8),
+        tmp_path / "log",
+        start_timeout_s=30,
+        silence_s=0.5,
+        max_restarts=1,
+        on_event=lambda kind, **fields: events.append((kind, fields)),
+        launcher=launcher,
+    )
+    engine.launch()
+    with pytest.raises(EngineError, match=r"the engine did not start: engine process ended with code -9"):
+        await asyncio.wait_for(engine.wait_ready(), 20)
+    ((kind, fields),) = events
+    assert (kind, fields["number"], len(launcher.started)) == ("engine_restart", 1, 2)
+    assert fields["reason"].startswith(
+        "engine process was killed, as it said nothing" if first == signal.SIGSTOP else "engine process ended"
+    )
+    assert [each.poll() for each in launcher.started] == [-signal.SIGKILL] * 2
+    await engine.stop()
+
+
+async def test_one_that_is_killed_by_the_end_of_the_run_is_not_started_again(tmp_path):
+    launcher = Sleepers(signal.SIGCONT)
+    engine = SupervisedEngine(
+        EngineSettings("", str(tmp_path / "socket"), "float32", 8, 8),
+        tmp_path / "log",
+        start_timeout_s=30,
+        max_restarts=1,
+        on_event=lambda kind, **fields: pytest.fail(kind),
+        launcher=launcher,
+    )
+    engine.launch()
+    waiting = asyncio.create_task(engine.wait_ready())
+    await asyncio.sleep(0.2)
+    engine.kill()
+    with pytest.raises(EngineError, match="did not start"):
+        await asyncio.wait_for(waiting, 20)
+    assert len(launcher.started) == 1
+    await engine.process.client.close()

@@ -102,3 +102,16 @@ def test_one_of_several_engines_that_is_frozen_is_replaced(command, run_file, tm
     assert code == 0, err
     assert kinds(folder).count("engine_restart") == 1
     assert run.left_behind() == []
+
+
+def test_an_engine_that_is_frozen_while_it_starts_is_named_and_started_again(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    run = command("train", run_file, *COIN, *SHORT_DEADLINES, "--training.steps", "4", "--run.folder", folder)
+    run.until(lambda: run.engines())
+    freeze(run)
+    code, _, err = run.wait()
+    assert code == 0, err
+    (restart,) = [event for event in read_events(folder) if event["kind"] == "engine_restart"]
+    assert "was killed, as it said nothing" in restart["reason"]
+    assert num_steps(folder) == 4
+    assert run.left_behind() == []

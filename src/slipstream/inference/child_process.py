@@ -107,6 +107,15 @@ def _wind_up(code: int) -> int:
     return code
 
 
+def state_of(pid: int) -> str:
+    """The state of a process in one letter, as /proc has it; empty when it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
 def ending(code: int | None, log_path: Path) -> str:
     """Part of a sentence on a child's exit code (None: it runs), its last exception, and its log."""
     state = "is running" if code is None else f"ended with code {code}"

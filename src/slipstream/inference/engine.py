@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from slipstream.engine_protocols import Generates, TakesWeights
-from slipstream.errors import EngineError
+from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference.client import SILENCE_S, EngineClient
 from slipstream.inference.engine_process import EngineProcess
 from slipstream.inference.launchers import SUBPROCESSES, Launcher
@@ -131,6 +131,7 @@ class SupervisedEngine:
         self._in_memory_by = ""
         """The bridge by which the engine got weights that no file holds; empty when a file holds them."""
         self.num_restarts = 0
+        self._has_ended = False
         self._num_parser_failures = self._num_untold = 0
 
     @property
@@ -179,8 +180,16 @@ class SupervisedEngine:
         self._process.launch()
 
     async def wait_ready(self) -> EngineHealth:
-        """See `RunEngine`."""
-        await self._process.wait_ready()
+        """See `RunEngine`. One that was killed, or stopped for too long, before it was ready is started again."""
+        try:
+            await self._process.wait_ready()
+        except DeadlineError:
+            raise
+        except EngineError:
+            if self._has_ended or not self._process.was_killed or self.num_restarts >= self._max_restarts:
+                raise
+            async with self._reviving:
+                await self._start_again(self._process.describe())
         health = await self._process.client.health()
         if health is None:
             raise EngineError(f"the engine stopped answering right after its start: {self._process.describe()}")
@@ -339,11 +348,13 @@ class SupervisedEngine:
 
     async def stop(self) -> None:
         """See `RunEngine`."""
+        self._has_ended = True
         await self._process.stop()
         self._process.remove_files()
 
     def kill(self) -> None:
         """See `RunEngine`."""
+        self._has_ended = True
         self._process.kill()
         self._process.remove_files()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ _POLL_S = 0.1
 
 class EngineProcess:
     """One engine process. `log_path` takes its output; `settings.socket` is filled in here. It is killed when it is
-    silent for `silence_s` while a call waits."""
+    silent for `silence_s` while a call waits, or stopped (SIGSTOP) for as long while it starts."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class EngineProcess:
             give_up=self._give_up,
             silence_s=silence_s,
         )
+        self._silence_s = silence_s
         self._was_silent = False
         self._stacks = ""
         """What its processes said of their stacks before it was killed for its silence."""
@@ -132,9 +134,13 @@ class EngineProcess:
     async def wait_ready(self) -> None:
         """Wait until the engine is in service. Raises `EngineError` with the child's error when it ends,
         `DeadlineError` after `start_timeout_s`."""
+        num_stopped = 0  # looks, not seconds: while this process is stopped, it does not look
         with contextlib.suppress(TimeoutError):
             async with Patience(self.start_timeout_s):
                 while not await self._is_ready():
+                    num_stopped = num_stopped + 1 if self._is_stopped() else 0
+                    if num_stopped * _POLL_S >= self._silence_s:
+                        await self._give_up()
                     await asyncio.sleep(_POLL_S)
                 return
         if await self._is_ready():  # once more: this process itself may have been held up
@@ -143,6 +149,14 @@ class EngineProcess:
         raise DeadlineError(
             f"the engine was not ready after {self.start_timeout_s:g} s (inference.start_timeout_s): {self.describe()}"
         )
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was ended from outside: by SIGKILL, as for want of memory, or here as it was silent."""
+        return self._was_silent or (self.process is not None and self.process.poll() == -signal.SIGKILL)
+
+    def _is_stopped(self) -> bool:
+        return self.process is not None and child_process.state_of(self.process.pid) in ("T", "t")
 
     async def _is_ready(self) -> bool:
         if not self.is_alive():

@@ -107,7 +107,7 @@ class Supervisor:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it does not read, or has just ended
                 os.write(write_end, b".")
             _reap_orphans(child.pid)
-            beat, state = read_heartbeat(self._folder), _state_of(child.pid)
+            beat, state = read_heartbeat(self._folder), child_process.state_of(child.pid)
             now = beat.time if beat is not None and beat.pid == child.pid else 0.0
             num_silent, last = (num_silent + 1 if now and now == last else 0), now
             num_stopped = num_stopped + 1 if state and state in "Tt" else 0
@@ -199,15 +199,6 @@ def _progress_of(folder: Path, lineage: int | None, attempts: Sequence[dict[str,
     before_s = float(attempts[0]["trained_s"]) if attempts else 0.0
     seconds = float(rows[-1]["time"]) - float(rows[0]["time"]) if rows else 0.0
     return {"step": int(rows[-1]["step"]) if rows else 0, "trained_s": before_s + seconds}
-
-
-def _state_of(pid: int) -> str:
-    """The state of a process in one letter, as /proc has it; empty when it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
 
 
 def _reap_orphans(trainer: int) -> None:
