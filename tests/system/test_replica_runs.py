@@ -62,6 +62,25 @@ def test_an_adapter(command, run_file, tmp_path):
     assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3]
 
 
+@pytest.mark.full
+def test_one_of_two_evaluates_while_steps_are_made(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    many = ("--evaluation.num_tasks", 64, "--evaluation.samples_per_task", 8, "--evaluation.every", 4)
+    options = ("--environment.settings", "{coin = true}", "--training.steps", 8, "--training.staleness", 1, *many)
+    run = command("train", run_file, *TWO, *options, "--run.folder", folder)
+    code, _, err = run.wait(400)
+    assert code == 0, err
+    assert run.left_behind() == []
+    check_versions(folder, staleness=1)
+    later = {row["step"]: row.get("eval/steps_later") for row in read_metrics(folder) if "eval/accuracy" in row}
+    assert (later.keys(), later[8]) == ({0, 4, 8}, None)
+    assert max(later[0], later[4]) >= 1, "the trainer went on"
+    for sample in read_samples(folder):
+        if sample.get("split") == "eval":
+            labels = {name for sequence in sample["sequences"] for _, name in sequence["versions"]}
+            assert labels == {f"0.{sample['step']}"}
+
+
 @pytest.mark.real_start
 @pytest.mark.full
 @pytest.mark.parametrize("bridge", ["disk", "broadcast"])
