@@ -133,7 +133,7 @@ async def test_one_that_dies_comes_back_on_its_own_version_and_training_goes_on(
         assert await several.answers() == {0}
     assert several.taken == [[1, 2, 3], [1, 3]]
     assert await several.answers() == {0, 1}
-    assert [kind for kind, _ in several.events] == ["replica_lost", "engine_restart"]
+    assert [kind for kind, _ in several.events] == ["replica_aside", "replica_lost", "engine_restart"]
 
 
 async def test_one_that_cannot_be_started_again_ends_every_call():

@@ -299,6 +299,7 @@ class EngineReplicas:
                 "evaluation.beside = false"
             )
         replica.is_aside = True
+        self._on_event("replica_aside", replica=replica.number)
         try:
             yield replica.engine
             await self._catch_up(replica, timeout_s)
