@@ -10,6 +10,7 @@ from rich.console import Console
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.runlog import read_samples
 from slipstream.runlog.ledger import balance
+from slipstream.runlog.samples import read_tickets
 from slipstream.view import make_view
 
 STEPS = 6
@@ -73,9 +74,11 @@ def test_evaluations_come_later_at_their_own_step_and_the_last_is_made_by_all(sc
     assert {engine.version.step for engine in scripted.engines} == {STEPS}
     # The evaluation of step 4 went on when the last version was published.
     assert sorted(path.name for path in (scripted.folder / "weights").iterdir()) == ["0.4", "0.5", "0.6"]
+    assert [ticket.version.step for ticket in read_tickets(scripted.folder)] == [4, 5, 6]
     assert balance(scripted.folder).num("trained") == STEPS * 4
 
 
+@pytest.mark.full
 def test_where_nothing_is_said_it_is_so_with_staleness_only(scripted):
     options = ("--inference.replicas", "2", "--run.threads", "2", "--evaluation.every", "1")
     assert scripted.run(*options).status == "finished"

@@ -144,6 +144,8 @@ class Evaluations:
 
     def make(self, engine: Evaluates, step: int, *, is_last: bool) -> dict[str, float]:
         """Evaluate version `step`; returns metrics, or none yet where the evaluation goes on beside training."""
+        if self.running is not None:
+            self._progress.phase(f"wait for the evaluation of step {self.running}")
         with self._log.phase("evaluate"):
             self.take(engine, step, waits=True)
             beside = self._config is not None and self._config.beside

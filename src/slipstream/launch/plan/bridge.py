@@ -58,7 +58,10 @@ def plan_beside(builder: PlanBuilder) -> None:
         return
     if obstacle := _beside_obstacle(builder):
         if evaluation.beside is True:
-            raise ConfigError(f"evaluation.beside = true needs an engine that can stay on its version: {obstacle}")
+            raise ConfigError(
+                f"evaluation.beside = true needs an engine that can stay on its version: {obstacle}; change that, or "
+                "leave evaluation.beside out, and training waits for evaluations"
+            )
         builder.derive_auto("evaluation.beside", False, f"training waits for evaluations: {obstacle}")
         return
     if not builder.original.training.staleness:

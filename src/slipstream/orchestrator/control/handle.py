@@ -112,10 +112,15 @@ class _Beside:
     step: int
     answer: Future[commands.AnyAnswer]
     began: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0
+    ended: float | None = None
 
     def has_ended(self, answer: Future[commands.AnyAnswer]) -> None:
-        self.seconds = time.monotonic() - self.began
+        self.ended = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken. The answer may be there a moment before `has_ended` is called."""
+        return (self.ended or time.monotonic()) - self.began
 
 
 class Orchestrator:
