@@ -279,6 +279,27 @@ def test_rows_of_one_step_are_merged(tmp_path):
     assert (row["reward/mean"], row["eval/accuracy"]) == (0.5, 1.0)
 
 
+def test_numbers_that_come_later_are_of_their_step_and_have_nothing_of_the_next_row(tmp_path):
+    with RunLog.create(tmp_path / "run") as log:
+        heard = []
+        log.listen(lambda step, row: heard.append((step, dict(row))))
+        log.metrics(1, {"reward/mean": 0.5})
+        log.metrics(2, {"reward/mean": 0.75})
+        log.note({"update/bytes": 8.0})
+        with log.phase("train"):
+            log.add_metrics(1, {"eval/accuracy": 1.0, "eval/reward": math.inf})
+        with pytest.raises(ValueError, match="has no group"):
+            log.add_metrics(1, {"accuracy": 1.0})
+        log.metrics(3, {})
+        assert log.step == 3
+    first, second, third = runlog.read_metrics(log.folder)
+    assert (first["reward/mean"], first["eval/accuracy"], first["eval/reward"]) == (0.5, 1.0, None)
+    assert "eval/accuracy" not in second
+    assert (third["update/bytes"], "time/train_s" in third) == (8.0, True)
+    assert heard[2] == (1, {"eval/accuracy": 1.0, "eval/reward": None})
+    assert "not finite in step 1: eval/reward" in [event.get("message") for event in runlog.read_events(log.folder)]
+
+
 def test_warnings_and_samples_are_told_to_who_listens(tmp_path):
     told, samples = [], []
     with RunLog.create(tmp_path / "run") as log:

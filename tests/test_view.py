@@ -142,6 +142,14 @@ def test_plain_leaves_out_quick_steps_but_not_those_with_an_accuracy_nor_the_las
     assert [line.split()[1] for line in lines_of(plain.console)[1:]] == ["1/12", "5/12", "7/12", "11/12", "12/12"]
 
 
+def test_an_evaluation_beside_training_has_a_line_of_its_own(plain, clock):
+    plain.start(TITLE, 12)
+    plain.step(4, {"eval/accuracy": 0.25})
+    plain.evaluated(2, {"eval/accuracy": 0.5, "eval/pass@4": 0.75, "eval/samples_per_task": 4.0})
+    assert lines_of(plain.console)[-1] == "evaluation of step 2:  accuracy 0.500  pass@4 0.750"
+    assert (plain.row["eval/accuracy"], plain.steps_done) == (0.5, 4)
+
+
 def test_a_phase_that_ended_is_no_longer_counted(plain, clock):
     plain.start(TITLE, 3)
     plain.phase("evaluate", 2)

@@ -37,6 +37,10 @@ class Progress(Protocol):
         """Report a finished step; ends the calling thread's phase."""
         ...
 
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report an evaluation that went on beside training, of a step that was reported before."""
+        ...
+
     def message(self, text: str, level: str = "info") -> None:
         """Show a message; `level` is info, warning or error."""
         ...

@@ -4,6 +4,7 @@ import pytest
 
 from slipstream.config import LoraConfig
 from slipstream.config.checks import contradictions
+from slipstream.errors import ConfigError
 from slipstream.launch.plan.facts import AdapterFacts
 from slipstream.launch.plan.memory.sizes import GIB
 
@@ -104,3 +105,58 @@ def test_what_was_set_stays():
         made = plan(GENERATED | {"weights.bridge": bridge}, **CARD)
         assert made.config.weights.bridge == bridge
         assert "weights.bridge" not in reasons(made)
+
+
+TWO_ENGINES = {"inference.replicas": 2, "weights.bridge": "disk", "training.staleness": 1}
+EVALUATED = {"evaluation.every": 10}
+THREE = CARD | {"num_gpus": 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "beside", "reason"),
+    [
+        ({}, True, "one engine stays on the version and evaluates it, the other goes on"),
+        ({"inference.replicas": 3}, True, "evaluates it, the other 2 go on"),
+        ({"weights.delta": True}, True, "the other goes on"),
+        (
+            {"weights.bridge": "broadcast"},
+            False,
+            'weights.bridge = "broadcast" brings a version to all engines at once',
+        ),
+        ({"weights.bridge": "restart"}, False, 'weights.bridge = "restart" brings a version to all'),
+        ({"inference.replicas": 1}, False, "the run has inference.replicas = 1 engine, and two or more are needed"),
+        ({"training.staleness": 0}, False, "without training.staleness the course of a run depends on no timing"),
+        ({"evaluation.stop_at": 0.5}, False, "evaluation.stop_at may end the run by what they say"),
+        ({"evaluation.patience": 3}, False, "evaluation.patience may end the run"),
+    ],
+)
+def test_whether_an_engine_evaluates_while_others_go_on(values, beside, reason):
+    card = CARD | {"num_gpus": 4}
+    made = plan(GENERATED | EVALUATED | TWO_ENGINES | values, **card)
+    assert made.config.evaluation.beside is beside
+    assert reason in reasons(made)["evaluation.beside"]
+    # What was asked for is done, or refused with the same reason.
+    asked = GENERATED | EVALUATED | TWO_ENGINES | values | {"evaluation.beside": True}
+    if values.get("weights.bridge") or values.get("inference.replicas") == 1:
+        with pytest.raises(ConfigError, match=r"evaluation\.beside = true needs an engine that can stay") as refused:
+            plan(asked, **card)
+        assert reason in str(refused.value)
+    else:
+        made = plan(asked, **card)
+        assert made.config.evaluation.beside is True
+        assert "evaluation.beside" not in reasons(made)
+    made = plan(asked | {"evaluation.beside": False}, **card)
+    assert (made.config.evaluation.beside, "evaluation.beside" in reasons(made)) == (False, False)
+
+
+def test_of_engines_that_sleep_none_evaluates():
+    values = EVALUATED | {"inference.replicas": 2, "run.placement": "shared", "inference.sleep": True}
+    made = plan(GENERATED | values, **TWO)
+    assert made.config.evaluation.beside is False
+    assert "under inference.sleep = true all engines sleep" in reasons(made)["evaluation.beside"]
+
+
+def test_an_adapter_can_be_evaluated_beside_training():
+    lora = GRPO.model_copy(update={"lora": LoraConfig()})
+    values = EVALUATED | {"inference.replicas": 2, "training.staleness": 1}
+    assert plan(GENERATED | values, lora, adapter=ADAPTER, **THREE).config.evaluation.beside is True

@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from slipstream.algo.statistics import wilson_interval
+from slipstream.errors import IntegrityError
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.evaluate import MAX_SOURCES, evaluate, vote_of
 from slipstream.orchestrator.rollouts import seed_of
-from slipstream.records import Task
+from slipstream.records import Task, Version
 from slipstream.runlog.samples import sample_id
 
 from .test_orchestrator import END, SAMPLING, TASKS, make_runner
@@ -108,3 +109,20 @@ async def test_an_evaluation_is_told_apart_by_data_source():
 )
 def test_what_a_completion_votes_for(completion, answer, vote):
     assert vote_of(completion, answer) == vote
+
+
+async def test_a_token_of_another_version_makes_no_figure():
+    how = {"sampling": SAMPLING, "threshold": 1.0, "seed": 0, "max_failures": 0.5, "version": Version(0, 2)}
+    engine = letters("b")
+    engine.version = Version(0, 2, "d")
+    assert (await evaluate(make_runner(engine), TASKS, **how)).accuracy == 1.0
+    # It may be another engine than the one of training, which has another version.
+    engine.version, other = Version(0, 3, "d"), letters("b")
+    other.version = Version(0, 2, "d")
+    assert (await evaluate(make_runner(engine), TASKS, **how, engine=other)).accuracy == 1.0
+    assert engine.num_requests == len(TASKS)
+    with pytest.raises(IntegrityError, match=r"eval.0 of the evaluation of version 0.2 holds tokens of version 0.3:"):
+        await evaluate(make_runner(engine), TASKS, **how)
+    engine.version = None
+    with pytest.raises(IntegrityError, match="holds tokens of version nobody knows which"):
+        await evaluate(make_runner(engine), TASKS, **how)

@@ -122,7 +122,7 @@ async def probe():
     return [TokenSequence([1, 2], [False, True], [0.0, -0.1])]
 
 
-async def evaluated():
+async def evaluated(command):
     return evaluation()
 
 
@@ -133,7 +133,7 @@ def test_answers_are_those_of_the_executor(sides):
     assert applied.report == ApplyReport(TICKET.version, num_bytes=24)
     assert applied.probe == asyncio.run(probe())
     assert applied.metrics == {"replica_0/requests": 2.0}
-    assert caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it").evaluation == evaluation()
+    assert caller.call(commands.Evaluate(2), commands.Evaluated, 20.0, "it").evaluation == evaluation()
     assert caller.call(commands.AskHeld(), commands.Held, 20.0, "it").version == Version(0, 2, "dd")
     assert caller.call(commands.AskJoined(), commands.Joined, 20.0, "it").count == 4
     assert caller.call(commands.AskTeacher(), commands.TeacherDigest, 20.0, "it").digest == "t"
@@ -143,7 +143,7 @@ def test_answers_are_those_of_the_executor(sides):
 
 
 def test_failures_come_as_what_they_were(sides):
-    async def evaluate():
+    async def evaluate(command):
         raise ValueError("a bug")
 
     async def probe():
@@ -154,7 +154,7 @@ def test_failures_come_as_what_they_were(sides):
     with pytest.raises(WeightsError, match=r"^the engine holds another version$"):
         caller.call(commands.Apply(wrong), commands.Applied, 20.0, "it")
     with pytest.raises(RuntimeError, match=r"ValueError: a bug .*orchestrator\*\.log"):
-        caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it")
+        caller.call(commands.Evaluate(2), commands.Evaluated, 20.0, "it")
     if sides.is_apart:
         with pytest.raises(RuntimeError, match=r"TypeError: .*orchestrator\*\.log"):  # what cannot be encoded
             caller.call(commands.Apply(TICKET), commands.Applied, 20.0, "it")
@@ -385,19 +385,19 @@ def test_a_trainer_that_does_not_read_is_waited_for(sides):
 def test_texts_that_are_no_unicode_are_told(sides, tmp_path):
     name = b"r\xe9sum\xe9".decode("utf-8", "surrogateescape")
 
-    async def evaluate():
+    async def evaluate(command):
         NoticeLog(sides.outbox, tmp_path, 0).warning(f"no file {name}", files=[name])
         raise DataError(f"no file {name}")
 
     caller = sides.serve(executor_of(Engine(), Versions(), evaluate=evaluate))
     with pytest.raises(DataError, match=r"no file r\\udce9sum"):
-        caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it")
+        caller.call(commands.Evaluate(2), commands.Evaluated, 20.0, "it")
     ((told),) = sides.heard
     assert told.fields["files"] == [r"r\udce9sum\udce9"]
 
 
 def test_errors_of_other_modules_keep_their_class(sides):
-    async def evaluate():
+    async def evaluate(command):
         raise TransportLost("it lost its records")
 
     async def start():
@@ -408,7 +408,7 @@ def test_errors_of_other_modules_keep_their_class(sides):
         caller.call(commands.Start(), commands.Done, 20.0, "it")
     sides.reason = OrchestratorError("it ended with code 1")  # as it does where its queues are lost
     with pytest.raises((TransportLost, OrchestratorError)):
-        caller.call(commands.Evaluate(), commands.Evaluated, 20.0, "it")
+        caller.call(commands.Evaluate(2), commands.Evaluated, 20.0, "it")
     assert caller.engine_state(settles=True).is_in_memory_only
 
 

@@ -152,7 +152,7 @@ def test_commands_go_to_all_and_their_answers_are_one():
     with pytest.raises(TypeError, match="answered Held and Joined"):
         future.result(1)
     assert several.activity() == 2
-    several.submit(commands.Evaluate())
+    several.submit(commands.Evaluate(2))
     assert isinstance(callers[0].sent[-1][0], commands.Evaluate)
     assert isinstance(callers[1].sent[-1][0], commands.AskHeld)
 

@@ -81,6 +81,10 @@ def test_the_newest_row_and_what_all_rows_add_up_to(tmp_path):
         assert found["slipstream_rollouts_dropped_total", "surplus"] == 2
         assert found["slipstream_requests_retried_total", "late"] == 3
         assert ("slipstream_train_loss",) not in found, "of an older row"
+        log.add_metrics(2, {"eval/accuracy": 0.5})
+        later = samples(get(server.url))
+        assert (later["slipstream_eval_accuracy",], later["slipstream_reward_mean",]) == (0.5, 0.75)
+        assert (later["slipstream_step",], later["slipstream_rollouts_trained_total",]) == (3, 16)
         assert 0 <= found["slipstream_progress_age_seconds",] < 60
         deadline = time.monotonic() + 30
         while ("slipstream_heartbeat_age_seconds",) not in found and time.monotonic() < deadline:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from slipstream.errors import ConfigError, EngineError, Interrupted, StartsAgain
 from slipstream.runlog import RunLog, read_events, read_metrics
 from slipstream.sinks import MAX_SAMPLES, MetricSinks, Run, require_sinks, run_of
+from slipstream.sinks.targets import WandB
 
 ROWS = [{"reward/mean": 0.25, "train/loss": -1.5}, {"reward/mean": 0.5, "train/loss": None}, {"reward/mean": 0.75}]
 
@@ -239,6 +241,23 @@ def test_wandb_offline_keeps_every_row_and_no_secret(tmp_path):
     assert len(paths) == 2
     _, resumed, exit_code = wandb_records(paths[1], "*.wandb")
     assert (resumed.run_id, exit_code) == (run.run_id, 3)
+
+
+def test_wandb_gets_an_evaluation_that_comes_later_with_its_newest_step(tmp_path, monkeypatch):
+    told = []
+    run = SimpleNamespace(
+        log=lambda values, step: told.append((step, values)),
+        define_metric=lambda name, step_metric: told.append((name, step_metric)),
+    )
+    library = SimpleNamespace(init=lambda **options: run, Table=dict, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    sink = WandB(Run(tmp_path, 0, {}, "key"))
+    sink.write(4, 1.0, {"reward/mean": 0.5})
+    sink.write(7, 2.0, {"reward/mean": 0.75, "eval/accuracy": 0.5})
+    sink.write(4, 3.0, {"eval/accuracy": 0.25})
+    sink.write_samples(4, 3.0, [])
+    assert [(step, values.get("eval/step")) for step, values in told[1:4]] == [(4, None), (7, 7), (7, 4)]
+    assert (told[0], told[4][0]) == (("eval/*", "eval/step"), 7)
 
 
 def test_trackio_keeps_every_row_in_its_local_store(tmp_path):

@@ -20,6 +20,7 @@ from slipstream.config import load_config
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import SlipstreamError
 from slipstream.inference import child_process
+from slipstream.inference.replicas import EngineReplicas
 from slipstream.inference.scripted import ScriptedEngine
 from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
@@ -80,6 +81,8 @@ class Scripted:
         self._loading = threading.Lock()
         """transformers loads one model at a time."""
         self.engine = None
+        self.engines = []
+        """Where there are several, `engine` is all of them."""
 
     def say(self, text):
         """A completion's tokens."""
@@ -101,17 +104,16 @@ class Scripted:
         scores = score(model, [sequence], request.sampling, micro_batch_tokens=256)
         return scores.logprobs[0].tolist()
 
-    def run(self, *overrides, script=None, change=lambda engine: None, resume=False, view=None):
-        """Train; returns how it ended. `change` sets what is to go wrong, `view` shows the run."""
+    def run(self, *overrides, script=None, change=lambda engine: None, resume=False, view=None, kind=ScriptedEngine):
+        """Train; returns how it ended. `change` sets what is to go wrong with each engine, `view` shows the run."""
 
         def make_engine(plan, logs, on_event):
-            self.engine = ScriptedEngine(
-                script or self.letter,
-                self._logprobs,
-                max_restarts=plan.max_restarts,
-                on_event=on_event,
-            )
-            change(self.engine)
+            how = {"max_restarts": plan.max_restarts, "on_event": on_event}
+            self.engines = [kind(script or self.letter, self._logprobs, **how) for _ in plan.gpus]
+            for engine in self.engines:
+                change(engine)
+            several = len(self.engines) > 1
+            self.engine = EngineReplicas(self.engines, num_places=64, on_event=on_event) if several else self.engines[0]
             return self.engine
 
         prepared = prepare(load_config(self._run_file, overrides))

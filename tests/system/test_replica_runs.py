@@ -62,6 +62,50 @@ def test_an_adapter(command, run_file, tmp_path):
     assert [row["step"] for row in read_metrics(folder)] == [0, 1, 2, 3]
 
 
+DELTA = ("--weights.delta", "true", "--model.dtype", "bfloat16", "--training.learning_rate", 1e-5)
+MANY = ("--evaluation.num_tasks", 64, "--evaluation.samples_per_task", 16, "--evaluation.every", 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bridge", [(), DELTA, ("--lora.rank", 4)], ids=["disk", "delta", "lora"])
+def test_one_of_two_evaluates_while_steps_are_made(command, run_file, tmp_path, bridge):
+    folder = tmp_path / "run"
+    options = ("--environment.settings", "{coin = true}", "--training.steps", 8, "--training.staleness", 1, *MANY)
+    run = command("train", run_file, *TWO, *options, *bridge, "--run.folder", folder)
+    code, _, err = run.wait(400)
+    assert code == 0, err
+    assert run.left_behind() == []
+    check_versions(folder, staleness=1)
+    published = [event.get("delta_of") for event in read_events(folder) if event["kind"] == "publish"]
+    assert any(published) == (bridge is DELTA)
+    later = {row["step"]: row.get("eval/steps_later") for row in read_metrics(folder) if "eval/accuracy" in row}
+    assert (later.keys(), later[8]) == ({0, 4, 8}, None)
+    assert max(later[0], later[4]) >= 1, "the trainer went on"
+    for sample in read_samples(folder):
+        if sample.get("split") == "eval":
+            labels = {name for sequence in sample["sequences"] for _, name in sequence["versions"]}
+            assert labels == {f"0.{sample['step']}"}
+
+
+@pytest.mark.real_start
+@pytest.mark.full
+def test_one_that_is_killed_while_it_evaluates_goes_on_with_its_version(command, run_file, tmp_path):
+    folder = tmp_path / "run"
+    options = ("--environment.settings", "{coin = true}", "--training.steps", 8, "--training.staleness", 1, *MANY)
+    run = command("train", run_file, *TWO, *options, "--evaluation.at_start", "false", "--run.folder", folder)
+    run.until(lambda: "replica_aside" in kinds(folder))
+    (aside,) = [event["replica"] for event in read_events(folder) if event["kind"] == "replica_aside"]
+    run.engines()[aside].kill()
+    code, _, err = run.wait(400)
+    assert code == 0, err
+    assert [event["replica"] for event in read_events(folder) if event["kind"] == "engine_restart"] == [aside]
+    rows = {row["step"]: row for row in read_metrics(folder)}
+    assert [step for step, row in rows.items() if "eval/accuracy" in row] == [4, 8]
+    assert (rows[4]["eval/num_failed"], rows[4]["eval/num_tasks"]) == (0.0, 64.0)
+    assert rows[4]["eval/steps_later"] >= 1
+    check_versions(folder, staleness=1)
+
+
 @pytest.mark.real_start
 @pytest.mark.full
 @pytest.mark.parametrize("bridge", ["disk", "broadcast"])

@@ -29,6 +29,11 @@ class EvaluationConfig(Section):
     """Also evaluate before the first step: what the starting model can do."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | Literal["auto"] = "auto"
     """0 is greedy. `auto`: the same as `sampling.temperature`."""
+    beside: bool | Literal["auto"] = "auto"
+    """Under RL, whether an evaluation is made by one of several engines while the others go on with rollouts and the
+    trainer with steps; its figures come some steps later, in the row of the step that was evaluated. The one after the
+    last step is made by all engines. `auto`: with `inference.replicas` of 2 or more, a `weights.bridge` whose versions
+    are files (`disk`, `lora`) and `training.staleness`, unless `stop_at` or `patience` is set (docs/validation.md)."""
     threshold: float = 1.0
     """A completion is right when its reward is at least this."""
     seed: bounds.Seed = 1_000_003

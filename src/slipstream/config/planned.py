@@ -114,6 +114,7 @@ class PlannedWeights(WeightsConfig):
 class PlannedEvaluation(EvaluationConfig):
     """[evaluation]."""
 
+    beside: bool = False
     temperature: float = 0.0
 
 

@@ -71,6 +71,12 @@ def bridge_of(config: RunConfig) -> str:
     return "lora" if config.weights.bridge == "auto" and by_itself else config.weights.bridge
 
 
+def keeps_versions(bridge: str) -> bool:
+    """Whether versions by this bridge are files that an engine can load later than the others, in the running engine:
+    it may stay on its version for a while."""
+    return bridge in ("disk", "lora")
+
+
 def apply_timeout_s(config: PlannedConfig) -> float:
     """How long an update may take, the completions included that it waits for under `drain`."""
     waits = config.weights.in_flight == "drain" and config.training.staleness > 0

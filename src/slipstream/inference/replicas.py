@@ -6,6 +6,9 @@ version no request begins, so that no completion mixes in an older one; an engin
 dead engine's requests are sent to another once it is certain that no answer will come; a dead engine starts again in
 the background on its last verified version, and after too many deaths every call raises. Where no file holds its
 weights (`broadcast`) it stays out of service until the next version, which then comes whole.
+
+`aside` lends one engine to somebody, on the version that it has: it gets no other requests and no updates. When it is
+given back it takes the versions that it missed, proves the newest, and serves again.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +31,7 @@ from slipstream.records import (
     Ticket,
     Version,
 )
+from slipstream.weights.base import check_report
 from slipstream.weights.bridges.single_copy import SharedWeights
 
 T = TypeVar("T")
@@ -47,6 +51,10 @@ class _Replica:
     engine: Member
     is_serving: bool = True
     """Whether requests are routed to it; True also for a dead engine until its death is noticed."""
+    is_aside: bool = False
+    """Whether it is lent: no request is routed to it, and it takes no version."""
+    missed: list[Ticket] = field(default_factory=list[Ticket])
+    """What it did not take while it was aside: a whole version, if there was one, and the deltas after it."""
     restarting: asyncio.Task[None] | None = None
     in_flight: int = 0
     num_requests: int = 0
@@ -66,6 +74,11 @@ class _Replica:
         if completion is not None:
             self.num_requests += 1
             self.num_tokens += len(completion.token_ids)
+
+    def miss(self, ticket: Ticket) -> None:
+        if ticket.delta is None:
+            self.missed.clear()
+        self.missed.append(ticket)
 
     def take_metrics(self) -> dict[str, float]:
         now = time.monotonic()
@@ -125,8 +138,11 @@ class EngineReplicas:
 
     @property
     def each(self) -> tuple[Member, ...]:
-        """The engines that are in service."""
-        return tuple(replica.engine for replica in self._replicas if replica.is_serving)
+        """The engines that are in service, without one that is aside."""
+        return tuple(replica.engine for replica in self._in_use() if replica.is_serving)
+
+    def _in_use(self) -> list[_Replica]:
+        return [replica for replica in self._replicas if not replica.is_aside]
 
     def launch(self) -> None:
         """Begin to start all of them."""
@@ -168,13 +184,13 @@ class EngineReplicas:
 
     def _choose(self, group_id: str) -> _Replica | None:
         self._find_dead()
-        able = [replica for replica in self._replicas if replica.is_serving]
+        able = [replica for replica in self._in_use() if replica.is_serving]
         if not able:
             return None
         least = min(able, key=lambda replica: replica.in_flight)
         home = self._homes.get(group_id, least)
         is_full = home.in_flight >= self._num_places > least.in_flight
-        if is_full or not home.is_serving:
+        if is_full or home not in able:
             home = least
         if group_id:
             self._homes[group_id] = home
@@ -201,7 +217,7 @@ class EngineReplicas:
                 await replica.engine.replace()
             else:
                 await replica.engine.revive()
-                replica.is_serving = True
+                replica.is_serving = replica.is_aside or not replica.missed
         except Exception as error:  # noqa: BLE001 (raised by the next call, whoever makes it)
             self._failure = self._failure or error
             self._settled.set()  # no update will come for those who wait
@@ -234,43 +250,80 @@ class EngineReplicas:
             await self._wait_for_any_restart()
 
     async def joined(self) -> int:
-        """Wait until every engine runs, in service or not; returns the number of restarts. Called by the trainer, which
-        holds the weights."""
+        """Wait until every engine runs, in service or not, but for one that is aside; returns the number of restarts.
+        Called by the trainer, which holds the weights."""
         self._find_dead()
-        for replica in self._replicas:
+        for replica in self._in_use():
             if not replica.engine.is_up and replica.restarting is None:
                 self._start_restart(replica, others_have_weights=True)
-        while waits := self._restarts():
+        while waits := [task for each in self._in_use() if (task := each.restarting) is not None]:
             await asyncio.wait(waits)
         self._raise_failure()
         return self.num_restarts
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Load and verify a version in all engines. No request begins until all have verified it; engines that failed
-        answer nothing until a later version succeeds."""
+        """Load and verify a version in all engines but one that is aside. No request begins until all have verified it;
+        engines that failed answer nothing until a later version succeeds."""
         async with self._updating:
             self._raise_failure()
             self._settled.clear()
-            proved, has_ended = [False] * len(self._replicas), False
+            taking = self._in_use()
+            proved, has_ended = [False] * len(taking), False
             try:
-                reports = await self._all(lambda engine: engine.apply(ticket, timeout_s))
+                reports = await _together(replica.engine.apply(ticket, timeout_s) for replica in taking)
                 proved, has_ended = [not (report.mismatched or report.unverified) for report in reports], True
             finally:
-                for replica, is_proved in zip(self._replicas, proved, strict=True):
+                for replica in self._replicas:
+                    if replica not in taking:
+                        replica.miss(ticket)
+                        replica.is_serving = replica.is_serving and replica.is_aside
+                for replica, is_proved in zip(taking, proved, strict=True):
                     replica.is_serving = is_proved
+                    if is_proved:
+                        replica.missed.clear()
                 self._homes.clear()
                 if has_ended or ticket.bridge != "broadcast":  # a broken collective is repeated: requests wait
                     self._settled.set()
-            return worst_report(reports)
+            return worst_report(reports, numbers=[replica.number for replica in taking])
+
+    @contextlib.asynccontextmanager
+    async def aside(self, timeout_s: float) -> AsyncGenerator[Member]:
+        """One engine for the caller alone, on the version that it has, until the block ends: that with least to do.
+        Requests that it has already go on. A version that it missed is taken within `timeout_s`, and proved; where that
+        fails, or the block does, it answers nothing until a later version succeeds. Nothing waits before the block
+        begins. Raises `EngineError` where no engine can be spared."""
+        replica = min(self._in_use(), key=lambda each: (not each.is_serving, each.in_flight, -each.number))
+        if len(self._in_use()) < 2 or replica.engine.is_in_memory_only:
+            raise EngineError(
+                f"none of {len(self._in_use())} engines can stay on its version while others take newer ones: use "
+                "evaluation.beside = false"
+            )
+        replica.is_aside = True
+        self._on_event("replica_aside", replica=replica.number)
+        try:
+            yield replica.engine
+            await self._catch_up(replica, timeout_s)
+        finally:
+            replica.is_aside, replica.is_serving = False, replica.is_serving and not replica.missed
+
+    async def _catch_up(self, replica: _Replica, timeout_s: float) -> None:
+        """Have an engine take what it missed. An update that comes meanwhile waits."""
+        async with self._updating:
+            while replica.missed:
+                ticket = replica.missed[0]
+                check_report(await replica.engine.apply(ticket, timeout_s), ticket)
+                del replica.missed[0]
+                replica.is_serving = True
+            replica.is_aside = False
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
         """See `TakesWeights`."""
         return worst_report(await self._all(lambda engine: engine.verify(ticket, timeout_s)))
 
     async def held(self) -> Version | None:
-        """The version that all engines have verified and serve; None when they differ."""
+        """The version that all engines have verified and serve, but for one that is aside; None when they differ."""
         await self.joined()
-        versions = await self._all(lambda engine: engine.held())
+        versions = await _together(replica.engine.held() for replica in self._in_use())
         return versions[0] if all(version == versions[0] for version in versions) else None
 
     async def restart(self, model: str, version: Version, parameters: tuple[ParameterSpec, ...]) -> None:
@@ -337,11 +390,15 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def worst_report(reports: Sequence[ApplyReport], of: str = "replica") -> ApplyReport:
-    """One report of all engines: all mismatches, and the largest times. `of`: what each report is of."""
+def worst_report(
+    reports: Sequence[ApplyReport], of: str = "replica", numbers: Sequence[int] | None = None
+) -> ApplyReport:
+    """One report of all engines: all mismatches, and the largest times. `of`: what each report is of, with `numbers` if
+    not from 0."""
 
     def named(names: Callable[[ApplyReport], tuple[str, ...]]) -> tuple[str, ...]:
-        return tuple(f"{name} ({of} {n})" for n, report in enumerate(reports) for name in names(report))
+        each = zip(numbers or range(len(reports)), reports, strict=True)
+        return tuple(f"{name} ({of} {n})" for n, report in each for name in names(report))
 
     return ApplyReport(
         version=next(

@@ -9,14 +9,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from slipstream.config import needs_engine_logprobs
 from slipstream.config.traits import apply_timeout_s, publishes_adapter
 from slipstream.data.draws import Draws
+from slipstream.engine_protocols import Generates
 from slipstream.envs.scoring.pool import ScorerPool
-from slipstream.errors import SlipstreamError
+from slipstream.errors import EngineError, SlipstreamError
+from slipstream.inference.replicas import EngineReplicas
 from slipstream.launch.batch_order import BatchOrder, mixture_weights, retries_of, silence_limit_s
 from slipstream.launch.children import Children, Context
 from slipstream.launch.engines import RunEngine
@@ -34,7 +35,7 @@ from slipstream.orchestrator.hooks import Hooks
 from slipstream.orchestrator.probe import Probe
 from slipstream.orchestrator.rollouts import RolloutRunner
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import Batch, Rollout
+from slipstream.records import Batch, Rollout, Version
 from slipstream.runlog.ledger import Ledger, end_ledgers
 from slipstream.runlog.samples import sample_of
 from slipstream.transport import Transport
@@ -57,14 +58,16 @@ class _Generation:
         self._engine, self._scorer = children.create_engine(), children.create_scorer()
         receiver, fence = receiver_of("lora" if publishes_adapter(config) else config.weights.bridge, self._engine)
         self._versions = Versions(receiver, apply_timeout_s=apply_timeout_s(config), fence=fence)
-        self._runner = _runner(context, self._engine, self._scorer, self._versions)
+        self._held_out: Version | None = None
+        """The version that is evaluated, or was last."""
+        self._runner = _runner(context, self._engine, self._scorer, self._versions, lambda: self._held_out)
         self._hooks = GenerationHooks(context)
         self._ledger: Ledger | None = None
         self.executor = Executor(
             self._engine,
             self._versions,
             probe=_probe(context, self._engine).sample,
-            evaluate=partial(_evaluate, context, self._runner),
+            evaluate=self._evaluate,
             engine_ready=children.engine_ready,
             start=self._start,
             open_ledger=self._open_ledger,
@@ -118,6 +121,19 @@ class _Generation:
                 await asyncio.to_thread(self._batches.close, "the making of batches failed")
             raise
 
+    async def _evaluate(self, command: commands.Evaluate) -> Evaluation:
+        """On all engines, or on one of several that stays on the version meanwhile. Nothing is awaited before it is
+        set aside: the next command may be an update."""
+        version = self._held_out = self._versions.current
+        if version is None or version.step != command.step:
+            raise EngineError(f"version {command.step} is to be evaluated, and the engine holds {version}: report this")
+        if not command.beside:
+            return await _evaluate(self._context, self._runner, version)
+        if not isinstance(self._engine, EngineReplicas):
+            raise EngineError("one engine cannot evaluate while it goes on: use evaluation.beside = false")
+        async with self._engine.aside(apply_timeout_s(self._context.config)) as engine:
+            return await _evaluate(self._context, self._runner, version, engine)
+
     def _close(self, step: int) -> None:
         """Write how the last groups ended."""
         ledger, self._ledger = self._ledger, None
@@ -154,14 +170,23 @@ class GenerationHooks(Hooks):
         self._context.log.warning(text)
 
 
-def _runner(context: Context, engine: RunEngine, scorer: ScorerPool, versions: Versions) -> RolloutRunner:
+def _runner(
+    context: Context,
+    engine: RunEngine,
+    scorer: ScorerPool,
+    versions: Versions,
+    held_out: Callable[[], Version | None],
+) -> RolloutRunner:
+    """`held_out`: the version that is evaluated."""
+
     def keep(rollout: Rollout, step: int, is_held_out: bool) -> None:
-        version = versions.current.name if versions.current is not None else ""
+        version = held_out() if is_held_out else versions.current
         split = {"split": "eval"} if is_held_out else {}
-        context.log.sample(sample_of(rollout, step, version, kept="failure", **split))
+        context.log.sample(sample_of(rollout, step, version.name if version else "", kept="failure", **split))
 
     def version() -> int:
-        return versions.current.step if versions.current is not None else 0
+        evaluated = held_out()
+        return evaluated.step if evaluated is not None else 0
 
     prepared, config = context.prepared, context.config
     assert prepared.environment is not None
@@ -258,11 +283,15 @@ def _probe(context: Context, engine: RunEngine) -> Probe:
     )
 
 
-async def _evaluate(context: Context, runner: RolloutRunner) -> Evaluation:
+async def _evaluate(
+    context: Context, runner: RolloutRunner, version: Version, engine: Generates | None = None
+) -> Evaluation:
+    """`engine`: one that is aside, whose progress is not shown, as training's is."""
     prepared, evaluation, section = context.prepared, context.config.evaluation, context.config.environment
     assert section is not None
     assert evaluation is not None
-    context.progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)
+    if engine is None:
+        context.progress.phase("evaluate", len(prepared.eval_tasks) * evaluation.samples_per_task)
     try:
         found = await evaluate(
             runner,
@@ -272,11 +301,14 @@ async def _evaluate(context: Context, runner: RolloutRunner) -> Evaluation:
             seed=evaluation.seed,
             max_failures=section.max_reward_failures,
             samples_per_task=evaluation.samples_per_task,
-            on_rollout=context.progress.advance,
+            version=version,
+            engine=engine,
+            on_rollout=context.progress.advance if engine is None else lambda: None,
             warn=context.log.warning,
         )
         # The first sample of the first tasks; the others nobody reads.
         shown = found.rollouts[:: found.samples_per_task][: context.config.run.save_samples]
         return replace(found, rollouts=shown)
     finally:
-        context.progress.end_phase()
+        if engine is None:
+            context.progress.end_phase()

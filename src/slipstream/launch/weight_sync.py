@@ -52,7 +52,13 @@ def attach_engine(run: RunContext, caller: Caller, batches: Takes, loop: Trainin
         log.note(update_metrics(ticket))
         return ticket
 
-    loop.engine = Orchestrator(caller, publish=publish, saved_step=lambda: loop.saved_step, waits=waits, hooks=hooks)
+    def hold(step: int | None) -> None:
+        log.held_version = step
+        publisher.hold(step)
+
+    loop.engine = Orchestrator(
+        caller, publish=publish, saved_step=lambda: loop.saved_step, waits=waits, hooks=hooks, hold=hold
+    )
     if config.algorithm.kind != "sft":
         loop.reader = reader = RolloutReader(caller, batches, waits=waits, hooks=hooks)
         changes = loop.curriculum.changes if loop.curriculum is not None else []

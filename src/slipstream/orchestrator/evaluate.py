@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 from slipstream.algo.statistics import wilson_interval
 from slipstream.algo.validation import Figure, Sampled, figures
+from slipstream.engine_protocols import Generates
 from slipstream.envs.answers import final_answer, last_number
+from slipstream.errors import IntegrityError
 from slipstream.orchestrator.concurrency import all_of
 from slipstream.orchestrator.rollouts import RolloutRunner, check_failures, seed_of, warn_of_losses
-from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task
+from slipstream.records import TRAINABLE_OUTCOMES, Rollout, SamplingParams, Task, Version
 
 MAX_SOURCES = 32
 """Most data sources with metrics of their own; further ones are counted."""
@@ -78,14 +80,16 @@ async def evaluate(
     seed: int,
     max_failures: float,
     samples_per_task: int = 1,
+    version: Version | None = None,
+    engine: Generates | None = None,
     on_rollout: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """Generate `samples_per_task` rollouts for each task concurrently; one is right when its reward reaches
-    `threshold`. The first sample of a task is the same whatever their number.
+    `threshold`. The first sample of a task is the same whatever their number. `engine`: if not the runner's.
 
     `warn` is called where the engine lost rollouts. Raises `EnvironmentFault` or `EngineError` when more than the
-    fraction `max_failures` of the rollouts failed.
+    fraction `max_failures` of the rollouts failed, and `IntegrityError` for a token of another version than `version`.
     """
 
     async def attempt(index: int, task: Task, number: int) -> Rollout:
@@ -97,6 +101,7 @@ async def evaluate(
             sampling=sampling,
             seed=seed_of(seed, index, number) if number else seed_of(seed, index),
             is_urgent=True,
+            engine=engine,
         )
         on_rollout()
         return rollout
@@ -104,6 +109,8 @@ async def evaluate(
     rollouts = await all_of(
         attempt(index, task, number) for index, task in enumerate(tasks) for number in range(samples_per_task)
     )
+    if version is not None:
+        refuse_other_versions(rollouts, version)
     graded = [rollout for rollout in rollouts if rollout.outcome in TRAINABLE_OUTCOMES]
     check_failures(rollouts, "the evaluation", max_failures)
     warn_of_losses(rollouts, "the evaluation", warn)
@@ -120,6 +127,18 @@ async def evaluate(
         samples_per_task=samples_per_task,
         further=further,
     )
+
+
+def refuse_other_versions(rollouts: Sequence[Rollout], version: Version) -> None:
+    """Raise `IntegrityError` for a token that another version than `version` has sampled, or that has none."""
+    for rollout in rollouts:
+        for sequence in rollout.sequences:
+            found = {span.version for span in sequence.versions}
+            if any(sequence.mask) and found != {version.name}:
+                raise IntegrityError(
+                    f"rollout {rollout.id} of the evaluation of version {version.name} holds tokens of version "
+                    f"{', '.join(sorted(found)) or 'nobody knows which'}: its result is of no version; report this"
+                )
 
 
 def is_right(rollout: Rollout, threshold: float) -> bool:

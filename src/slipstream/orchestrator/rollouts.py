@@ -148,14 +148,15 @@ class RolloutRunner:
         is_urgent: bool = False,
         place: Place | None = None,
         prompts: Prompts | None = None,
+        engine: Generates | None = None,
     ) -> Rollout:
         """Make one rollout. `place`: the rollout's, in a group that is graded together; None grades it alone.
-        `prompts`: those of its group, if it has one. Raises `EngineError` or `IntegrityError` only when the engine
-        cannot come back."""
+        `prompts`: those of its group, if it has one. `engine`: if not the runner's. Raises `EngineError` or
+        `IntegrityError` only when the engine cannot come back."""
         started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s, self._may_go_on)
         if (most := self._environment.limits(task).max_tokens) is not None:
             sampling = msgspec.structs.replace(sampling, max_tokens=min(most, sampling.max_tokens))
-        turns = _Turns(self, rollout_id, group_id, sampling, seed, is_urgent, deadline)
+        turns = _Turns(self, engine or self.engine, rollout_id, group_id, sampling, seed, is_urgent, deadline)
 
         async def call_tool(call: ToolCall) -> ToolResult:
             with deadline.paused():  # it has a deadline of its own
@@ -306,6 +307,7 @@ class _Turns:
     """Asks the engine for the turns of one rollout."""
 
     runner: RolloutRunner
+    engine: Generates
     rollout_id: str
     group_id: str
     sampling: SamplingParams
@@ -326,7 +328,7 @@ class _Turns:
         async def attempt() -> Completion:
             try:
                 return await retry_on_restart(
-                    runner.engine, lambda: runner.engine.generate(self._request(turn, prompt_ids, max_tokens, tools))
+                    self.engine, lambda: self.engine.generate(self._request(turn, prompt_ids, max_tokens, tools))
                 )
             finally:
                 runner.num_ended += 1

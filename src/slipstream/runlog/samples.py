@@ -80,14 +80,16 @@ def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def keep_ticket(folder: Path, ticket: Ticket) -> None:
-    """Writes the ticket to the run folder atomically and removes old ones."""
+def keep_ticket(folder: Path, ticket: Ticket, held: int | None = None) -> None:
+    """Writes the ticket to the run folder atomically and removes old ones, but for that of step `held` of its
+    lineage."""
     tickets = folder / TICKETS
     with disk_errors(tickets):
         tickets.mkdir(mode=0o700, exist_ok=True)
     write_whole(tickets / f"{ticket.version.name}.json", msgspec.json.encode(ticket))
     for old in sorted(tickets.glob("*.json"), key=_place)[:-_KEEP_TICKETS]:
-        old.unlink()
+        if _place(old) != (ticket.version.lineage, held):
+            old.unlink()
 
 
 def read_tickets(folder: Path) -> list[Ticket]:

@@ -80,6 +80,8 @@ class RunLog:
         self._noted: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._step = 0
+        self.held_version: int | None = None
+        """The step of a version that an engine stays on, whose ticket is kept."""
         self._has_exit = False
         self._listeners: list[Callable[[int, Mapping[str, float | None]], None]] = []
         self._warning_listeners: list[Callable[[str], None]] = []
@@ -162,7 +164,7 @@ class RunLog:
     def published(self, ticket: Ticket, **fields: Any) -> None:
         """Writes the event of a published version, with `fields`, and keeps its ticket."""
         with self._guard:
-            keep_ticket(self.folder, ticket)
+            keep_ticket(self.folder, ticket, self.held_version)
             self.event("publish", version=ticket.version.name, digest=ticket.version.digest, **fields)
 
     def warning(self, message: str, **fields: Any) -> None:
@@ -179,16 +181,22 @@ class RunLog:
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
         """Writes the row of a step: `values`, noted and counted numbers, and phase times since the last row; returns
         these. Names are `group/name`. A value that is not finite becomes null, and a warning event names it."""
-        if flat := [name for name in values if "/" not in name]:
-            raise ValueError(f"metric {flat[0]!r} has no group: call it group/name")
         with self._guard:
             numbers = {f"time/{name}_s": seconds for name, seconds in self._phase_seconds.items()}
             numbers.update({name: float(value) for name, value in {**self._noted, **values}.items()})
             numbers.update({name: numbers.get(name, 0.0) + value for name, value in self._counted.items()})
             for taken in (self._phase_seconds, self._noted, self._counted):
                 taken.clear()
-            bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
-            row = {name: None if name in bad else value for name, value in numbers.items()}
+        return self.add_metrics(step, numbers)
+
+    def add_metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
+        """Adds numbers to the row of a step, also to one that was written before, as a line of its own: readers join
+        the lines of a step. Otherwise as `metrics`."""
+        if flat := [name for name in values if "/" not in name]:
+            raise ValueError(f"metric {flat[0]!r} has no group: call it group/name")
+        with self._guard:
+            bad = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
+            row = {name: None if name in bad else float(value) for name, value in values.items()}
             self._write(_METRICS, {"step": step, **row})
             self._step = max(self._step, step)
         if bad:

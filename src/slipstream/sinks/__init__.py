@@ -76,8 +76,8 @@ class MetricSinks:
         self._workers = [_Worker(name, targets[name], run, log, max_waiting) for name in dict.fromkeys(names)]
 
     def put(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Passes a step's metrics to every sink."""
-        self._step = step
+        """Passes a step's metrics to every sink. Numbers of an earlier step may come later."""
+        self._step = max(self._step, step)
         row = {name: value for name, value in values.items() if value is not None}
         samples = self._take_samples() if ACCURACY in row else []
         for worker in self._workers:

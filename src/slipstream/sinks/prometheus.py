@@ -155,14 +155,18 @@ class _Page:
         self._log, self._labels = log, {"run": name, "lineage": str(log.lineage)}
         self._guard = threading.Lock()
         self._row: Mapping[str, float | None] = {}
+        self._step = -1
         self._totals = Totals()
         for row in read_metrics(log.folder) if (log.folder / "metrics.jsonl").exists() else []:
             self._take(int(row["step"]), {name: value for name, value in row.items() if "/" in name})
+        self._step = -1  # the first row is whole, whatever its step
         log.listen(self._take)
 
     def _take(self, step: int, row: Mapping[str, float | None]) -> None:
         with self._guard:
-            self._row = row
+            # Of a step that was taken before, further numbers come beside the newest row's.
+            self._row = row if step > self._step else {**self._row, **row}
+            self._step = max(self._step, step)
             self._totals.add(row)
 
     def text(self) -> str:

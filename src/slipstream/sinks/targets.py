@@ -33,7 +33,7 @@ class Sink(Protocol):
     """Receives metrics; used by one thread."""
 
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
-        """Writes the metrics of a step; `when` is Unix time. May raise."""
+        """Writes the metrics of a step, or further ones of an earlier step; `when` is Unix time. May raise."""
         ...
 
     def write_samples(self, step: int, when: float, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -107,7 +107,8 @@ def _always(line: str) -> bool:
 
 class WandB:
     """A run of Weights & Biases; its files are in the run folder's `wandb/`. A resumed run goes on under the same id,
-    and W&B leaves out the rows of steps that it already has.
+    and W&B leaves out the rows of steps that it already has. So an evaluation that comes later than its step's row
+    goes to the newest step; charts of evaluations are over `eval/step`, the step that was evaluated.
 
     Without a login it is offline, to be sent later with `wandb sync`. WANDB_MODE, WANDB_PROJECT, WANDB_NAME,
     WANDB_ENTITY and WANDB_RUN_ID are heeded where the run file says nothing. Only metrics, settings and samples go
@@ -140,14 +141,22 @@ class WandB:
                 x_save_requirements=False,
             ),
         )
+        self._step = 0
+        self._run.define_metric("eval/*", step_metric="eval/step")
 
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """See `Sink`."""
-        self._run.log({**values, "time/unix_s": when}, step=step)
+        own = {"eval/step": step} if any(name.startswith("eval/") for name in values) else {}
+        self._run.log({**values, **own, "time/unix_s": when}, step=self._newest(step))
 
     def write_samples(self, step: int, when: float, samples: Sequence[Mapping[str, Any]]) -> None:
         """See `Sink`."""
-        self._run.log({"samples": self._table(columns=list(_COLUMNS), data=_rows_of(samples))}, step=step)
+        table = self._table(columns=list(_COLUMNS), data=_rows_of(samples))
+        self._run.log({"samples": table}, step=self._newest(step))
+
+    def _newest(self, step: int) -> int:
+        self._step = max(self._step, step)
+        return self._step
 
     def close(self, exit_code: int) -> None:
         """See `Sink`."""

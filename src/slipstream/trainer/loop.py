@@ -6,7 +6,7 @@ Policy version k is the result of k steps; with staleness 0 version k generated 
 
 The loop waits for the reader's next batch and for the engine's update, both with their own deadlines. It ends after the
 last step, at the time limit, when `should_stop` is true (after writing a checkpoint), when evaluations say so
-(`early_stop.py`), or with an error. A run in which no batch had any signal is an error.
+(`evaluations.py`), or with an error. A run in which no batch had any signal is an error.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.checkpoints.writer import CheckpointWriter, Schedule
 from slipstream.trainer.credit_assignment import Credit
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.early_stop import EarlyStop
+from slipstream.trainer.evaluations import Evaluates, Evaluations
 from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.loss import Objective
-from slipstream.trainer.metrics import held_out_loss, logprob_differences, worst_engine_mean
+from slipstream.trainer.metrics import held_out_loss, logprob_differences, prompt_of, worst_engine_mean
 from slipstream.trainer.signal_watch import SignalWatch
 
 _ROWS_AT_ONCE = 16
@@ -53,7 +53,7 @@ class Reader(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Engine(Evaluates, Protocol):
     """The inference engine and its weight sync, as the loop uses them."""
 
     def update(self, step: int) -> list[records.Sequence]:
@@ -64,10 +64,6 @@ class Engine(Protocol):
     def fence(self) -> None:
         """Called before live weights are written: an engine that shares them must not compute until the next
         `update`."""
-        ...
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the version applied last on held-out tasks; returns metrics."""
         ...
 
     def release(self, step: int, change: Change | None = None) -> None:
@@ -91,6 +87,10 @@ class Log(Protocol):
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
         """Write the row of a step; returns it with the notes added."""
+        ...
+
+    def add_metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
+        """Add metrics to the row of a step that was written before."""
         ...
 
     def note(self, values: Mapping[str, float]) -> None:
@@ -141,18 +141,17 @@ class TrainingLoop:
 
     held_out_loss: dict[str, float] = field(default_factory=dict[str, float], init=False)
     """Metrics of the held-out sequences, measured last."""
-    early_stop: EarlyStop = field(init=False)
-    """Decides after each evaluation whether the run is done."""
+    evaluations: Evaluations = field(init=False)
+    """Which are due, those beside training, and whether they end the run."""
 
     _started: float | None = None
     _steps_without_signal: int = 0
     _no_signal: NoSignal = NoSignal.NO_VARIANCE
     _trained_steps: int = 0
     _saved_step: int = -1
-    _evaluated_step: int = -1
 
     def __post_init__(self) -> None:
-        self.early_stop = EarlyStop(self.config.evaluation)
+        self.evaluations = Evaluations(self.config, self.log, self.progress, self._keep_best)
         self._signal_watch = SignalWatch(self.config)
         self._trainer = BatchTrainer(
             self.config,
@@ -195,10 +194,9 @@ class TrainingLoop:
             self.curriculum.load(extra["curriculum"])
         self._trained_steps = int(extra["trained_steps"])
         self._steps_without_signal = int(extra["quiet_steps"])
-        self._evaluated_step = int(extra["evaluated_step"])
-        self.early_stop.load(extra["early_stop"])
-        if self.early_stop.keeps_best:
-            self.store.best_step = self.early_stop.best_step
+        self.evaluations.load(extra, self.step)
+        if (watch := self.evaluations.early_stop).keeps_best:
+            self.store.best_step = watch.best_step
 
     @property
     def saved_step(self) -> int:
@@ -226,10 +224,10 @@ class TrainingLoop:
 
     def _run(self) -> None:
         training = self.config.training
-        evaluate = self._evaluates_at_start()
+        evaluate = self.evaluations.is_due_at_start(self.step)
         metrics = self._measure_held_out() if evaluate else {}
         if self.engine is not None:
-            metrics |= self._synchronise(evaluate)
+            metrics |= self._synchronise(evaluate, is_last=self.step >= training.steps)
         if metrics:
             self._report(metrics)
             self._observe(metrics)
@@ -239,9 +237,11 @@ class TrainingLoop:
         self._started, updates = time.monotonic(), self.learner.step
         is_last = is_warm = False
         while self.step < training.steps and not is_last:
-            if self.early_stop.reason:
-                self.log.event("early_stop", step=self.step, reason=self.early_stop.reason)
-                self.progress.message(f"the run ends at step {self.step}: {self.early_stop.reason}")
+            if reason := self.evaluations.early_stop.reason:
+                self.log.event("early_stop", step=self.step, reason=reason)
+                self.progress.message(f"the run ends at step {self.step}: {reason}")
+                if self.engine is not None:
+                    self.evaluations.make_last(self.engine, self.step)
                 break
             if self.should_stop():
                 raise Interrupted(f"stopped at step {self.step} of {training.steps}: continue with --resume")
@@ -249,7 +249,7 @@ class TrainingLoop:
             if not is_warm and self.learner.step > updates:
                 garbage_collection.freeze()
                 is_warm = True
-        if self.step or not self.early_stop.reason:
+        if self.step or not self.evaluations.early_stop.reason:
             self._check_learned()
         self._save(last=True)
 
@@ -269,12 +269,12 @@ class TrainingLoop:
             self.log.event("time_limit", step=self.step, max_seconds=training.max_seconds)
             self.progress.message(f"the run ends at step {self.step}: training.max_seconds = {training.max_seconds:g}")
         is_last = is_late or self.step >= training.steps
-        evaluate = self._evaluates_after(self.step, is_last)
+        evaluate = self.evaluations.is_due(self.step, is_last=is_last)
         if evaluate:
             metrics |= self._measure_held_out()
         try:
             if self.engine is not None and (isinstance(self.config.algorithm, RLConfig) or evaluate):
-                metrics |= self._synchronise(evaluate)
+                metrics |= self._synchronise(evaluate, is_last=is_last)
                 self.engine.release(self.step, change)
         except Interrupted:
             # The step was made and will be in the checkpoint: write its metrics too.
@@ -283,21 +283,11 @@ class TrainingLoop:
         metrics["time/after_batch_s"] = time.monotonic() - begun
         self._report(metrics)
         self._observe(metrics)
+        if self.engine is not None:
+            self.evaluations.take(self.engine, self.step, waits=False)
         if not is_last and self._writer.is_due(self.step):
             self._save()
         return is_last
-
-    def _evaluates_at_start(self) -> bool:
-        """Whether to evaluate the start model, or on resume, the evaluation that an interruption left out."""
-        evaluation = self.config.evaluation
-        if self.step > 0:
-            is_last = self.step >= self.config.training.steps
-            return self._evaluated_step < self.step and self._evaluates_after(self.step, is_last)
-        return evaluation is not None and evaluation.at_start
-
-    def _evaluates_after(self, step: int, last: bool) -> bool:
-        evaluation = self.config.evaluation
-        return evaluation is not None and (last or (evaluation.every > 0 and step % evaluation.every == 0))
 
     def _train(self, batch: records.Batch) -> dict[str, float]:
         """Train on one batch and count what came of it; returns its metrics. See `BatchTrainer` for the stages."""
@@ -373,8 +363,8 @@ class TrainingLoop:
                 else "nothing was trained: the run made no step"
             )
 
-    def _synchronise(self, evaluate: bool) -> dict[str, float]:
-        """Update the engine's weights, probe it, and evaluate if asked; returns metrics."""
+    def _synchronise(self, evaluate: bool, *, is_last: bool) -> dict[str, float]:
+        """Update the engine's weights, probe it, and evaluate if asked; returns metrics. `is_last`: no step follows."""
         assert self.engine is not None
         self.progress.phase(update_phase(self.config))
         with self.log.phase("update"):
@@ -382,9 +372,7 @@ class TrainingLoop:
         with self.log.phase("probe"):
             metrics = self._probe(sequences)
         if evaluate:
-            with self.log.phase("evaluate"):
-                metrics |= self.engine.evaluate(self.step)
-            self._evaluated_step = self.step
+            metrics |= self.evaluations.make(self.engine, self.step, is_last=is_last)
         return metrics
 
     def _measure_held_out(self) -> dict[str, float]:
@@ -404,7 +392,7 @@ class TrainingLoop:
                 self.progress.advance,
             )
         if self.engine is None:
-            self._evaluated_step = self.step
+            self.evaluations.done_step = self.step
         return dict(self.held_out_loss)
 
     def _probe(self, sequences: list[records.Sequence]) -> dict[str, float]:
@@ -414,7 +402,10 @@ class TrainingLoop:
         row = max(map(len, sequences)) if self.config.inference.sleep is True else None
         ours = self.learner.forward(sequences, self.sampling, micro_batch_tokens=row).logprobs
         differences = [logprob_differences(s, logprobs) for s, logprobs in zip(sequences, ours, strict=True)]
-        mean = worst_engine_mean(differences, num_engines(self.config))
+        # One that evaluates beside training is not probed: those that are have all begun with the first prompt.
+        first = prompt_of(sequences[0])
+        num_probed = min(num_engines(self.config), sum(prompt_of(sequence) == first for sequence in sequences))
+        mean = worst_engine_mean(differences, num_probed)
         limits = self.config.weights
         if not mean <= limits.probe_stop:
             raise MismatchError(
@@ -438,24 +429,35 @@ class TrainingLoop:
             self.log.warning(text, step=self.step)
 
     def _observe(self, metrics: Mapping[str, float]) -> None:
-        """Pass an evaluation to early stopping; save the best version's checkpoint where `patience` asks for it."""
-        if self.early_stop.observe(self.step, metrics) and self.early_stop.keeps_best:
-            self._save(best=self.early_stop.best)
+        """Pass an evaluation to early stopping; save the best version's checkpoint where `patience` asks for it, and
+        that of a version that may turn out to be the best."""
+        watch = self.evaluations.early_stop
+        if watch.observe(self.step, metrics) and watch.keeps_best:
+            self._save(best=watch.best)
+        elif watch.keeps_best and self.evaluations.running == self.step:
+            self._save()
+
+    def _keep_best(self, step: int, accuracy: float) -> None:
+        """An evaluation that came after its row was the best so far; one beside training had its step saved before."""
+        if step == self.step:
+            self._save(best=accuracy)
+        else:
+            self._writer.link_best(step, accuracy)
 
     def _save(self, *, best: float | None = None, last: bool = False) -> None:
         """Start writing a checkpoint: deployable weights and the resume state. `best`: its accuracy, if it is the best
         so far. With `last`, wait until it is written."""
         with self.log.phase("checkpoint"):
             if self._saved_step != self.step:
+                self.store.candidate_step = self.evaluations.running
                 extra: dict[str, Any] = {
                     "step": self.step,
                     "lineage": self.log.lineage,
                     "trained_steps": self._trained_steps,
                     "quiet_steps": self._steps_without_signal,
-                    "evaluated_step": self._evaluated_step,
                     "num_items": self.num_items,
                     "identity": dict(self.identity),
-                    "early_stop": self.early_stop.state(),
+                    **self.evaluations.state(),
                 }
                 if self.config.training.order == "ready":
                     extra["draws"] = self.draws.state()

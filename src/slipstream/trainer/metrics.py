@@ -100,6 +100,12 @@ def logprob_differences(sequence: records.Sequence, logprobs_N: Tensor) -> list[
     return [abs(a - b) for a, b in zip(theirs, logprobs_N.tolist(), strict=True)]
 
 
+def prompt_of(sequence: records.Sequence) -> list[int]:
+    """The tokens before the first that was sampled."""
+    length = sequence.mask.index(True) if True in sequence.mask else len(sequence)
+    return sequence.token_ids[:length]
+
+
 def worst_engine_mean(differences: list[list[float]], num_engines: int) -> float:
     """The largest mean difference of any engine, or NaN if one's is NaN. `differences`: per sequence; each engine has
     equally many sequences, one engine after the other."""

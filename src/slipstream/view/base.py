@@ -94,6 +94,9 @@ class NullView:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
 
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
     def message(self, text: str, level: str = "info") -> None:
         """Nothing."""
 
@@ -197,6 +200,14 @@ class StatefulView:
         if ended:
             self._show(lambda: self._on_phase_end(ended))
         self._show(lambda: self._on_step(row))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Progress`. Of the numbers of an evaluation it becomes the newest."""
+        with self._lock:
+            self.row |= metrics
+        shown = [ACCURACY_COLUMN, *figure_columns(metrics)]
+        cells = [f"{column.label} {column.text(column.of(metrics))}" for column in shown]
+        self._show(lambda: self._on_message("  ".join([f"evaluation of step {step}:", *cells]), "info"))
 
     def message(self, text: str, level: str = "info") -> None:
         """See `Progress`."""

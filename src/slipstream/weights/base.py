@@ -24,6 +24,11 @@ class Publisher(Protocol):
         """Make the weights of `step` available; calls `announce` as soon as the receiver may begin."""
         ...
 
+    def hold(self, step: int | None) -> None:
+        """An engine stays on version `step`, the one published last, for a while: leave what it needs to be started on
+        it again, until the next call; None ends that. Nothing where the bridge keeps no versions."""
+        ...
+
     def close(self) -> None:
         """Free what the bridge holds outside the run folder."""
         ...

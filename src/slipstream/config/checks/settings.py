@@ -99,6 +99,7 @@ def inapplicable(config: RunConfig) -> dict[str, str]:
     found["run.save_samples"] = "applies to grpo, not to sft, which samples nothing to train on"
     found["run.keep_batches"] = "applies to grpo, not to sft, whose batches follow from data and seed"
     found["weights.in_flight"] = "applies to grpo, not to sft, which samples nothing to train on"
+    found["evaluation.beside"] = "applies to grpo, not to sft, whose engine has nothing but evaluations to make"
     for name in ("staleness", "order"):
         found[f"training.{name}"] = "applies to grpo, not to sft, whose batches no engine makes"
     if config.data is not None and environment is not None:

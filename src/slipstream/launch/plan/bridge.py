@@ -1,4 +1,4 @@
-"""Chooses `weights.bridge`. Pure.
+"""Chooses `weights.bridge`, and whether an engine can evaluate while others go on. Pure.
 
 On a shared GPU the default is `single_copy`, under which the trainer trains the engine's own tensors: no update moves a
 byte, and the weights are in memory once. `disk` is the only other bridge there, and the engine can sleep under it while
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slipstream.config.traits import keeps_versions
 from slipstream.errors import ConfigError
 from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.memory.gpu_shares import Needs, Split
@@ -47,6 +48,47 @@ def _choice(builder: PlanBuilder) -> tuple[str, str]:
     if one.fraction >= two.fraction:
         return "single_copy", f"{what}: {both}"
     return "disk", f"{files}, as that leaves more memory: {both}"
+
+
+def plan_beside(builder: PlanBuilder) -> None:
+    """Derive `evaluation.beside`, after the bridge, replicas and sleep. Raises ConfigError where it is asked for and
+    cannot be."""
+    evaluation = builder.original.evaluation
+    if evaluation is None:
+        return
+    if obstacle := _beside_obstacle(builder):
+        if evaluation.beside is True:
+            raise ConfigError(
+                f"evaluation.beside = true needs an engine that can stay on its version: {obstacle}; change that, or "
+                "leave evaluation.beside out, and training waits for evaluations"
+            )
+        builder.derive_auto("evaluation.beside", False, f"training waits for evaluations: {obstacle}")
+        return
+    if not builder.original.training.staleness:
+        reason = "training waits for evaluations: without training.staleness the course of a run depends on no timing"
+        builder.derive_auto("evaluation.beside", False, f"{reason}; true would have one engine evaluate meanwhile")
+        return
+    for name in ("stop_at", "patience"):
+        if getattr(evaluation, name) is not None:
+            reason = f"training waits for evaluations: evaluation.{name} may end the run by what they say"
+            builder.derive_auto("evaluation.beside", False, f"{reason}; true would end it some steps later")
+            return
+    others = builder["inference.replicas"] - 1
+    them = "the other goes" if others == 1 else f"the other {others} go"
+    builder.derive_auto("evaluation.beside", True, f"one engine stays on the version and evaluates it, {them} on")
+
+
+def _beside_obstacle(builder: PlanBuilder) -> str:
+    """Why no engine can evaluate while others go on; empty if one can."""
+    bridge, replicas = builder["weights.bridge"], builder["inference.replicas"]
+    if replicas == 1:
+        each = "each orchestrator" if builder.original.run.orchestrators > 1 else "the run"
+        return f"{each} has inference.replicas = 1 engine, and two or more are needed"
+    if builder["inference.sleep"] is True:
+        return "under inference.sleep = true all engines sleep while a batch is trained on"
+    if not keeps_versions(bridge):
+        return f'weights.bridge = "{bridge}" brings a version to all engines at once, "disk" or "lora" would not'
+    return ""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from slipstream.config.checks import inapplicable, reason_against, warmup_proble
 from slipstream.config.recipes import choices
 from slipstream.config.traits import planned_config, undecided, uses_critic, uses_engine, usual_reward_workers
 from slipstream.errors import ConfigError
-from slipstream.launch.plan.bridge import plan_bridge
+from slipstream.launch.plan.bridge import plan_beside, plan_bridge
 from slipstream.launch.plan.builder import PlanBuilder
 from slipstream.launch.plan.deadlines import plan_deadlines
 from slipstream.launch.plan.facts import SMALL_MODEL_PARAMETERS, Facts
@@ -92,6 +92,8 @@ def make_plan(config: RunConfig, facts: Facts) -> Plan:
             builder.on_cpu,
             "on a CPU compiling takes longer than it saves" if builder.on_cpu else "CUDA graphs pay on a GPU",
         )
+        if isinstance(config.algorithm, RLConfig):
+            plan_beside(builder)
         plan_patches(builder)
         plan_tool_parser(builder)
         plan_deadlines(builder)

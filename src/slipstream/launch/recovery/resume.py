@@ -20,7 +20,7 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
     """Return the step after which the run in `folder` continues. Raises `ConfigError`, before anything is changed, for
     a run that cannot continue or has nothing left to do."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-    from slipstream.trainer.early_stop import EarlyStop
+    from slipstream.trainer.evaluations import EarlyStop
 
     store = CheckpointStore(folder / "checkpoints")
     latest = store.latest()

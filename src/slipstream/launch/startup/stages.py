@@ -137,7 +137,7 @@ class Stages:
 
     def on_row(self, step: int, row: Mapping[str, float | None]) -> None:
         """Listen to rows of metrics: the first ones hold the times of the first update and the first step."""
-        if self._first_step is None or self._total_s is not None:
+        if self._first_step is None or self._total_s is not None or not any(name.startswith("time/") for name in row):
             return
         at, now, is_step = self._row_at, time.monotonic(), step > self._first_step
         for phase, name in (_STEP_ROW if is_step else _FIRST_ROW).items():

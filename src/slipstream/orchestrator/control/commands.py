@@ -71,7 +71,11 @@ class Release(Command, frozen=True):
 
 
 class Evaluate(Command, frozen=True):
-    """Evaluate the version applied last; answered by `Evaluated`."""
+    """Evaluate version `step`, the one applied last; answered by `Evaluated`. `beside`: on one engine of several, which
+    takes no other version until then, while the others go on."""
+
+    step: int
+    beside: bool = False
 
 
 class AskHeld(Command, frozen=True):

@@ -25,7 +25,7 @@ class Executor:
         versions: Versions,
         *,
         probe: Callable[[], Awaitable[list[Sequence]]],
-        evaluate: Callable[[], Awaitable[Evaluation]],
+        evaluate: Callable[[commands.Evaluate], Awaitable[Evaluation]],
         engine_ready: Callable[[], Awaitable[object]],
         start: Callable[[], Awaitable[None]],
         open_ledger: Callable[[int], None],
@@ -78,7 +78,7 @@ class Executor:
                     self._change_weights(*change)
                 await self._versions.release(step)
             case commands.Evaluate():
-                return commands.Evaluated(await self._evaluate())
+                return commands.Evaluated(await self._evaluate(command))
             case commands.Close(step):
                 self.close(step)
             case _:

@@ -6,11 +6,12 @@ Guarantees: a failure there ends the trainer's wait with the failure itself; eve
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import DeadlineError, EngineError, Interrupted, WeightsError
@@ -104,6 +105,24 @@ class Waits:
     """For a batch or an evaluation, without activity of rollouts."""
 
 
+@dataclass
+class _Beside:
+    """An evaluation that goes on beside training."""
+
+    step: int
+    answer: Future[commands.AnyAnswer]
+    began: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+    def has_ended(self, answer: Future[commands.AnyAnswer]) -> None:
+        self.ended = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken. The answer may be there a moment before `has_ended` is called."""
+        return (self.ended or time.monotonic()) - self.began
+
+
 class Orchestrator:
     """Implements the training loop's `Engine`: publishes versions to the engine, evaluates them, releases them."""
 
@@ -115,14 +134,18 @@ class Orchestrator:
         saved_step: Callable[[], int] = lambda: 0,
         waits: Waits,
         hooks: TrainerHooks,
+        hold: Callable[[int | None], None] = lambda step: None,
     ) -> None:
-        """`saved_step`: the step of the newest whole checkpoint."""
+        """`saved_step`: the step of the newest whole checkpoint. `hold` is told of which step the files must stay, as
+        an engine stays on that version; None: of none."""
         self._caller = caller
         self._publish = publish
         self._saved_step = saved_step
         self._waits = waits
         self._hooks = hooks
+        self._hold = hold
         self._has_started = False
+        self._beside: _Beside | None = None
         self.last_evaluation: Evaluation | None = None
 
     def update(self, step: int) -> list[TokenSequence]:
@@ -176,16 +199,32 @@ class Orchestrator:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """See the loop's `Engine`."""
-        answer = self._caller.call(
-            commands.Evaluate(),
-            commands.Evaluated,
-            self._waits.rollouts_s,
-            f"the evaluation of step {step}",
-            while_silent=True,
-        )
-        self.last_evaluation = answer.evaluation
-        self._hooks.version_evaluated(step, answer.evaluation)
-        return answer.evaluation.metrics()
+        return self._evaluated(step, self._caller.submit(commands.Evaluate(step)))
+
+    def begin_evaluation(self, step: int) -> None:
+        """See the loop's `Engine`. Does not wait."""
+        self._hold(step)
+        self._beside = _Beside(step, self._caller.submit(commands.Evaluate(step, beside=True)))
+        self._beside.answer.add_done_callback(self._beside.has_ended)
+
+    def take_evaluation(self, *, waits: bool) -> dict[str, float] | None:
+        """See the loop's `Engine`."""
+        beside = self._beside
+        if beside is None or not (waits or beside.answer.done()):
+            return None
+        metrics = self._evaluated(beside.step, beside.answer, ", beside training")
+        self._beside = None
+        self._hold(None)
+        return {**metrics, "eval/beside_s": beside.seconds}
+
+    def _evaluated(self, step: int, answer: Future[commands.AnyAnswer], how: str = "") -> dict[str, float]:
+        """Wait for the answer; returns the metrics."""
+        waits_for = f"the evaluation of step {step}{how}"
+        limit_s = self._waits.rollouts_s
+        found = self._caller.wait(answer, commands.Evaluated, limit_s, waits_for, while_silent=True).evaluation
+        self.last_evaluation = found
+        self._hooks.version_evaluated(step, found)
+        return found.metrics()
 
     def release(self, step: int, change: tuple[int, list[float]] | None = None) -> None:
         """See the loop's `Engine`. Does not wait: a synchronous call may be blocking the event loop."""

@@ -353,6 +353,9 @@ class NoticeProgress:
         """See `Progress`."""
         self._outbox.add(Progressed("end_phase", []))
 
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
     def message(self, text: str, level: str = "info") -> None:
         """See `Progress`."""
         self._outbox.add(Progressed("message", [without_surrogates(text), level]))

@@ -78,6 +78,8 @@ class CheckpointStore:
         self.keep_weights = max(keep, keep_weights)
         self.best_step: int | None = None
         """The step that the link `best` points to; its weights are always kept."""
+        self.candidate_step: int | None = None
+        """A step that is still being evaluated, and may turn out to be the best; the same."""
 
     def save(
         self,
@@ -232,8 +234,7 @@ class CheckpointStore:
         resumable = [path for path in others if has_state(path)]
         with_state = {newest, *resumable[max(0, len(resumable) - self.keep + 1) :]}
         kept = with_state | {*others[max(0, len(others) - self.keep_weights + 1) :]}
-        if self.best_step is not None:
-            kept.add(self._path(self.best_step))
+        kept |= {self._path(step) for step in (self.best_step, self.candidate_step) if step is not None}
         for path in self._named():
             if path not in kept or path.suffix == ".old":
                 # Renamed first: an interrupted removal must not leave what looks like a checkpoint.

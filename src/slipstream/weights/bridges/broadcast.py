@@ -319,6 +319,9 @@ class BroadcastPublisher:
         store = str(self._folder / f"store-{num_replaced}")
         self._rendezvous = msgspec.structs.replace(self._rendezvous, store=store)
 
+    def hold(self, step: int | None) -> None:
+        """Does nothing: no version is kept."""
+
     def close(self) -> None:
         """Leave the group and remove its folder."""
         if self._group is not None:

@@ -204,6 +204,10 @@ class DeltaPublisher:
         self._version = ticket.version
         return ticket
 
+    def hold(self, step: int | None) -> None:
+        """See `Publisher`."""
+        self._carrier.hold(step)
+
     def close(self) -> None:
         """See `Publisher`."""
         self._copy = {}

@@ -6,7 +6,8 @@ belongs to the publisher: the first version removes what a killed process left t
 versions are kept and never changed after their announcement, so that a receiver can finish reading, and a dead engine
 can be started on one; older ones are removed, or their files reused. (What is to stay is a checkpoint.) A delta is a
 folder with one file of patches; the whole version at the start of its chain, and all deltas between, are kept with it.
-A whole version is published again once the deltas since the last one are as large, or `LONGEST_CHAIN` many.
+A whole version is published again once the deltas since the last one are as large, or `LONGEST_CHAIN` many. A version
+that an engine stays on (`hold`) is kept with its chain, too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ LONGEST_CHAIN = 50
 
 @dataclass(frozen=True)
 class _Published:
+    step: int
     folder: Path
     is_whole: bool
     num_bytes: int
@@ -48,6 +50,8 @@ class FolderPublisher:
         self.folder = folder
         self.source = source
         self._published: list[_Published] = []
+        self._held: int | None = None
+        """The step of a version that an engine stays on."""
 
     def publish(
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
@@ -65,7 +69,7 @@ class FolderPublisher:
         ticket = Ticket(version, self.bridge, str(folder), parameters, num_bytes, self.base(), delta, fraction)
         announce(ticket)
         self._published = [old for old in self._published if old.folder != folder]
-        self._published.append(_Published(folder, delta is None, num_bytes))
+        self._published.append(_Published(step, folder, delta is None, num_bytes))
         self._forget()
         return ticket
 
@@ -80,11 +84,18 @@ class FolderPublisher:
         return max((place for place in range(end) if self._published[place].is_whole), default=0)
 
     def _forget(self) -> None:
-        """Remove versions outside of the chains of the newest ones."""
-        needed = self._newest_whole(max(1, len(self._published) - _KEEP + 1))
-        for old in self._published[:needed]:
-            self.discard(old.folder)
-        self._published = self._published[needed:]
+        """Remove versions outside of the chains of the newest ones, and of the one that is held."""
+        newest = self._newest_whole(max(1, len(self._published) - _KEEP + 1))
+        held = [place for place, each in enumerate(self._published) if each.step == self._held]
+        chain = range(self._newest_whole(held[0] + 1), held[0] + 1) if held else ()
+        for place, old in enumerate(self._published[:newest]):
+            if place not in chain:
+                self.discard(old.folder)
+        self._published = [each for place, each in enumerate(self._published) if place in chain or place >= newest]
+
+    def hold(self, step: int | None) -> None:
+        """See `Publisher`: the files of its chain stay."""
+        self._held = step
 
     def close(self) -> None:
         """Does nothing: the newest versions stay in the run folder."""

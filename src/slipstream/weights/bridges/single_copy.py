@@ -215,5 +215,8 @@ class SharedPublisher:
         announce(ticket)
         return ticket
 
+    def hold(self, step: int | None) -> None:
+        """Does nothing: there is one version."""
+
     def close(self) -> None:
         """Does nothing: the memory ends with its last user."""

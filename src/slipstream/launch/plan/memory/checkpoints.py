@@ -21,7 +21,8 @@ NEARLY_FULL = 0.9
 """Fraction of the free disk space beyond which there is a warning."""
 BY_CLOCK = "10min"
 _VERSIONS = 3
-"""Published versions on disk: the two newest, and the next while it is written."""
+"""Published versions on disk: the two newest, and the next while it is written; one more is evaluated beside
+training."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,11 @@ def _on_disk(config: PlannedConfig, facts: Facts, num_made: int) -> int:
     saved, num_weights = saved_bytes(config, facts), _num_weights(config)
     num_whole = min(num_made, config.run.keep_checkpoints + 1)
     num_bare = min(num_made - num_whole, num_weights - config.run.keep_checkpoints)
+    beside = config.evaluation is not None and config.evaluation.beside
     if config.evaluation is not None and config.evaluation.patience is not None:
         num_bare += num_made > num_weights + 1  # the best one
+        num_bare += beside and num_made > num_weights + 2  # one that may be it
     published = weights_bytes(facts.model, config.model.dtype)
     published *= uses_engine(config) and config.weights.bridge in ("disk", "restart")
-    versions = min(_VERSIONS, config.training.steps + 1) * published
+    versions = min(_VERSIONS + beside, config.training.steps + 1) * published
     return num_whole * saved.total + num_bare * saved.weights + versions

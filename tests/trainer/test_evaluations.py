@@ -1,0 +1,182 @@
+"""When evaluations end a run, those beside training, and what of it survives a checkpoint."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.config import EvaluationConfig
+from slipstream.trainer.evaluations import LATER, EarlyStop, Evaluations
+
+
+def observe(watch, accuracies, first=0):
+    return [watch.observe(first + n, {"eval/accuracy": value}) for n, value in enumerate(accuracies)]
+
+
+@pytest.mark.parametrize("config", [None, EvaluationConfig()])
+def test_without_settings_a_run_goes_on(config):
+    watch = EarlyStop(config)
+    observe(watch, [1.0, 0.0, 0.0, 0.0])
+    assert (watch.reason, watch.keeps_best) == ("", False)
+
+
+def test_stop_at():
+    watch = EarlyStop(EvaluationConfig(every=1, stop_at=0.5))
+    observe(watch, [0.2, 0.49])
+    assert watch.reason == ""
+    observe(watch, [0.5])
+    assert watch.reason == "accuracy 0.5 reached evaluation.stop_at = 0.5"
+
+
+def test_patience_counts_evaluations_without_a_better_one():
+    watch = EarlyStop(EvaluationConfig(every=1, patience=2))
+    assert observe(watch, [0.1, 0.3, 0.3, 0.4, 0.2]) == [True, True, False, True, False]
+    assert watch.observe(5, {"train/loss": 1.0}) is False
+    assert watch.reason == ""
+    again = EarlyStop(EvaluationConfig(every=1, patience=2))
+    again.load(json.loads(json.dumps(watch.state())))
+    for each in (watch, again):
+        observe(each, [0.4])
+        assert "no better accuracy than 0.4 of step 3 (evaluation.patience = 2)" in each.reason
+        assert each.best_step == 3
+
+
+def test_what_has_ended_a_run_is_not_taken_back():
+    watch = EarlyStop(EvaluationConfig(every=1, stop_at=0.5))
+    observe(watch, [0.2, 0.6, 0.1])
+    assert "accuracy 0.6 reached" in watch.reason
+
+
+class Engine:
+    """Evaluates when it is told to; accuracies are told beforehand."""
+
+    def __init__(self, **accuracies):
+        self.accuracies = {int(name[1:]): value for name, value in accuracies.items()}
+        self.has_ended, self.calls, self.running = False, [], None
+
+    def evaluate(self, step):
+        assert self.running is None
+        self.calls.append(("evaluate", step))
+        return {"eval/accuracy": self.accuracies[step]}
+
+    def begin_evaluation(self, step):
+        assert self.running is None
+        self.calls.append(("begin", step))
+        self.running = step
+
+    def take_evaluation(self, *, waits):
+        if self.running is None or not (waits or self.has_ended):
+            return None
+        self.calls.append(("take", self.running))
+        step, self.running = self.running, None
+        return {"eval/accuracy": self.accuracies[step]}
+
+
+class Run:
+    """The evaluations of a run, and what was recorded of them."""
+
+    def __init__(self, folder, *, steps=10, **settings):
+        self.folder, self.rows, self.shown, self.best, self.warnings = folder, [], [], [], []
+        values = {"every": 2, "beside": True, **settings}
+        config = SimpleNamespace(evaluation=EvaluationConfig(**values), training=SimpleNamespace(steps=steps))
+        progress = SimpleNamespace(evaluated=lambda *row: self.shown.append(row), phase=lambda name: None)
+        self.evaluations = Evaluations(config, self, progress, lambda *best: self.best.append(best))
+
+    def add_metrics(self, step, values):
+        self.rows.append((step, dict(values)))
+
+    def warning(self, text, **fields):
+        self.warnings.append(text)
+
+    def event(self, kind, **fields):
+        pass
+
+    def phase(self, name):
+        return contextlib.nullcontext()
+
+
+def test_one_beside_training_is_recorded_at_its_step_when_it_comes(tmp_path):
+    run, engine = Run(tmp_path), Engine(_2=0.25)
+    assert run.evaluations.is_due(2, is_last=False)
+    assert run.evaluations.make(engine, 2, is_last=False) == {}
+    run.evaluations.take(engine, 2, waits=False)
+    assert (run.rows, run.evaluations.running, run.evaluations.done_step) == ([], 2, -1)
+    engine.has_ended = True
+    run.evaluations.take(engine, 5, waits=False)
+    assert run.rows == run.shown == [(2, {"eval/accuracy": 0.25, LATER: 3.0})]
+    assert (run.evaluations.running, run.evaluations.done_step) == (None, 2)
+
+
+def test_the_next_one_waits_for_it_and_the_last_is_made_by_all_engines(tmp_path):
+    run, engine = Run(tmp_path), Engine(_2=0.25, _4=0.5, _10=0.75)
+    for step in (2, 4):
+        assert run.evaluations.make(engine, step, is_last=False) == {}
+    assert run.evaluations.make(engine, 10, is_last=True) == {"eval/accuracy": 0.75}
+    assert engine.calls == [("begin", 2), ("take", 2), ("begin", 4), ("take", 4), ("evaluate", 10)]
+    assert [step for step, _ in run.rows] == [2, 4]
+    assert run.evaluations.done_step == 10
+
+
+def test_one_that_ends_the_run_is_followed_by_that_of_the_last_version(tmp_path):
+    run, engine = Run(tmp_path, stop_at=0.5), Engine(_2=0.25, _4=0.5, _6=0.0)
+    run.evaluations.make(engine, 2, is_last=False)
+    run.evaluations.make(engine, 4, is_last=False)
+    # The next is due when it is seen that the run ends: it is the last.
+    assert run.evaluations.make(engine, 6, is_last=False) == {"eval/accuracy": 0.0}
+    assert "0.5 reached" in run.evaluations.early_stop.reason
+    run.evaluations.make_last(engine, 6)
+    assert engine.calls[-1] == ("evaluate", 6), "once"
+    # Otherwise steps were made since, and their version is evaluated at the end.
+    run, engine = Run(tmp_path, stop_at=0.5), Engine(_2=0.5, _3=0.25)
+    run.evaluations.make(engine, 2, is_last=False)
+    run.evaluations.take(engine, 3, waits=True)
+    run.evaluations.make_last(engine, 3)
+    assert [(step, row["eval/accuracy"]) for step, row in run.rows] == [(2, 0.5), (3, 0.25)]
+
+
+def test_the_best_is_told_with_its_own_step(tmp_path):
+    run, engine = Run(tmp_path, patience=5), Engine(_2=0.5, _4=0.25, _6=0.75)
+    for step in (2, 4, 6):
+        run.evaluations.make(engine, step, is_last=False)
+    run.evaluations.take(engine, 9, waits=True)
+    assert run.best == [(2, 0.5), (6, 0.75)]
+
+
+def kept(run):
+    return json.loads(json.dumps(run.evaluations.state()))
+
+
+def test_one_that_had_not_ended_is_made_again_by_a_resume_from_its_step_and_missing_after_one_from_a_later(tmp_path):
+    run, engine = Run(tmp_path), Engine(_2=0.5)
+    run.evaluations.make(engine, 2, is_last=False)
+    state = kept(run)
+    same = Run(tmp_path)
+    same.evaluations.load(state, 2)
+    assert (same.evaluations.is_due_at_start(2), same.warnings) == (True, [])
+    later = Run(tmp_path)
+    later.evaluations.load(state, 3)
+    assert not later.evaluations.is_due_at_start(3)
+    assert later.warnings == [
+        "the evaluation of step 2 had not ended when the run did, and is missing: the run goes on from step 3, whose "
+        "weights are others"
+    ]
+
+
+def test_one_that_was_recorded_after_the_checkpoint_counts(tmp_path):
+    run, engine = Run(tmp_path, patience=1), Engine(_2=0.0)
+    run.evaluations.make(engine, 2, is_last=False)
+    rows = [{"time": 0.0, "lineage": 0, "step": step, **row} for step, row in ((2, {}), (2, {"eval/accuracy": 0.0}))]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "events.jsonl").write_text("")
+    again = Run(tmp_path, patience=1)
+    again.evaluations.load(kept(run), 3)
+    assert (again.warnings, again.evaluations.done_step, again.best) == ([], 2, [(2, 0.0)])
+
+
+def test_a_checkpoint_of_an_earlier_version_has_none_beside_training(tmp_path):
+    run = Run(tmp_path)
+    state = kept(run)
+    del state["evaluating_step"]
+    run.evaluations.load(state, 3)
+    assert run.warnings == []
