@@ -139,7 +139,7 @@ class Judge(Graded):
                     async with asyncio.timeout(left):
                         answer = await client.post(url, json=body, timeout=left)
                 except (TimeoutError, httpx.TimeoutException):
-                    last = "no answer"
+                    last = "no answer" if number == 1 else f"no answer, before {last}"
                     break
                 except httpx.TransportError as error:
                     last = f"{type(error).__name__}"
