@@ -1,0 +1,104 @@
+"""Losses of coordinate tokens, and the expected embeddings of the expectation loop.
+
+Pure; one value for each coordinate or box, so that the objective divides by the counts of the optimizer step.
+Log-probabilities are computed in float32 at least. Shape suffixes: N coordinates, B boxes, K the 1000 coordinate tokens
+by bin, V vocabulary, T tokens of a row, D embedding. The logits of the coordinate at p are those at p - 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.detection.coordinates import LAST_BIN, NUM_BINS
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """As float32; float64 stays."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def expected_coordinates(logits_NK: Tensor, temperature: float = 1.0) -> Tensor:
+    """`sum over k of p(k) k / 999`, `p = softmax(logits / temperature)`, `[N]` in [0, 1]."""
+    probs_NK = (_wide(logits_NK) / temperature).softmax(-1)
+    return probs_NK @ (torch.arange(NUM_BINS, device=probs_NK.device, dtype=probs_NK.dtype) / LAST_BIN)
+
+
+def box_l1(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
+    """The mean of the absolute differences of a box's coordinates, in the order given, `[B]`."""
+    return (predicted_B4 - true_B4).abs().mean(-1)
+
+
+def box_giou_loss(predicted_B4: Tensor, true_B4: Tensor) -> Tensor:
+    """`1 - GIoU` (arXiv 1902.09630, algorithm 1), from 0 to 2, `[B]`, once the corners x1, y1, x2, y2 are sorted and
+    clipped to [0, 1].
+
+    0, without a gradient, for two boxes without an area, of which the IoU is 0 / 0. NaN stays NaN: it is the model's
+    fault, and the trainer has to see it.
+    """
+    predicted_B4, true_B4 = _sorted_corners(predicted_B4), _sorted_corners(true_B4)
+    common_B = _area(
+        torch.maximum(predicted_B4[:, :2], true_B4[:, :2]), torch.minimum(predicted_B4[:, 2:], true_B4[:, 2:])
+    )
+    areas_B = _area(predicted_B4[:, :2], predicted_B4[:, 2:]) + _area(true_B4[:, :2], true_B4[:, 2:])
+    either_B = areas_B - common_B
+    hull_B = _area(
+        torch.minimum(predicted_B4[:, :2], true_B4[:, :2]), torch.maximum(predicted_B4[:, 2:], true_B4[:, 2:])
+    )
+    has_area_B = either_B != 0  # so has the hull
+    one = torch.ones_like(either_B)
+    # Replaced before they divide: a gradient of 0 times infinity would be NaN.
+    either_B, hull_B = torch.where(has_area_B, either_B, one), torch.where(has_area_B, hull_B, one)
+    giou_B = common_B / either_B - (hull_B - either_B) / hull_B
+    return torch.where(has_area_B, 1.0 - giou_B, torch.zeros_like(giou_B))
+
+
+def _sorted_corners(boxes_B4: Tensor) -> Tensor:
+    boxes_B4 = boxes_B4.clamp(0.0, 1.0)
+    one_B2, other_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
+    return torch.cat([torch.minimum(one_B2, other_B2), torch.maximum(one_B2, other_B2)], -1)
+
+
+def _area(low_B2: Tensor, high_B2: Tensor) -> Tensor:
+    return (high_B2 - low_B2).clamp(min=0.0).prod(-1)
+
+
+def gate_loss(logits_NV: Tensor, coordinate_ids_K: Tensor) -> Tensor:
+    """`logsumexp(all logits) - logsumexp(those of coordinate tokens)`, the negative log-probability that any
+    coordinate is written where one belongs, in nats, `[N]`. All logits are needed: from those of coordinates alone
+    nothing keeps text out of boxes."""
+    logits_NV = _wide(logits_NV)
+    return logits_NV.logsumexp(-1) - logits_NV[:, coordinate_ids_K].logsumexp(-1)
+
+
+def soft_targets(bins_N: Tensor, sigma: float = 2.0) -> Tensor:
+    """A Gaussian around each true bin with a standard deviation of `sigma` bins, normalized over the 1000 bins; float32
+    `[N, K]`."""
+    distance_NK = torch.arange(NUM_BINS, device=bins_N.device) - bins_N[:, None]
+    return (-0.5 * (distance_NK / sigma).square()).softmax(-1)
+
+
+def soft_cross_entropy(logits_NK: Tensor, targets_NK: Tensor) -> Tensor:
+    """`-sum over k of target(k) log p(k)` among coordinate tokens, in nats, `[N]`."""
+    return -(targets_NK * _wide(logits_NK).log_softmax(-1)).sum(-1)
+
+
+def wasserstein(logits_NK: Tensor, targets_NK: Tensor) -> Tensor:
+    """The 1-Wasserstein distance of the two distributions over [0, 1], `[N]`: the sum of the absolute differences of
+    their cumulative distributions, over 999."""
+    difference_NK = _wide(logits_NK).softmax(-1) - targets_NK
+    return difference_NK.cumsum(-1).abs().sum(-1) / LAST_BIN
+
+
+def with_expected_embeddings(
+    embeddings_TD: Tensor,
+    slots_N: Tensor,
+    logits_NK: Tensor,
+    coordinate_embeddings_KD: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:
+    """A copy of a row's input embeddings in which each slot is `softmax(logits / temperature)` times the embeddings of
+    coordinate tokens; all other rows are the same bits. Detached from the logits: an iteration's gradient ends here."""
+    probs_NK = (_wide(logits_NK.detach()) / temperature).softmax(-1)
+    rows_ND = probs_NK @ coordinate_embeddings_KD.detach().to(probs_NK.dtype)
+    return embeddings_TD.index_copy(0, slots_N, rows_ND.to(embeddings_TD.dtype))
